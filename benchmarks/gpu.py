@@ -23,7 +23,7 @@ quickstart; what only a GPU can show is recorded with the reason that it did not
 Targets (with --check, exit 1 when one is missed or a part fails): utilisation of an update at least 0.45 and of
 log-probabilities at least 0.55 (dense, H100 or H200); a sync at 0.5 times the rate of a copy on the device; the estimate
 within 10 % of peak reserved memory; 90 % of an offloaded role's memory handed over; log-probabilities within 1e-3 of the
-CPU's in fp32 and 0.2 in bf16. `benchmarks/results.py` writes docs/gpu.md from `--json benchmarks/measured/gpu.json`.
+CPU's in fp32 and 0.2 in bf16. `benchmarks/results.py` writes docs/results.md from `--json benchmarks/measured/gpu.json`.
 """
 
 from __future__ import annotations

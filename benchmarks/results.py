@@ -1,10 +1,10 @@
-"""Write docs/results.md, its pictures and docs/gpu.md from what the benchmarks have measured.
+"""Write docs/results.md and its pictures from what the benchmarks have measured.
 
     python benchmarks/results.py [--check]
 
 Each part of docs/results.md comes from a file in benchmarks/measured, which `learning.py`, `held_out.py`, `end_to_end.py`
-and `weight_sync.py` write with `--json`; a part whose file is not there yet is left out. docs/gpu.md comes from that of
-`gpu.py`. With --check nothing is written, and the exit status is 1 where a page says anything else.
+and `weight_sync.py` write with `--json`; a part whose file is not there yet is left out. Its last part comes from that
+of `gpu.py`, and says so where there is none. With --check nothing is written; the exit status is 1 where the page differs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, last_steps, summ
 from megarl.recipe.rules import NOT_RUN  # noqa: E402
 
 RESULTS, DOCS = ROOT / "benchmarks" / "measured", ROOT / "docs"
-PAGE, GPU_PAGE = DOCS / "results.md", DOCS / "gpu.md"
+PAGE = DOCS / "results.md"
 Results = dict[str, Any]
 
+TITLE = """# What was measured, and which command measures it again?
+
+Each part ends with its command. `python benchmarks/results.py` writes this page from the files in `benchmarks/measured/`."""
 LEARNING = """## Each algorithm learns
 
-A random model of two layers ([`recipes/cpu/`](../recipes/cpu/)) learns to say odd digits to sums whose answer is odd, and
-even digits to the others; chance is one in twenty. A run counts if it ends at 0.9 or more within five minutes on two cores.
+A random model of two layers ([`recipes/cpu/`](../recipes/cpu/)) learns to answer sums with an odd digit if the sum is odd
+and with an even digit otherwise; chance is one in twenty. A run passes if it ends at 0.9 or more within five minutes on two
+cores.
 
 ![reward by step of each algorithm under three seeds](learning.png)"""
 HELD_OUT = """## A real model gets better at what it has not seen
 
-SmolLM2-135M-Instruct on sums of two numbers below 20: 300 of the 400 are trained on, 64 completions a step, and the other
-100 are asked four times each at temperature 1. Accuracy with half of its 95 % confidence interval over the questions.
+SmolLM2-135M-Instruct on the 400 sums of two numbers below 20: the run trains on 300, with 64 completions a step, and answers
+the other 100 four times each at temperature 1. Accuracy with half of its 95 % confidence interval over the questions.
 
 ![held-out accuracy by step](held_out.png)"""
 END_TO_END = """## End to end, beside TRL
@@ -44,19 +48,20 @@ END_TO_END = """## End to end, beside TRL
 GRPO of SmolLM2-135M-Instruct on one-digit sums: 8 prompts x 8 completions of up to 64 tokens, one update a step, KL against
 a reference, the same prompts, rewards, optimizer and precision ({precision}) on both sides, {steps} steps, all cores of one
 machine. `trl-hf` is TRL's GRPOTrainer with Hugging Face generation, `trl-vllm` with vLLM in its process, whose weight sync
-had to be replaced to run on a CPU. Seconds a step, without the first one; tokens are those of prompts and completions,
+had to be replaced to run on a CPU. Seconds a step, without the first step; tokens are those of prompts and completions,
 without padding."""
 WEIGHT_SYNC = """## Weights from Megatron ranks into vLLM
 
-Through shared memory on one machine, milliseconds, medians of {rounds} rounds in which all ways take turns. `memcpy` copies
-the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and gives it whole to vLLM's loader; `disk`
-gathers, writes a file and has the engine load it. What vLLM takes to pack the weights is in each `whole`; `repack` is
-megarl's, where several threads do it. `checkpoint's transfer` is all but that much: some of its packing is still in it."""
-GPU = """# What has run on a GPU
+Through shared memory on one machine, in milliseconds; medians of {rounds} rounds in which all methods take turns. `memcpy`
+copies the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and hands it to vLLM's loader; `disk`
+gathers, writes a file and has the engine load it. Each `whole` includes the time in which vLLM packs the weights; `repack`
+is megarl's, done by several threads. `checkpoint's transfer` is gathering and loading less that `repack`: it holds some
+packing."""
+GPU = """## What has run on a GPU
 
-CI has no GPU. It tests the logic of every GPU path on a CPU; what CUDA, NCCL, Transformer Engine, vLLM on a GPU and
-`cuda_ipc` really do, only a GPU shows. `python benchmarks/gpu.py --json benchmarks/measured/gpu.json --check` walks the
-first hour on one GPU, and `python benchmarks/results.py` writes what it found to this page."""
+CI has no GPU. It tests the logic of every GPU path on a CPU; only a GPU shows what CUDA, NCCL, Transformer Engine, vLLM on a
+GPU and `cuda_ipc` do. `python benchmarks/gpu.py --json benchmarks/measured/gpu.json --check` runs each part once on one GPU,
+and `python benchmarks/results.py` writes the outcome here."""
 GPU_NOTHING = f"Nothing is recorded here: CUDA, NCCL, Transformer Engine and vLLM's GPU path are {NOT_RUN}."
 # Of a row's medians, by the column of the page.
 SYNC_COLUMNS = {
@@ -66,16 +71,16 @@ SYNC_COLUMNS = {
 }  # fmt: skip
 
 
-def page(results: dict[str, Results]) -> str:
-    """The text of docs/results.md."""
+def page(results: dict[str, Results], gpu: Results | None = None) -> str:
+    """The text of docs/results.md; `gpu` is what `gpu.py` wrote."""
     parts = [part for name, make in MAKERS.items() if name in results for part in make(results[name])]
-    return "\n\n".join(["# Results", *parts]) + "\n"
+    return "\n\n".join([TITLE, *parts, gpu_part(gpu)]) + "\n"
 
 
-def gpu_page(result: Results | None) -> str:
-    """The text of docs/gpu.md; `result` is what `gpu.py` wrote, or None."""
+def gpu_part(result: Results | None) -> str:
+    """The last part of docs/results.md."""
     if result is None:
-        return f"{GPU}\n\n{GPU_NOTHING}\n"
+        return f"{GPU}\n\n{GPU_NOTHING}"
     made = f"On {result['device']}, at {result['commit'][:10]}. What no part below lists has not run on a GPU."
     rows = ["| part | status | seconds | targets |", "| --- | --- | --- | --- |"]
     values = []
@@ -87,7 +92,7 @@ def gpu_page(result: Results | None) -> str:
         rows.append(f"| {name} | {part['status']} | {part['seconds']:.0f} | {reached or part.get('why', '')} |")
         values += [f"| {name} | {key} | {value} |" for key, value in _flat(part.get("values", {}))]
     table = ["| part | value | measured |", "| --- | --- | --- |", *values]
-    return "\n\n".join([GPU, made, "\n".join(rows), "\n".join(table)]) + "\n"
+    return "\n\n".join([GPU, made, "\n".join(rows), "\n".join(table)])
 
 
 def _flat(values: Results, prefix: str = "") -> list[tuple[str, str]]:
@@ -162,7 +167,7 @@ def of_weight_sync(result: Results) -> list[str]:
 
 
 def rewards_are(result: Results) -> str:
-    """Of what the rewards are that were compared, and how far chance alone takes two sides apart."""
+    """Say which rewards are compared, and by how much chance alone separates two sides."""
     config, own = result["config"], [run["steps"] for run in result["runs"] if run["side"] == MEGARL]
     steps = last_steps(min(map(len, own)))
     rewards = [step["reward"] for run in own for step in run[-steps:]]
@@ -170,8 +175,8 @@ def rewards_are(result: Results) -> str:
     error = math.sqrt(2 * mean * (1 - mean) / completions)
     return (
         f"Rewards are compared over the last {'step' if steps == 1 else f'{steps} steps'} of {config['steps']}, "
-        f"{completions} completions a side: the standard error of a difference is about {error:.2f}, even if no completion "
-        "had to do with the others of its prompt."
+        f"{completions} completions a side: the standard error of a difference is about {error:.2f}, even if the "
+        "completions of a prompt were independent."
     )
 
 
@@ -188,12 +193,10 @@ def main() -> int:
     if not results:
         parser.error(f"no results in {RESULTS}: benchmarks/learning.py --json {files['learning']} measures some")
     gpu_file = RESULTS / "gpu.json"
-    text = page(results)
-    gpu_text = gpu_page(json.loads(gpu_file.read_text()) if gpu_file.is_file() else None)
+    text = page(results, json.loads(gpu_file.read_text()) if gpu_file.is_file() else None)
     if arguments.check:
-        return int(text != PAGE.read_text() or gpu_text != GPU_PAGE.read_text())
+        return int(text != PAGE.read_text())
     PAGE.write_text(text)
-    GPU_PAGE.write_text(gpu_text)
     for name, draw in (("learning", learning.draw), ("held_out", held_out.draw)):
         if name in results:
             draw(results[name]["runs"], DOCS / f"{name}.png")

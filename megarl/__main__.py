@@ -1,7 +1,6 @@
 """One trainer rank: `torchrun ... -m megarl RECIPE [key=value ...] [--resume]`; `megarl train` starts them all.
 
-Nothing else is here. Saving a checkpoint starts a process a rank that imports this file again (megatron-core 0.16 and 0.19):
-with the trainer in it, that took each of them as long as the start of the run.
+Keep this file small: saving a checkpoint starts a process on each rank that imports it again (megatron-core 0.16 and 0.19).
 """
 
 import sys
@@ -17,5 +16,5 @@ if __name__ == "__main__":
         from megarl.build import main
 
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # the agent stops a rank whose peer has failed: its traceback would bury the peer's
+    except KeyboardInterrupt:  # a peer has failed; a traceback here would bury the peer's
         sys.exit(130)

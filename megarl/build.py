@@ -1,7 +1,4 @@
-"""Builds the typed parts of a run from its recipe, on every trainer rank, and starts the trainer.
-
-`megarl/__main__.py` calls `main`.
-"""
+"""Build the parts of a run from its recipe, on every trainer rank, and start the trainer."""
 
 from __future__ import annotations
 
@@ -29,11 +26,9 @@ from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
 from megarl.cluster.ray_cluster import ClusterError, join_cluster
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
-from megarl.data.prompts import PromptStream
-from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
 from megarl.megatron.model import DTYPES, has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
-from megarl.megatron.role import Role
+from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.megatron.spans import timed_waits
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
@@ -46,12 +41,10 @@ from megarl.recipe.role_sections import trained_sections, without_transformer_en
 from megarl.recipe.sizes import with_engine_sizes
 from megarl.recipe.violation import Violation
 from megarl.recipe.weight_sync_section import BUCKET_BYTES
-from megarl.reward.service import services_of
-from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
 from megarl.rollout.environment import load_environment
-from megarl.rollout.evaluation import HeldOut, held_out_data
+from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.pool import open_pool, takes_turns
 from megarl.rollout.replay import dump_rollout
 from megarl.telemetry import PhaseClock, ProgressLine, starts
@@ -70,20 +63,21 @@ from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.transport import REPORT_WAITS, TRANSPORTS
 
 logger = logging.getLogger(__name__)
-# Engines load their model while all other ranks wait for rank 0.
+# The time for engines to load their model, while all other ranks wait for rank 0.
 ENGINE_START_S = 900.0
 
 
 def train(recipe: Recipe, resume: Resume) -> None:
-    """Run the recipe on this rank. Raises ValueError for what a user can mend; any other error names rank and phase."""
+    """Run the recipe on this rank. Raises ValueError for errors that a user can fix; others name rank and phase."""
     local_rank = int(os.environ["LOCAL_RANK"])
     check_local_device(os.environ)
-    found = set_stage(recipe, os.environ) if os.environ["RANK"] == "0" else None
+    first_stage = set_stage(recipe, os.environ) if os.environ["RANK"] == "0" else None
     torch.set_num_threads(recipe.trainer.threads)
     platform.start_process_group(local_rank, recipe.trainer.collective_timeout_s)
     recipe = with_engine_sizes(recipe, platform.total_bytes)
     rank = int(os.environ["RANK"])
-    control = start_control(_longest_engine_wait_s(recipe) + _longest_reward_wait_s(recipe))
+    waits_s = _longest_waits_s(recipe)
+    control = start_control(sum(waits_s))
     layouts = recipe.layouts
     places = start_parallel(layouts.values(), recipe.run.seed, recipe.trainer.collective_timeout_s, local_rank)
     directory = RunDirectory.of(recipe)
@@ -99,7 +93,6 @@ def train(recipe: Recipe, resume: Resume) -> None:
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         trace = recipe.run.trace
         settled = DeviceSync(recipe.telemetry, platform.synchronize)
-        waits_s = _longest_engine_wait_s(recipe), _longest_reward_wait_s(recipe)
         nodes = nodes_without_ranks(int(os.environ.get("GROUP_WORLD_SIZE", "1"))) if rank == 0 else []
         deadlines = Deadlines.of(recipe, *waits_s)
         watch = stack.enter_context(watched(deadlines, directory.path, places[layouts["actor"]], nodes))
@@ -112,7 +105,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
         records = stack.enter_context(recorded(recipe, directory.path, rank, done, clock, platform))
         with watch.deadlines(clock.place_of), clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
-            stage: Stage = broadcast_from_first(found)
+            stage: Stage = broadcast_from_first(first_stage)
             with ASKED.nothing_begun():
                 parts = build_parts(recipe, role_places, control, directory, stage, stack)
             _bind(recipe, stage, rank)
@@ -137,46 +130,46 @@ def train(recipe: Recipe, resume: Resume) -> None:
 
 
 def _bind(recipe: Recipe, stage: Stage, rank: int) -> None:
-    """Keep this rank to its cores. Not before Ray runs, which would have them, too, where rank 0 has started it."""
-    each = _bound_ranks()
-    if each is not None and stage.engines:
-        load = node_load(recipe, stage.engines, rank // each, each)
-        cores = rank_cores(sorted(os.sched_getaffinity(0)), load, rank % each)
+    """Bind this rank to its cores, after Ray has started: Ray would inherit the binding from rank 0."""
+    ranks_per_node = _bound_ranks()
+    if ranks_per_node is not None and stage.engines:
+        load = node_load(recipe, stage.engines, rank // ranks_per_node, ranks_per_node)
+        cores = rank_cores(sorted(os.sched_getaffinity(0)), load, rank % ranks_per_node)
         if cores:
             bind(cores)
 
 
 def _bound_ranks() -> int | None:
-    """Ranks of a node, where processes are bound to cores; None where they are not."""
+    """Return the number of ranks of a node if processes are bound to cores, else None."""
     on_cpus = platform.num_devices is None
     return int(os.environ["LOCAL_WORLD_SIZE"]) if on_cpus and BIND in os.environ else None
 
 
 def _open(directory: RunDirectory, recipe: Recipe, resume: Resume, rank: int) -> Path | None:
-    """The checkpoint to resume from, on every rank. Raises RunDirectoryError, on every rank too."""
-    found: Path | None = None
+    """Lock the run directory and return the checkpoint to resume from. Raises RunDirectoryError. Both on every rank."""
+    checkpoint: Path | None = None
     refusal: RunDirectoryError | None = None
     if rank == 0:
         try:
             directory.check(recipe, resume)
             directory.lock()
-            found = directory.check(recipe, resume)  # another run may have ended in between
-            if (kept := directory.prepare(recipe, found)) is not None:
+            checkpoint = directory.check(recipe, resume)  # again: another run may have ended before the lock
+            if (kept := directory.prepare(recipe, checkpoint)) is not None:
                 print(f"{directory.path}: no checkpoint to go on from; earlier metrics are in {kept.name}", file=sys.stderr)
         except RunDirectoryError as error:
             refusal = error
-    found, refusal = broadcast_from_first((found, refusal))
+    checkpoint, refusal = broadcast_from_first((checkpoint, refusal))
     if refusal is not None:
         raise refusal
-    return found
+    return checkpoint
 
 
 def check_models(recipe: Recipe) -> None:
-    """Every tensor that a role will read is there and has its shape: said before any process group is made, from the files'
-    headers. So is what the recipe asks for and this machine has not. Raises RecipeError."""
+    """Check, before any process group is made, that every tensor that a role reads exists and has its shape, and that this
+    machine supports the recipe. Raises RecipeError."""
     paths = {"model.path": recipe.model.path}
     paths |= {f"{role}.path": recipe.path(role) for role in recipe.roles if recipe.path(role) != recipe.model.path}
-    found: list[Violation] = []
+    violations: list[Violation] = []
     shapes: dict[str, ModelShape] = {}
     for key, path in paths.items():
         try:
@@ -185,104 +178,75 @@ def check_models(recipe: Recipe) -> None:
             shapes[key] = shape
             check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
         except (ValueError, OSError) as error:
-            found.append(Violation(key, path, f"cannot be loaded: {error}"))
-    found += missing_on_machine(recipe, platform.kind)
+            violations.append(Violation(key, path, f"cannot be loaded: {error}"))
+    violations += missing_on_machine(recipe, platform.kind)
     for phase, role in ROLE_OF.items():
-        section, own = recipe.phase_section(phase), shapes.get(f"{role}.path", shapes.get("model.path"))
-        if (
-            section is not None
-            and section.share_prompts
-            and own is not None
-            and not has_own_attention(own, recipe.trainer.precision)
-        ):
-            rule = f"the {role}'s layers are Transformer Engine's here, whose attention knows no shared prompt"
-            found.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
+        section, shape_of_role = recipe.phase_section(phase), shapes.get(f"{role}.path", shapes.get("model.path"))
+        if section is None or not section.share_prompts or shape_of_role is None:
+            continue
+        if not has_own_attention(shape_of_role, recipe.trainer.precision):
+            rule = f"the {role} uses Transformer Engine's attention here, which supports no shared prompts"
+            violations.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
     if spec_name(recipe.trainer.precision) == "local":
         for role, trained in trained_sections(recipe):
             if trained.memory.recompute == "selective":
-                found += without_transformer_engine(recipe, role)
+                violations += without_transformer_engine(recipe, role)
         if recipe.trainer.fp8 is not None:
-            rule = "megarl uses Transformer Engine on GPUs of compute capability 9.0 and newer alone, and FP8 is its own"
-            found.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
+            rule = "FP8 needs Transformer Engine, which megarl uses only on GPUs of compute capability 9.0 and newer"
+            violations.append(Violation("trainer.fp8", recipe.trainer.fp8, rule, "remove trainer.fp8"))
     if platform.kind == "cpu":
-        found += without_gpus(recipe)
+        violations += without_gpus(recipe)
         if (actor := shapes.get("model.path")) is not None:
-            found += cpu_engine_args(recipe, actor)
-    if found:
-        raise RecipeError(found)
+            violations += cpu_engine_args(recipe, actor)
+    if violations:
+        raise RecipeError(violations)
 
 
 def check_functions(recipe: Recipe) -> None:
-    """Functions of the user's own are there: said before any process group is made. Raises RecipeError."""
+    """Load the user's functions once, before any process group is made. Raises RecipeError."""
     check_advantage(recipe.algorithm)
     if recipe.environment is not None:
         load_environment(recipe.environment.target, recipe.environment.options)
     load_policy_loss(recipe.algorithm.policy_loss)
 
 
-class RoleBuilder:
-    """Builds roles: what all of them share comes from the recipe once."""
+def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
+    """Build the recipe's roles by name. The reference is the actor itself if it is the base model without adapters."""
+    settings = RoleSettings(
+        precision=recipe.trainer.precision,
+        temperature=recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        fp8=recipe.trainer.fp8,
+        initial_loss_scale=recipe.trainer.initial_loss_scale,
+        compile=recipe.trainer.compile,
+        megatron=recipe.trainer.megatron,
+        max_sequence_tokens=recipe.max_sequence_tokens,
+    )
 
-    def __init__(self, recipe: Recipe, places: Mapping[str, Place]) -> None:
-        self._recipe, self._places = recipe, places
-        self._role = partial(
-            Role,
-            precision=recipe.trainer.precision,
-            fp8=recipe.trainer.fp8,
-            megatron=recipe.trainer.megatron,
-            initial_loss_scale=recipe.trainer.initial_loss_scale,
-            temperature=recipe.rollout.temperature,
-            compile=recipe.trainer.compile,
-            seed=recipe.run.seed,
-            max_sequence_tokens=recipe.max_sequence_tokens,
-        )
-
-    def _build(self, role: str, path: str, **more: Any) -> Role:
+    def build(role: str, path: str, **more: Any) -> Role:
         directory = model_directory(path)
-        return self._role(role, ModelShape.from_directory(directory), directory, self._places[role], **more)
+        return Role(role, ModelShape.from_directory(directory), directory, places[role], settings, **more)
 
-    def actor(self) -> Role:
-        recipe, section = self._recipe, self._recipe.actor
-        return self._build(
-            "actor",
-            recipe.model.path,
-            optimizer=section.optimizer,
-            lora=section.lora,
-            steps=recipe.run.steps - recipe.critic_warmup_steps,
-            memory=section.memory,
-            frozen=section.freeze,
-            router_replay=section.router_replay,
-            updates_per_step=recipe.updates_per_batch,
-        )
-
-    def reference(self, actor: Role) -> Role | None:
-        """Build the reference; the actor itself if the reference is the base model without its adapters."""
-        recipe = self._recipe
-        if "reference" not in self._places or recipe.reference_is_base:
-            return actor if "reference" in self._places else None
+    actor, critic = recipe.actor, recipe.critic
+    steps = recipe.run.steps - recipe.critic_warmup_steps
+    training = Training(actor.optimizer, steps, recipe.updates_per_batch, actor.lora, actor.freeze)
+    built = build("actor", recipe.model.path, training=training, memory=actor.memory, router_replay=actor.router_replay)
+    roles = {"actor": built}
+    if "reference" in places and recipe.reference_is_base:
+        roles["reference"] = built
+    elif "reference" in places:
         memory = recipe.reference.memory if recipe.reference is not None else None
         follows = recipe.refresh_every is not None
-        return self._build("reference", recipe.path("reference"), memory=memory, follows=follows)
-
-    def critic(self) -> Role | None:
-        recipe, section = self._recipe, self._recipe.critic
-        if section is None:
-            return None
+        roles["reference"] = build("reference", recipe.path("reference"), memory=memory, follows=follows)
+    if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
-        return self._build(
-            "critic",
-            recipe.path("critic"),
-            optimizer=section.optimizer,
-            steps=recipe.run.steps,
-            memory=section.memory,
-            frozen=section.freeze,
-            updates_per_step=recipe.num_sequences // schedule.mini_batch * schedule.epochs,
-        )
-
-    def reward_model(self) -> Role | None:
-        recipe = self._recipe
-        return None if recipe.reward_model is None else self._build("reward_model", recipe.path("reward_model"))
+        updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
+        training = Training(critic.optimizer, recipe.run.steps, updates, frozen=critic.freeze)
+        roles["critic"] = build("critic", recipe.path("critic"), training=training, memory=critic.memory)
+    if recipe.reward_model is not None:
+        roles["reward_model"] = build("reward_model", recipe.path("reward_model"))
+    return roles
 
 
 def build_parts(
@@ -295,26 +259,22 @@ def build_parts(
 ) -> RunParts:
     """Build the roles on every rank; prompts, rollouts and rewards on rank 0. Collective.
 
-    What must be closed is put on the stack as it is made, so that a failing start leaves nothing behind.
+    `stack` closes what was made, also if the start fails.
     """
-    roles, place = RoleBuilder(recipe, places), places["actor"]
-    actor = roles.actor()
-    reference, critic, reward_model = roles.reference(actor), roles.critic(), roles.reward_model()
+    roles, place = build_roles(recipe, places), places["actor"]
     replayed = recipe.rollout.replay is not None
     sleeps = takes_turns(recipe) and not replayed
-    if sleeps:  # before all ranks meet below, and rank 0 then starts the engines
+    if sleeps:  # before the collective calls below, after which rank 0 starts the engines
         platform.release_memory()
     weights = None
     if not replayed:
         weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
-    parts = RunParts(
-        actor, reference, critic, reward_model, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps
-    )
+    parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
     if place.rank == 0:
         build_first_rank(parts, recipe, run, stage, stack)
     address = broadcast_from_first(None if parts.rollouts is None else parts.rollouts.address)
-    if any(one.is_leader for one in places.values()) and place.rank != 0 and address is not None:
+    if any(other.is_leader for other in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
     return parts
 
@@ -344,21 +304,16 @@ def build_weight_sync(recipe: Recipe, place: Place, group: dist.ProcessGroup | N
 
 
 def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: Stage, stack: ExitStack) -> None:
-    """Start prompts, engines, reward workers and records, which rank 0 alone has, and put them into `parts`."""
+    """Start prompts, engines, reward workers and records, which only rank 0 has, and put them into `parts`."""
     directory = model_directory(recipe.model.path)
-    tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, run.first_start)
-    # Before the engines start: a reward that does not load, or cannot judge an answer, ends the run at once.
-    services_of(recipe.verifiers)  # raises for a service that cannot be asked
-    judge = partial(check_answer, load_terms(recipe.verifiers))
-    num_tokens = ModelShape.from_directory(directory).vocab
-    stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=num_tokens, judge=judge)
+    # Before the engines start, so that a reward that does not load or cannot judge an answer ends the run at once.
+    tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
     parts.prompts = stream(recipe.data)
     if parts.prompts.num_dropped:
         print(f"data: {parts.prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
         parts.held_out = HeldOut(recipe, held_out, parts.prompts)
-    stops = stop_token_ids(str(directory), tokenizer, num_tokens)
     ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
     parts.rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, _bound_ranks())
     stack.callback(parts.rollouts.shutdown)
@@ -372,22 +327,17 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
 
 
-def _longest_engine_wait_s(recipe: Recipe) -> float:
-    """How long rank 0 may have to wait for engines, and others for it: while they start, for a rollout with every restart,
-    and for what engines say of a sync."""
+def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
+    """Return how long ranks may wait for engines (while they start, for a rollout with every restart, and for a sync), and
+    for the rewards of a batch, if its tasks run one after another."""
     syncs = max(REPORT_WAITS.values()) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
-    return ENGINE_START_S + rollouts + syncs
-
-
-def _longest_reward_wait_s(recipe: Recipe) -> float:
-    """The same for the rewards of a batch, whose tasks run one after another."""
     tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
-    return tasks * recipe.phases.reward.timeout_s
+    return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s
 
 
 def main(arguments: list[str]) -> int:
-    """COMPLETE, FAILED after an error, BAD_INPUT for a recipe with violations, or that does not fit the nodes."""
+    """Run a trainer rank and return its exit status."""
     options = {option.value: option for option in Resume if option is not Resume.NEVER}
     resume = [options[word] for word in arguments if word in options]
     words = [word for word in arguments if word not in options]
@@ -396,7 +346,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: {usage}", file=sys.stderr)
         return BAD_INPUT
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        resume = [Resume.IF_SAVED]  # torchrun starts its ranks again with the words of the first start
+        resume = [Resume.IF_SAVED]  # torchrun restarts ranks with the first arguments
     rank = os.environ["RANK"]
     ASKED.watch_again()
     recipe: Recipe | None = None
@@ -406,7 +356,7 @@ def main(arguments: list[str]) -> int:
         check_functions(recipe)
         train(recipe, resume[0] if resume else Resume.NEVER)
     except (RecipeError, RunDirectoryError) as error:
-        if rank == "0":  # all ranks read the same recipe, and are told of the same directory
+        if rank == "0":  # all ranks have the same error
             print(error, file=sys.stderr)
         return BAD_INPUT
     except (PlacementError, ClusterError) as error:
@@ -420,7 +370,7 @@ def main(arguments: list[str]) -> int:
     except LeaveNow:
         return _cut_short(recipe, rank, "left at once")
     except (ValueError, RolloutError, SyncError, TimeoutError) as error:
-        # These say by themselves what happened, where, and what to do; a traceback would bury it.
+        # The message is complete; a traceback would bury it.
         print("\n".join([f"error on rank {rank}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
         return FAILED if ASKED.name is None else _cut_short(recipe, rank, "failed while it was to leave")
     except OSError as error:
@@ -430,25 +380,24 @@ def main(arguments: list[str]) -> int:
     except (RuntimeError, ray.exceptions.RayError):
         if ASKED.name is None:
             raise
-        # Peers that have left at once, or engines that were sent the same signal.
+        # Peers have left, or engines got the same signal.
         traceback.print_exc()
         return _cut_short(recipe, rank, "failed while it was to leave")
     return COMPLETE
 
 
 def _disk_full(run: RunDirectory, rank: int, error: OSError) -> int:
-    """FAILED: say which disk has no room, and what stands."""
+    """Report a full disk and the checkpoint to resume from; returns FAILED."""
     saved = latest_checkpoint(run.checkpoints)
-    stands = "no checkpoint was written so far" if saved is None else f"{saved.name} stands, go on from it with --resume"
-    said = f"{describe_full(error, run.path)}; make room: {stands}"
-    print(f"error on rank {rank}: {said}", file=sys.stderr, flush=True)
-    starts.record_end(run.path, starts.FAILED, said, rank)
+    rest = "no checkpoint was written so far" if saved is None else f"{saved.name} stands, go on from it with --resume"
+    message = f"{describe_full(error, run.path)}; make room: {rest}"
+    print(f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
+    starts.record_end(run.path, starts.FAILED, message, rank)
     return FAILED
 
 
 def _cut_short(recipe: Recipe | None, rank: str, how: str) -> int:
-    """A rank that was asked to leave and saved nothing: REQUEUE where no finished step is lost with it, or can be done again
-    from a checkpoint."""
+    """Report a preempted rank that saved nothing; returns REQUEUE if no finished step is lost or can be repeated."""
     can_go_on = recipe is None or RunDirectory.of(recipe).can_go_on
     stands = "what was saved before stands" if can_go_on else "no checkpoint was written so far"
     print(f"rank {rank} {how}, {ASKED.seconds():.0f} s after {ASKED.name}: {stands}", file=sys.stderr, flush=True)

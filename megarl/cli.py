@@ -1,4 +1,4 @@
-"""The command line. Everything heavy is imported inside the command that needs it: `megarl check` loads no torch."""
+"""The command line. Commands import what they need themselves, so that `megarl check` loads no torch."""
 
 from __future__ import annotations
 
@@ -78,12 +78,24 @@ def check(
 ) -> None:
     """Prove recipes without touching a device, and show what each phase will do."""
     if list_features:
-        _print_features()
+        from megarl.recipe.feature_table import features
+
+        table = Table("feature", "recipe key", "supported")
+        for row in features():
+            table.add_row(*(escape(cell.replace("`", "").replace("**", "")) for cell in row))
+        _console().print(table)
         if not arguments:
             return
     if not arguments:
         _fail("no recipe; give a YAML file, as recipes/quickstart.yaml, or --features for what one may ask for")
-    recipes, overrides = _recipes_and_overrides(arguments)
+    recipes: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:  # with `=` in it and no file of that name, an argument is an override
+        is_named = Path(argument).suffix in (".yaml", ".yml") or not recipes
+        is_recipe = Path(argument).exists() or ("=" not in argument and is_named)
+        (recipes if is_recipe else overrides).append(argument)
+    if not recipes:
+        _fail(f"no recipe among {' '.join(arguments)}; give a YAML file, as recipes/quickstart.yaml")
     if tflops is not None and not (0 < tflops < math.inf):
         _fail(f"--tflops = {tflops:g}: must be above 0, as --tflops 400")
     for name, value in (("--lengths", lengths), ("--seed", seed), ("--tflops", tflops), ("--from", run)):
@@ -129,13 +141,13 @@ def train(
         how = Resume.of(resume, if_saved)
         directory = RunDirectory.of(loaded)
         directory.refuse_running()
-        directory.check(loaded, how)  # here already: before any process starts
+        directory.check(loaded, how)  # before any process starts
     except ValueError as error:
         _fail(f"error: {error}")
     command = train_command(recipe, overrides or [], loaded.trainer.ranks, how)
     environment = {**os.environ, **thread_environment(os.environ, loaded.trainer.threads)}
     sys.stdout.flush()
-    # In place of this process: signals reach the agent itself, and its exit status is ours.
+    # Replaces this process, so that signals reach the agent and its exit status is ours.
     hold_signals()
     os.execve(command[0], command, environment)
 
@@ -169,7 +181,7 @@ def launch(
         variables = {} if container is None else {"CONTAINER": container}
         text = fill(job, options, variables, [recipe, *(overrides or [])])
         check_time(loaded, text)
-        # As the job's start does it, where the directory can be seen from here.
+        # As the job does when it starts, if the directory is visible from here.
         RunDirectory.of(loaded).check(loaded, Resume.IF_SAVED)
         typer.echo(f"{describe(loaded, job)}: {job.file}", err=True)
         if submit:
@@ -188,7 +200,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The figures as one JSON document.")] = False,
 ) -> None:
-    """Have rollout engines answer the held-out prompts of a recipe's `evaluation`, and say how well."""
+    """Let rollout engines answer the held-out prompts of a recipe's `evaluation`, and report how well they do."""
     run = Path(source) if Path(source).is_dir() else None
     if run is not None and not (run / "recipe.yaml").is_file():
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
@@ -206,15 +218,13 @@ def evaluate(
     from ray.exceptions import RayError
 
     from megarl.planner.placement import PlacementError
-    from megarl.rollout import RolloutError
-    from megarl.rollout.evaluation_command import evaluate as answer
-    from megarl.rollout.evaluation_command import report as described
+    from megarl.rollout import RolloutError, evaluation
 
     try:
-        found = answer(loaded, model, run)
+        result = evaluation.evaluate(loaded, model, run)
     except (ValueError, RolloutError, PlacementError, TimeoutError, RayError) as error:
         _fail(f"error: {error}")
-    typer.echo(described(loaded, found, as_json))
+    typer.echo(evaluation.report(loaded, result, as_json))
 
 
 @app.command()
@@ -225,7 +235,7 @@ def export(
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory, adapters merged in."""
     _need_run(run_dir)
-    # The libraries' import notices are not the user's to mend.
+    # Without the libraries' import warnings, which a user cannot fix.
     command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export", str(run_dir), str(out)]
     command += ["--adapter"] if adapter else []
     sys.stdout.flush()
@@ -322,13 +332,13 @@ def doctor(
 
 
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume) -> list[str]:
-    """The command of one machine: torchrun, with the exit status of its ranks."""
+    """Return the command that trains on one machine."""
     launcher = [sys.executable, "-m", "megarl.cluster.agent", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "megarl", recipe, *overrides, *([resume.value] if resume.value else [])]
 
 
 def _leave(number: int, frame: object) -> None:
-    """The handler before there is an agent: nothing has begun that could be lost."""
+    """Handle a signal before the agent starts: nothing can be lost yet."""
     raise SystemExit(REQUEUE)
 
 
@@ -352,22 +362,9 @@ def _print_violations(path: str, error: RecipeError) -> None:
             console.print(f"      [green]nearest: {escape(violation.nearest)}[/]")
 
 
-def _recipes_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What names a recipe, and the rest; with `=` in it and no such file, an argument is an override."""
-    recipes: list[str] = []
-    overrides: list[str] = []
-    for argument in arguments:
-        named = Path(argument).suffix in (".yaml", ".yml") or not recipes
-        recipe = Path(argument).exists() or ("=" not in argument and named)
-        (recipes if recipe else overrides).append(argument)
-    if not recipes:
-        _fail(f"no recipe among {' '.join(arguments)}; give a YAML file, as recipes/quickstart.yaml")
-    return recipes, overrides
-
-
 def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int | None, ranks_per_node: int | None) -> None:
-    """Print every recipe's table and placement, or violations; exit with BAD_INPUT when one is illegal or fits no nodes,
-    after all of them."""
+    """Print every recipe's table and placement, or its violations; then exit with BAD_INPUT if one is illegal or does not
+    fit the nodes."""
     from megarl.planner.nodes import find_placement, placement_lines
     from megarl.planner.placement import PlacementError
     from megarl.recipe import RecipeError, load_recipe
@@ -394,7 +391,7 @@ def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int 
 
 
 def _console() -> Console:
-    # Not narrower than the tables when the output is no terminal: a pipe has no width to wrap to.
+    # A pipe has no width; tables must not wrap there.
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=150)
 
 
@@ -407,34 +404,13 @@ def _print_table(recipe: Recipe) -> None:
         f"{recipe.max_sequence_tokens} tokens, {recipe.trainer.ranks} trainer ranks"
     )
     console.print(escape(summary))
-    table = Table()
-    for title in ("phase", "role", "layout", "micro-batch", "mini-batch"):
-        table.add_column(title)
+    table = Table("phase", "role", "layout", "micro-batch", "mini-batch")
     for title in ("data\nparallel", "worst-case\nmicro-batches", "bubble"):
         table.add_column(title, justify="right")
     for row in phase_table(recipe):
-        table.add_row(
-            row.phase,
-            row.role,
-            row.layout,
-            row.micro_batch,
-            row.mini_batch,
-            row.data_parallel,
-            row.worst_case,
-            row.bubble_share,
-        )
+        plan = row.data_parallel, row.worst_case, row.bubble_share
+        table.add_row(row.phase, row.role, row.layout, row.micro_batch, row.mini_batch, *plan)
     console.print(table)
-
-
-def _print_features() -> None:
-    from megarl.recipe.feature_table import features
-
-    table = Table()
-    for title in ("feature", "recipe key", "supported"):
-        table.add_column(title)
-    for row in features():
-        table.add_row(*(escape(cell.replace("`", "").replace("**", "")) for cell in row))
-    _console().print(table)
 
 
 def _need_run(run_dir: Path, name: str = "RUN_DIR") -> None:

@@ -1,4 +1,4 @@
-"""The step of a run, top to bottom, and the loop over steps. One loop serves GRPO and PPO, one update a batch or many."""
+"""The step of a run, top to bottom, and the loop over steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megarl.algorithm.control import KLControl, RatioDrift, moved_too_far
-from megarl.algorithm.estimate import greedy_baselines, step_advantages
+from megarl.algorithm.estimate import StepRewards, greedy_baselines, step_advantages
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
 from megarl.data.prompts import PromptStream
@@ -38,8 +38,7 @@ from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
-from megarl.rollout.groups import RolloutBatch, refuse_overlong
-from megarl.rollout.metrics import rollout_metrics
+from megarl.rollout.groups import RolloutBatch, refuse_overlong, rollout_metrics
 from megarl.rollout.pool import EnginePool, ReplayPool
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry import PhaseClock
@@ -58,7 +57,7 @@ MiniBatches = tuple[MiniBatch, ...]
 logger = logging.getLogger(__name__)
 # Weight-sync metrics that are not summed when a step syncs several times; the last value wins.
 NOT_SUMMED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/memcpy_bytes_per_s")
-# Forward phases in their order: the result of the role's forward pass, and the name of the batch's field for it.
+# Forward phases in their order: the name of the role's result, and of the batch's field for it.
 FORWARD_PHASES = {
     "actor_logprob": ("logprobs", "logprobs"),
     "reference_logprob": ("logprobs", "reference_logprobs"),
@@ -68,31 +67,22 @@ FORWARD_PHASES = {
 
 @dataclass
 class RunParts:
-    """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts live on rank 0, None elsewhere."""
+    """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts are on rank 0 only."""
 
-    actor: Role
-    reference: Role | None  # the actor itself, if the reference is the base model without adapters
-    critic: Role | None
-    reward_model: Role | None
-    weights: WeightSync | None  # None if rollouts are replayed: nobody takes new weights
+    roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
+    weights: WeightSync | None  # None if rollouts are replayed
     prompts: PromptStream | None = None
     rollouts: EnginePool | ReplayPool | None = None
     rewards: RewardWorkers | None = None
-    dump: Callable[[int, RolloutBatch], Any] | None = None  # keeps the rollouts of a step; None to keep none
+    dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
     samples: SampleTable | None = None
     held_out: HeldOut | None = None
-    refreshes: bool = False  # the reference takes the actor's weights from time to time
-    engines_sleep: bool = False  # from the end of a rollout to the next sync, and forget their weights
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        """Roles that run, by name."""
-        roles = {"actor": self.actor, "reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
-        return {name: role for name, role in roles.items() if role is not None}
+    refreshes: bool = False  # whether the reference follows the actor (`reference.refresh_every`)
+    engines_sleep: bool = False  # without weights, from the end of a rollout to the next sync
 
     @property
     def moving(self) -> dict[str, Role]:
-        """Roles whose weights move, and so go into a checkpoint: those with an optimizer, and a reference that follows."""
+        """The roles that go into a checkpoint: those with an optimizer, and a reference that follows the actor."""
         return {
             name: role
             for name, role in self.roles.items()
@@ -102,19 +92,18 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Restarted:
-    """What rank 0 broadcasts in place of a rollout that is not complete: these engines need the weights once more."""
+    """What rank 0 broadcasts during a rollout when restarted engines need the weights."""
 
     engines: tuple[int, ...]
 
 
 class Trainer:
-    """Runs steps. `version` counts weight syncs; besides the roles, a resume needs it, the position in the prompts, the
-    random state and the KL coefficient."""
+    """Runs steps. `version` counts weight syncs."""
 
     def __init__(
         self, recipe: Recipe, rank: int, parts: RunParts, clock: PhaseClock, boundary: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`boundary` is called with each phase of a step before it begins, on all ranks, and may raise."""
+        """`boundary` is called before each phase of a step, on all ranks, and may raise."""
         self.recipe, self.rank, self.parts, self.clock, self.boundary = recipe, rank, parts, clock, boundary
         self.costs = {name: sequence_cost(role.shape) for name, role in parts.roles.items()}
         self.kl = KLControl(recipe.algorithm)
@@ -122,7 +111,7 @@ class Trainer:
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
         self.number = self.version = 0
         self.sizes = Sizes((), (), ())  # of the last step
-        self.restart_metrics: Metrics = {}  # syncs to restarted engines, since these metrics were last taken
+        self.restart_metrics: Metrics = {}  # of syncs to restarted engines since the last step
 
     def step(self, number: int) -> Metrics:
         """Run one step: rollouts in, updated and synchronised weights out. Returns its metrics, the same on every rank."""
@@ -171,9 +160,9 @@ class Trainer:
     # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
 
     def _sample(self, number: int) -> tuple[RolloutBatch, RewardResult, list[Prompt] | None, Metrics]:
-        """Run phases rollout and reward: one round, or under `algorithm.dynamic_sampling` as many as it takes.
+        """Run the phases rollout and reward: one round, or as many as `algorithm.dynamic_sampling` needs.
 
-        Every rank learns lengths and rewards; the prompts of the last round are rank 0's.
+        Returns lengths and rewards on every rank, and the prompts of the last round on rank 0.
         """
         rounds = SampledRounds(self.recipe)
         while not rounds.complete:
@@ -189,7 +178,7 @@ class Trainer:
         return chosen, rewards, prompts, metrics
 
     def _rollout(self, number: int) -> tuple[RolloutBatch, list[Prompt] | None]:
-        """Rank 0 has the engines complete the next prompts; every rank learns the metadata, rank 0 keeps the prompts."""
+        """Let the engines complete the next prompts; returns metadata on every rank, and the prompts on rank 0."""
         rollouts: RolloutBatch | None = None
         prompts = None
         section = self.recipe.phases.rollout
@@ -215,7 +204,7 @@ class Trainer:
         return rollouts, prompts
 
     def _score(self, rollouts: RolloutBatch, prompts: list[Prompt] | None) -> RewardResult:
-        """Rank 0 has the completions scored; every rank learns the rewards. Raises ValueError if none could be scored."""
+        """Let rank 0 score the completions; returns the rewards on every rank. Raises ValueError if none could be scored."""
         rewards: RewardResult | None = None
         if self.parts.rewards is not None:
             assert prompts is not None
@@ -239,7 +228,7 @@ class Trainer:
     def _batch(
         self, rollouts: RolloutBatch, rewards: RewardResult, prompts: list[Prompt] | None, phases: Sequence[str]
     ) -> tuple[Batch, dict[str, Plan], Metrics]:
-        """Make the batch that the step trains on, the plan of each Megatron phase, and fetch the tokens of this rank."""
+        """Make the step's batch with the tokens of this rank, and the plan of each Megatron phase."""
         with self._phase("reward"):
             batch = Batch(
                 prompt_lengths=rollouts.prompt_lengths,
@@ -270,33 +259,29 @@ class Trainer:
             if self.parts.rollouts is not None:
                 with span("wait_engines"):
                     self.parts.rollouts.rest()
-            batch = replace(batch, samples=self._fetch(rollouts.payload, plans))
-        return batch, plans, metrics
+            samples: dict[int, Sample] = {}
+            # Roles with different layouts run different sequences on this rank.
+            for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
+                of_place = [plan for phase, plan in plans.items() if self.parts.roles[ROLE_OF[phase]].place == place]
+                samples |= distribute_samples(rollouts.payload, of_place, place)
+        return replace(batch, samples=samples), plans, metrics
 
     def _plan(self, phase: str, batch: Batch) -> Plan:
-        """Plan one phase from its own section and its role's layout alone; the same on every rank."""
+        """Plan a phase from its section and its role's layout; the same on every rank."""
         role = ROLE_OF[phase]
         return plan_phase(
             self.recipe.schedule(phase),
             batch.lengths.tolist(),
             self.parts.roles[role].place.layout,
-            # A new order of mini-batches in every step, the same one after a resume.
+            # Each step has another order of mini-batches, which a resume repeats.
             seed=self.recipe.run.seed * 1_000_003 + self.number,
             cost=self.costs[role],
             groups=batch.groups.tolist(),
             prompts=batch.prompt_lengths.tolist(),
         )
 
-    def _fetch(self, payload: Any, plans: dict[str, Plan]) -> dict[int, Sample]:
-        """Fetch the tokens that this rank needs: roles with different layouts run different sequences on it."""
-        samples: dict[int, Sample] = {}
-        for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
-            of_place = [plan for phase, plan in plans.items() if self.parts.roles[ROLE_OF[phase]].place == place]
-            samples |= distribute_samples(payload, of_place, place)
-        return samples
-
     def _reward_model(self, plan: Plan, batch: Batch) -> tuple[Batch, Metrics]:
-        """Add the reward model's scores to the rewards, which are the verifiers' until then. Masked samples stay masked."""
+        """Add the reward model's scores to the verifiers' rewards. Masked samples stay masked."""
         with self._phase("reward_model"):
             results, batch, metrics = self._forward(plan, batch, "scores")
             scores = torch.cat(results).numpy()
@@ -309,7 +294,7 @@ class Trainer:
             }
 
     def _forward(self, plan: Plan, batch: Batch, name: str) -> tuple[list[torch.Tensor], Batch, Metrics]:
-        """Run a forward phase; returns result `name` of every sequence, and the batch without samples that gave NaN."""
+        """Run a forward phase; returns the result `name` of every sequence, and the batch with NaN samples masked."""
         role = self.parts.roles[ROLE_OF[plan.phase]]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
@@ -323,23 +308,23 @@ class Trainer:
         return *self.guard.results(role, mini_batch, name, shared, batch), metrics
 
     def _advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Every rank computes the advantages of every sequence: the same sum in the same order under every layout."""
+        """Compute the advantages of every sequence on every rank: the same sum in the same order under every layout."""
         limit = f"{self.recipe.completion_key} = {self.recipe.max_completion_tokens}"
         if self.recipe.environment is not None:
             limit = f"environment.max_turns = {self.recipe.environment.max_turns}, or {limit}"
         truncated = np.zeros(len(batch.valid), bool) if batch.truncated is None else batch.truncated
-        advantages, returns, valid, metrics = step_advantages(
-            self.kl.settings,
-            torch.from_numpy(batch.rewards),
-            torch.from_numpy(batch.valid),
-            torch.from_numpy(batch.groups),
-            torch.from_numpy(batch.own_lengths),
-            torch.from_numpy(truncated),
-            batch.fields,
-            None if batch.baselines is None else torch.from_numpy(batch.baselines),
-            self.recipe.max_own_tokens,
-            limit,
+        step = StepRewards(
+            rewards=torch.from_numpy(batch.rewards),
+            valid=torch.from_numpy(batch.valid),
+            groups=torch.from_numpy(batch.groups),
+            lengths=torch.from_numpy(batch.own_lengths),
+            truncated=torch.from_numpy(truncated),
+            results=batch.fields,
+            baselines=None if batch.baselines is None else torch.from_numpy(batch.baselines),
+            longest=self.recipe.max_own_tokens,
+            limit=limit,
         )
+        advantages, returns, valid, metrics = step_advantages(self.kl.settings, step)
         learned = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
         return replace(batch.with_fields(**learned), valid=valid.numpy()), metrics
 
@@ -365,13 +350,13 @@ class Trainer:
         with span("figures"):
             metrics |= update_metrics(role.role, plan, updates, role.place)
         if role.router_replay is not None:
-            metrics |= role.router_replay.take_figures()
+            metrics |= role.router_replay.take_metrics()
         if plan.phase == "actor_update" and settings.early_stop is not None:
             metrics["actor/early_stopped_updates"] = len(plan.mini_batches) - len(updates)
         return ran, metrics
 
     def _stops_early(self, update: Update, place: Place) -> bool:
-        """Say whether `algorithm.early_stop` ends the updates: over the tokens of all ranks, the same on each of them."""
+        """Return whether `algorithm.early_stop` ends the updates; the same on every rank."""
         if self.kl.settings.early_stop is None or update.refused is not None:
             return False
         sums = {name: value for name, value in update.sums.items() if name in ("moved_kl_sum", "tokens")}
@@ -379,35 +364,32 @@ class Trainer:
         return moved_too_far(self.kl.settings.early_stop, total["moved_kl_sum"], total["tokens"])
 
     def _refresh_reference(self, number: int) -> Metrics:
-        """After the updates of every `reference.refresh_every`-th step the reference becomes the actor.
+        """Copy the actor's weights to the reference after every `reference.refresh_every`-th step.
 
-        The metric is the step that its weights are of, 0 for those of the start.
+        The metric is the step of the reference's weights, 0 for the initial ones.
         """
         every = self.recipe.refresh_every
         if every is None:
             return {}
         if number % every == 0:
-            actor, reference = self.parts.actor, self.parts.reference
-            assert reference is not None and reference is not actor, "the reference has weights of its own"
+            actor, reference = self.parts.roles["actor"], self.parts.roles["reference"]
+            assert reference is not actor, "a reference that follows has its own weights"
             with span("refresh"), actor.present(), reference.present():
                 actor.gather_weights()
                 reference.take_weights(actor)
         return {"reference/of_step": number // every * every}
 
     def _agree(self, plan: Plan) -> None:
-        """Raise PlanMismatch on all ranks unless all are about to run this plan, instead of waiting for each other."""
+        """Raise PlanMismatch on all ranks unless all are about to run this plan; otherwise they would hang."""
         turn = Turn(self.number, plan.phase, Summary.of(plan))
         if not same_everywhere(turn.digest):
             refuse_unlike(gather_to_all(turn))
 
     def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> tuple[MiniBatches, Metrics]:
-        """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and metrics.
-
-        Each rank has compared its own after each mini-batch; this is the proof for metrics.jsonl.
-        """
+        """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and metrics."""
         everywhere = gather_to_all(executed)
         ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
-        # All mini-batches, unless an early stop has skipped the last ones: as many on every rank.
+        # An early stop skips the last mini-batches on every rank.
         planned = plan.mini_batches[: len(executed)]
         for data_rank, ran in enumerate(ranks):
             if len(ran) != len(planned):
@@ -423,21 +405,20 @@ class Trainer:
     # Weight sync ------------------------------------------------------------------------------------------------------
 
     def sync(self, version: int) -> Metrics:
-        """Send the actor's weights to all engines, as `version`."""
+        """Send the actor's weights to all engines as `version`."""
         metrics = {} if self.parts.weights is None else self._publish(version, None)
         self.version = version
         return metrics | {"sync/version": version}
 
     def _sync_engines(self, updated: bool) -> Metrics:
-        """Send the actor's new weights. If it was not updated, engines go on with the weights that they have; those that
-        have slept have none, and take the same version again."""
+        """Send the actor's weights if it was updated, or if the engines have slept and need the same version again."""
         if not updated and not self.parts.engines_sleep:
             return {"sync/version": self.version}
         with self._phase("weight_sync"):
             return self.sync(self.version + int(updated))
 
     def _broadcast_from_engines(self, result: Any) -> Any:
-        """Give every rank what rank 0 got from the engines; ranks wait here, and sync restarted engines."""
+        """Return rank 0's result on every rank. The other ranks wait here and sync restarted engines meanwhile."""
         with span("wait_engines"):
             while isinstance(result := broadcast_from_first(result), Restarted):
                 self._sync_restarted(result.engines)
@@ -445,7 +426,7 @@ class Trainer:
         return result
 
     def _sync_restarted_from_first(self, engines: Sequence[int]) -> None:
-        """On rank 0, during a rollout: engines were restarted. The other ranks wait for the rollout and learn it there."""
+        """Sync engines that were restarted during a rollout. Rank 0 calls this; the others wait for the rollout."""
         broadcast_from_first(Restarted(tuple(engines)))
         self._sync_restarted(engines)
 
@@ -457,24 +438,25 @@ class Trainer:
         self.restart_metrics |= summed | {"sync/count": before.get("sync/count", 0) + 1}
 
     def take_restart_metrics(self) -> Metrics:
-        """Return `resync/...`: the metrics of all syncs to restarted engines since the last call; the same on every rank."""
+        """Return `resync/...`, the metrics of syncs to restarted engines since the last call; the same on every rank."""
         metrics, self.restart_metrics = self.restart_metrics, {}
         return {f"re{name}": value for name, value in metrics.items()}
 
     def _publish(self, version: int, engines: Sequence[int] | None) -> Metrics:
         assert self.parts.weights is not None
-        with self.parts.actor.present():
-            shards = self.parts.actor.shards()
-            if self.parts.engines_sleep:  # they wake when every rank has come to the sync, and map what is free by then
+        actor = self.parts.roles["actor"]
+        with actor.present():
+            shards = actor.shards()
+            if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
             return self.parts.weights.publish(version, shards, self.parts.rollouts, engines)  # type: ignore[arg-type]  # replayed rollouts take none
 
     # Around the step --------------------------------------------------------------------------------------------------
 
     def evaluate(self, step: int, leaves: Callable[[], bool]) -> Evaluation | None:
-        """Measure the engines' weights on the held-out prompts: an Evaluation on rank 0, None elsewhere.
+        """Evaluate the engines on the held-out prompts; returns an Evaluation on rank 0, None elsewhere.
 
-        None everywhere if the run `leaves`, which is asked on all ranks before each round.
+        Returns None everywhere if the run `leaves`, which all ranks ask before each round.
         """
         judged, more = Judged(), True
         with self.clock.phase("evaluation"):
@@ -498,14 +480,14 @@ class Trainer:
         watch: Watch,
         device_sync: DeviceSync,
     ) -> None:
-        """Run all steps after step `done`. Raises Preempted if the run is told to leave."""
+        """Run all steps after step `done`. Raises Preempted if the run is preempted."""
         recipe, clock = self.recipe, self.clock
         if done == 0 and recipe.evaluates_after(0):
             writer.evaluated(0, self.version, self.evaluate(0, preemption.agreed))
         writer.started(clock.take(), {f"start_{name}": value for name, value in start_metrics.items()})
         for number in range(done + 1, recipe.run.steps + 1):
             watch.begin(number)
-            with clock.phase("agree"):  # a rank that comes late to a step is waited for here
+            with clock.phase("agree"):  # ranks wait here for a late one
                 leaves = preemption.agreed()
             if leaves:
                 raise self._leave(done, self.state(done) if 0 < done != preemption.saved else None, run, preemption)
@@ -516,10 +498,10 @@ class Trainer:
                 with writer.profiled(number):
                     metrics = self.step(number)
             except Abandoned as abandoned:
-                assert before is not None, "it is kept if the run may abandon a step"
+                assert before is not None, "kept for a run that may abandon a step"
                 raise self._leave(done, None if abandoned.moved else before, run, preemption) from None
             done = number
-            # The times of the step, not of an evaluation.
+            # Before an evaluation, whose times do not count.
             engines = [] if self.parts.rollouts is None else self.parts.rollouts.take_times()
             if recipe.evaluates_after(number):
                 metrics |= writer.evaluated(number, self.version, self.evaluate(number, preemption.agreed))
@@ -527,7 +509,7 @@ class Trainer:
             times = clock.take()
             with clock.phase("metrics"):  # counted in the next step's line
                 if self.parts.prompts is not None:
-                    metrics |= self.parts.prompts.figures()
+                    metrics |= self.parts.prompts.metrics()
                 rows = [] if self.parts.samples is None else self.parts.samples.rows
                 writer.step(number, times, engines, self.sizes, metrics, rows)
             every = recipe.run.checkpoint_every
@@ -540,14 +522,14 @@ class Trainer:
             latest = latest_checkpoint(run.checkpoints)
             try:
                 save_checkpoint(run.checkpoints, state["step"], self.parts.moving, state)
-            except BaseException as error:  # torch's own is no Exception
+            except BaseException as error:  # torch raises one that is no Exception
                 if is_full(error) and not isinstance(error, DiskFull):
                     raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(latest)) from error
                 raise
         preemption.saved = state["step"]
 
     def _leave(self, done: int, state: dict[str, Any] | None, run: RunDirectory, preemption: Preemption) -> Preempted:
-        """Save `state` of the done steps, unless it is saved already or the weights have moved on; say how the run ends."""
+        """Save `state` unless it is saved already or None (the weights have moved on); returns how the run ends."""
         if state is not None and 0 < done != preemption.saved:
             self._save(state, run, preemption)
         return preemption.left(done, self.recipe.run.steps, str(run.checkpoints))
@@ -559,7 +541,7 @@ class Trainer:
             yield
 
     def state(self, number: int) -> dict[str, Any]:
-        """Return everything that a resume after step `number` needs besides the roles that move. Collective."""
+        """Return what a resume after step `number` needs besides the roles. Collective."""
         position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.state())
         state = {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
         return state | {"kl_coefficient": self.kl.coefficient}
@@ -572,16 +554,16 @@ class Trainer:
         return int(state["step"])
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the step that `state` was taken after."""
+        """Continue from a `state`."""
         self.version = state["version"]
         torch.set_rng_state(state["random"])
-        if self.kl.coefficient is not None and state["kl_coefficient"] is not None:  # it may be adaptive since the resume
+        if self.kl.coefficient is not None and state["kl_coefficient"] is not None:  # it may be adaptive since
             self.kl.coefficient = state["kl_coefficient"]
         if self.parts.prompts is not None:
             self.parts.prompts.restore(state["prompts"])
 
 
 def _announce(role: Role, plan: Plan, passes: int = 1) -> None:
-    """Say how many micro-batches this rank will run, each through its chunks in so many passes: `timers` counts them."""
+    """Tell the progress line how many micro-batches this rank will run, in how many passes through its chunks."""
     count = sum(len(mini_batch.micro_batches[role.place.data_rank]) for mini_batch in plan.mini_batches)
     begin_work("micro-batches", count, passes * len(role.chunks))

@@ -19,7 +19,7 @@ from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.export import save_tensors
 from megarl.megatron.parallel import Place, reduce_scalars, start_parallel
-from megarl.megatron.role import Objective, Role, Update, over_context, share_results
+from megarl.megatron.role import Objective, Role, RoleSettings, Training, Update, over_context, share_results
 from megarl.megatron.weights import box
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, Segment
@@ -74,7 +74,10 @@ def engine(
     # A warm-up and a decay, so that a schedule in the wrong place shows.
     optimizer = None if lr is None else OptimizerSection(lr=lr, epsilon=EPSILON, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
-    return Role(role, shape, directory, place, precision, 1.0, optimizer=optimizer, steps=10, **more)
+    settings = {name: more.pop(name) for name in ("megatron", "max_sequence_tokens") if name in more}
+    trained = {name: more.pop(name) for name in ("lora", "frozen") if name in more}
+    training = None if optimizer is None else Training(optimizer, steps=10, **trained)
+    return Role(role, shape, directory, place, RoleSettings(precision, 1.0, **settings), training, **more)
 
 
 def save_weights(role: Role, folder: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from megarl.megatron import offload, optimizer
 from megarl.megatron import role as engine
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megarl.megatron.role import Role
+from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
@@ -54,19 +54,15 @@ class Line:
 
 
 def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Role:
+    optimizer = OptimizerSection(lr=1e-2, warmup_steps=2, decay="linear", **feature.optimizer)
     return Role(
         role,
         ModelShape.from_directory(directory),
         directory,
         place,
-        feature.precision,
-        1.0,
-        optimizer=OptimizerSection(lr=1e-2, warmup_steps=2, decay="linear", **feature.optimizer),
-        steps=10,
-        initial_loss_scale=feature.initial_loss_scale,
+        RoleSettings(feature.precision, 1.0, initial_loss_scale=feature.initial_loss_scale),
+        Training(optimizer, steps=10, lora=feature.lora, frozen=FreezeSection(**feature.freeze)),
         memory=MemorySection(**feature.memory),
-        frozen=FreezeSection(**feature.freeze),
-        lora=feature.lora,
     )
 
 

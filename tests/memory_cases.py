@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.megatron.parallel import Place
 from megarl.megatron.role import Role as MegatronRole
+from megarl.megatron.role import RoleSettings, Training
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import checkpoint_sizes
@@ -271,19 +272,10 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
     with own_kernels, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engines = {}
         for name, layout in case.layouts.items():
-            optimizer = OptimizerSection(lr=1e-3) if name in TRAINED else None
-            place = places[layout]
-            engines[name] = MegatronRole(
-                name,
-                shape,
-                directory,
-                place,
-                case.precision,
-                1.0,
-                optimizer=optimizer,
-                lora=case.lora,
-                **_features(case, name),
-            )
+            frozen, memory = _features(case, name)
+            training = Training(OptimizerSection(lr=1e-3), lora=case.lora, frozen=frozen) if name in TRAINED else None
+            settings = RoleSettings(case.precision, 1.0)
+            engines[name] = MegatronRole(name, shape, directory, places[layout], settings, training, memory)
         for engine in engines.values():
             if engine.optimizer is not None:
                 with engine.present(training=True):
@@ -297,15 +289,15 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
     return highest_total(profiler.profiler.kineto_results.experimental_event_tree())
 
 
-def _features(case: Case, name: str) -> dict[str, Any]:
-    """The engine's settings for the case's savings and frozen weights."""
+def _features(case: Case, name: str) -> tuple[FreezeSection, MemorySection | ReferenceMemorySection]:
+    """The role's sections for the case's savings and frozen weights."""
     savings = case.savings.get(name, Savings())
     if name == "reference":
-        return {"memory": ReferenceMemorySection.model_validate({"offload": savings.offload})}
+        return FreezeSection(), ReferenceMemorySection.model_validate({"offload": savings.offload})
     frozen = case.frozen if name == case.running else Frozen()
     names = {name: f"recompute_{name}" for name in ("modules", "method", "num_layers")}
     memory = {names.get(key, key): value for key, value in asdict(savings).items()}
-    return {"memory": MemorySection(**memory), "frozen": FreezeSection(**asdict(frozen))}
+    return FreezeSection(**asdict(frozen)), MemorySection(**memory)
 
 
 def _take_small_update(engine: MegatronRole, vocab: int) -> None:

@@ -71,7 +71,7 @@ def replay(
     routing[3] = None
     found = measure(actor, with_routing(batch, routing), max_tokens, updates)
     assert actor.router_replay is not None
-    return found, actor.router_replay.take_figures()
+    return found, actor.router_replay.take_metrics()
 
 
 class Recorder:
@@ -110,4 +110,4 @@ def replay_own(directory: str) -> tuple[list[Figures], list[Figures], list[Figur
     expected = measure(plain, batch, 400, 1)
     found = measure(replaying, with_routing(batch, routing), 400, 1)
     assert replaying.router_replay is not None
-    return expected, found, measure(without, batch, 400, 1), replaying.router_replay.take_figures()
+    return expected, found, measure(without, batch, 400, 1), replaying.router_replay.take_metrics()

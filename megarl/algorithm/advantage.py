@@ -1,9 +1,9 @@
-"""How much better a token was than expected: group-relative and generalized advantages.
+"""Group-relative and generalized advantages: how much better a token was than expected.
 
 Conventions that differ between frameworks, chosen here once:
 - group deviation is the unbiased one (divisor n - 1) with 1e-6 added to it, as in DeepSeek's and verl's GRPO;
-- a group with fewer than two valid members has nothing to be compared with: advantage 0, not its raw score;
-- a masked (invalid) sequence takes part in no mean and no deviation.
+- a group with fewer than two valid members has advantage 0, not its raw score;
+- a masked (invalid) sequence enters no mean and no deviation.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ WHITEN_EPSILON = 1e-8
 def group_advantages(
     rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor, deviation: bool = True, leave_one_out: bool = False
 ) -> torch.Tensor:
-    """Reward of each sequence relative to its group: r - mean, or with `deviation` (r - mean) / (deviation + 1e-6).
+    """Return each sequence's reward relative to its group: r - mean, or with `deviation` (r - mean) / (deviation + 1e-6).
 
     rewards [n] float, groups [n] integer ids in any order, valid [n] bool; returns [n], 0 where not valid. Groups may differ
-    in size. A reward that is not valid is never read, so it may be NaN. With `leave_one_out` the mean is that of the other
-    members; the deviation stays the whole group's. Computed in double precision: a mean of equal rewards that were rounded
-    to single would differ from them, and the deviation, nearly 0, would make an advantage of that.
+    in size. Invalid rewards are never read, so they may be NaN. With `leave_one_out` the mean is that of the other members;
+    the deviation stays the whole group's. Computed in fp64: in fp32 the mean of equal rewards may differ from them by a
+    rounding error, which the deviation, nearly 0, would turn into an advantage.
     Sources: Shao et al. 2024 (GRPO, DeepSeekMath, arXiv:2402.03300), section 4.1.2, outcome supervision; without the
-    deviation Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), section 3.2; without it and leaving one out Ahmadian et al. 2024
-    (RLOO, arXiv:2402.14740), section 3.2.
+    deviation: Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), section 3.2; leave-one-out: Ahmadian et al. 2024 (RLOO,
+    arXiv:2402.14740), section 3.2.
     Raises ValueError where a valid reward is not finite.
     """
     known = torch.where(valid, rewards, torch.zeros_like(rewards))
@@ -53,15 +53,15 @@ def group_advantages(
 
 
 def returns_to_go(rewards: torch.Tensor) -> torch.Tensor:
-    """The sum of a sequence's rewards from each token on: [tokens] from [tokens]."""
+    """Return the sum of a sequence's rewards from each token on: [tokens] from [tokens]."""
     return rewards.flip(0).cumsum(0).flip(0)
 
 
 def token_rewards(reward: float, kl: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Rewards of one sequence's tokens: the score at the last one, less coefficient * KL at each.
+    """Return the rewards of a sequence's tokens: -coefficient * KL at each, plus the score at the last.
 
     kl [tokens]; returns [tokens]. With coefficient 0, `kl` only gives the length and may be zeros.
-    Source: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), equation 2, KL taken token by token.
+    Source: Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), equation 2, with the KL taken token by token.
     """
     rewards = -coefficient * kl
     if len(rewards):
@@ -72,23 +72,24 @@ def token_rewards(reward: float, kl: torch.Tensor, coefficient: float) -> torch.
 def gae(
     rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor], discount: float, smoothing: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Generalized advantages of some sequences, and the returns their values should have predicted.
+    """Return the generalized advantages of some sequences, and the returns that their values should have predicted.
 
-    One [tokens] tensor a sequence; returns (advantages, returns), each of the same shapes. The state after the
-    last token is terminal, worth 0; a completion cut at its length limit is treated the same way.
+    One [tokens] tensor a sequence; returns (advantages, returns) of the same shapes. The state after the last token is
+    terminal and worth 0, also for a completion cut at its length limit.
         delta_t = r_t + discount * V_(t+1) - V_t
         A_t     = delta_t + discount * smoothing * A_(t+1)
         returns = A + V
     Source: Schulman et al. 2015 (arXiv:1506.02438), equations 11, 12 and 16.
     """
-    shapes = [[tuple(one.shape) for one in each] for each in (rewards, values)]
-    assert shapes[0] == shapes[1], f"rewards {shapes[0]}, values {shapes[1]}"
+    assert list(map(len, rewards)) == list(map(len, values)), "one value and one reward a token"
     if not rewards:
         return [], []
-    # All sequences at once, their ends together: a loop over the tokens of each one by itself takes minutes.
-    longest = max(len(one) for one in rewards)
-    delta = torch.stack([_at_the_end(one, longest) for one in rewards])
-    value = torch.stack([_at_the_end(one, longest) for one in values])
+    # All sequences at once, padded in front: a loop over the tokens of each sequence by itself takes minutes.
+    longest = max(map(len, rewards))
+    delta, value = (
+        torch.stack([torch.nn.functional.pad(tokens, (longest - len(tokens), 0)) for tokens in sequences])
+        for sequences in (rewards, values)
+    )
     delta -= value
     delta[:, :-1] += discount * value[:, 1:]
     advantages = torch.empty_like(delta)
@@ -96,22 +97,15 @@ def gae(
     for t in reversed(range(longest)):
         following = delta[:, t] + discount * smoothing * following
         advantages[:, t] = following
-    found = [row[longest - len(one) :].clone() for row, one in zip(advantages, rewards, strict=True)]
-    return found, [advantage + one for advantage, one in zip(found, values, strict=True)]
-
-
-def _at_the_end(tokens: torch.Tensor, longest: int) -> torch.Tensor:
-    """[longest] with `tokens` at its end and zeros before them."""
-    row = tokens.new_zeros(longest)
-    row[longest - len(tokens) :] = tokens
-    return row
+    unpadded = [row[longest - len(tokens) :].clone() for row, tokens in zip(advantages, rewards, strict=True)]
+    return unpadded, [advantage + value for advantage, value in zip(unpadded, values, strict=True)]
 
 
 def whiten(advantages: list[torch.Tensor]) -> list[torch.Tensor]:
     """Shift and scale advantages to mean 0 and deviation 1 over all tokens of all given sequences.
 
-    One [tokens] tensor a sequence, same shapes back; leave masked sequences out. With fewer than two tokens
-    there is no deviation, and they come back only shifted. Double precision, as for groups.
+    One [tokens] tensor a sequence, same shapes back; leave masked sequences out. A single token has no deviation and is
+    only shifted. Computed in fp64, as for groups.
     Source: the PPO2 code of OpenAI baselines normalises advantages over the batch; unbiased deviation, with
     1e-8 added to the variance, as TRL and verl have it.
     """
@@ -121,3 +115,26 @@ def whiten(advantages: list[torch.Tensor]) -> list[torch.Tensor]:
     mean = flat.mean()
     scale = torch.rsqrt(flat.var() + WHITEN_EPSILON) if len(flat) > 1 else 1.0
     return [((advantage - mean) * scale).to(advantage.dtype) for advantage in advantages]
+
+
+def informative_groups(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Say which groups have members with different rewards; in any other group every advantage is 0.
+
+    rewards [groups, members], counted [groups, members] bool; returns [groups] bool. Rewards that do not count are never
+    read, so they may be NaN.
+    Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2 and the condition of equation 11, for any reward; with
+    rewards of 0 and 1, as there, it drops groups that are all right or all wrong.
+    """
+    lowest = torch.where(counted, rewards, torch.inf).amin(dim=1)
+    highest = torch.where(counted, rewards, -torch.inf).amax(dim=1)
+    return highest > lowest
+
+
+def choose_groups(informative: torch.Tensor, wanted: int) -> list[int]:
+    """Return the first `wanted` informative groups in order, filled up with the first of the others.
+
+    informative [groups] bool, at least `wanted` of them.
+    """
+    with_signal = torch.nonzero(informative).flatten().tolist()[:wanted]
+    without = torch.nonzero(~informative).flatten().tolist()[: wanted - len(with_signal)]
+    return sorted(with_signal + without)

@@ -1,17 +1,26 @@
-"""What steers the algorithm from step to step: the KL coefficient, the early stop, the check of the first ratio."""
+"""Control across steps: the adaptive KL coefficient, the early stop, and the check of the first ratio."""
 
 from __future__ import annotations
 
 import logging
 
-from megarl.algorithm.kl import adapted
 from megarl.recipe.algorithm_section import AlgorithmSection, EarlyStopSection
 
 logger = logging.getLogger(__name__)
 
 
+def adapted(coefficient: float, measured: float, target: float, rate: float) -> float:
+    """Return the KL coefficient of the next step: coefficient * (1 + rate * e), e = measured / target - 1 within +-0.2.
+
+    `measured` and `target` are mean KLs of a token. Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with `rate`
+    in place of their 0.1.
+    """
+    error = min(max(measured / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + rate * error)
+
+
 class KLControl:
-    """Keeps the algorithm section of the running step: the recipe's, with the coefficient of `algorithm.kl.adaptive`."""
+    """Holds the algorithm section of the current step: the recipe's, with the adaptive KL coefficient."""
 
     def __init__(self, section: AlgorithmSection) -> None:
         self.settings = section
@@ -19,7 +28,7 @@ class KLControl:
 
     @property
     def coefficient(self) -> float | None:
-        """The coefficient to save with a checkpoint; None if it is fixed."""
+        """The coefficient to save in a checkpoint; None if it is fixed."""
         return self.settings.kl.coefficient if self._adapts and self.settings.kl is not None else None
 
     @coefficient.setter
@@ -29,9 +38,9 @@ class KLControl:
         self.settings = self.settings.model_copy(update={"kl": kl})
 
     def adapt(self, measured: float | None) -> dict[str, float]:
-        """Set the coefficient of the next step from the mean KL of a token, and return the metrics of this step.
+        """Set the coefficient of the next step from the mean KL of a token; returns the metrics of this step.
 
-        `measured` is None if no update measured it: all were refused, or all their tokens masked.
+        `measured` is None if every update was refused or all tokens were masked.
         """
         section = self.settings.kl
         if section is None or section.adaptive is None or measured is None:
@@ -43,16 +52,15 @@ class KLControl:
 class RatioDrift:
     """Checks that the ratio is 1 before the first update.
 
-    The policy has not moved by then, so another ratio comes from micro-batches that `actor_logprob` and `actor_update` pack
-    differently.
+    The policy has not moved by then: any other ratio comes from `actor_logprob` and `actor_update` packing differently.
     """
 
     def __init__(self, bound: float, warns: bool) -> None:
-        """`warns` on one rank alone: all measure the same drift."""
+        """Set `warns` on one rank only: all ranks measure the same drift."""
         self._bound, self._warns = bound, warns
 
     def check(self, drift: float | None) -> dict[str, float]:
-        """Compare the largest drift of the first update with the bound, and warn once; None if no update measured it."""
+        """Compare the largest drift of the first update (None if not measured) with the bound, and warn once."""
         if drift is None:
             return {}
         if drift > self._bound and self._warns:

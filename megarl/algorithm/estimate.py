@@ -1,100 +1,128 @@
-"""The advantages of a step, from what the recipe names."""
+"""The advantages of a step: overlong penalty, KL penalty, then the estimator that `algorithm.advantage` names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
-from megarl.algorithm.kl import kl
-from megarl.algorithm.overlong import apply_overlong
-from megarl.algorithm.registry import ADVANTAGE
-from megarl.recipe.algorithm_section import AlgorithmSection, GroupSection
-from megarl.recipe.own_code import load_marked
+from megarl.algorithm.loss import kl
+from megarl.recipe.algorithm_section import AlgorithmSection, GroupSection, OverlongSection
+from megarl.recipe.own_code import load_marked, mark
+
+ADVANTAGE = "megarl.algorithm.advantage"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def advantage(function: Function) -> Function:
+    """Mark a user's advantage: f(rewards [n], groups [n] ids, valid [n] bool) -> advantages [n], one a sequence.
+
+    Rewards that are not valid are 0, and their advantages are ignored. In the recipe: `advantage: "my_advantages:mine"`.
+    """
+    return mark(function, ADVANTAGE)
 
 
 class Scored(NamedTuple):
-    """All sequences of a step."""
+    """The rewards of all sequences of a step, and what an estimator may need besides."""
 
     rewards: Tensor  # [sequences], 0 where not valid
     groups: Tensor  # [sequences] ids
     valid: Tensor  # [sequences] bool
-    penalties: Sequence[
-        Tensor
-    ]  # KL of each token, [completion tokens] a sequence; zeros where the KL term is not in the reward
-    values: Sequence[Tensor] | None = None  # the critic's, [completion tokens] a sequence
+    penalties: Sequence[Tensor]  # KL [own tokens] of each sequence; zeros unless the KL term is in the reward
+    values: Sequence[Tensor] | None = None  # the critic's, [own tokens] of each sequence
     baselines: Tensor | None = None  # [sequences], the reward of the prompt's greedy completion
 
 
 class Estimated(NamedTuple):
-    """[completion tokens] a sequence."""
+    """[own tokens] of each sequence."""
 
     advantages: list[Tensor]
-    returns: list[Tensor] | None = None  # what the critic learns
+    returns: list[Tensor] | None = None  # the critic's targets
 
 
-Estimate = Callable[[Scored, float, AlgorithmSection], Estimated]
+class StepRewards(NamedTuple):
+    """What the advantages of a step are computed from. A token is one that the policy sampled."""
 
-
-def estimate(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    """The advantages by `algorithm.advantage`; `coefficient` is that of the KL term in the reward, 0 without one."""
-    found = ADVANTAGES.get(settings.advantage)
-    return found(scored, coefficient, settings) if found is not None else _of_user(scored, coefficient, settings)
+    rewards: Tensor  # [sequences]
+    valid: Tensor  # [sequences] bool
+    groups: Tensor  # [sequences] ids
+    lengths: Tensor  # [sequences] own tokens
+    truncated: Tensor  # [sequences] bool
+    # By name, [own tokens] of each sequence: "logprobs" and "reference_logprobs" for a KL term in the reward, "values".
+    results: Mapping[str, Sequence[Tensor]]
+    baselines: Tensor | None  # [sequences], the reward of the prompt's greedy completion
+    longest: int  # the most own tokens that a sequence may have
+    limit: str  # the recipe key and value that truncate a sequence, for messages
 
 
 class StepAdvantages(NamedTuple):
     """What the updates of a step learn from."""
 
-    advantages: list[Tensor]  # [own tokens] a sequence
-    returns: list[Tensor] | None  # [own tokens] a sequence, for the critic
-    valid: Tensor  # [sequences] bool, without what algorithm.overlong masks
+    advantages: list[Tensor]  # [own tokens] of each sequence
+    returns: list[Tensor] | None  # [own tokens] of each sequence, for the critic
+    valid: Tensor  # [sequences] bool, without the sequences that algorithm.overlong masks
     metrics: dict[str, float]
 
 
-def step_advantages(
-    settings: AlgorithmSection,
-    rewards: Tensor,
-    valid: Tensor,
-    groups: Tensor,
-    lengths: Tensor,
-    truncated: Tensor,
-    results: Mapping[str, Sequence[Tensor]],
-    baselines: Tensor | None,
-    longest: int,
-    limit: str,
-) -> StepAdvantages:
-    """Compute the advantages of a step from its rewards: overlong penalty and mask, KL penalty, then the estimator.
-
-    rewards, valid, groups, lengths (own tokens), truncated: [sequences]. `results` holds what earlier phases computed, by
-    name, [own tokens] a sequence: "logprobs" and "reference_logprobs" for a KL term in the reward, "values" with a critic.
-    `baselines` [sequences] are the rewards of greedy completions. `longest` and `limit` as of `apply_overlong`.
-    """
+def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
+    """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no sequence."""
     metrics: dict[str, float] = {}
-    added: Tensor | float = 0.0
+    rewards, valid = step.rewards.float(), step.valid
     if settings.overlong is not None:
-        added, valid, metrics = apply_overlong(settings.overlong, lengths, truncated, valid, longest, limit)
-    rewards = torch.where(valid, rewards.float() + added, 0.0)
-    penalties, coefficient = [torch.zeros(length) for length in lengths.tolist()], 0.0
+        penalties, valid, metrics = _apply_overlong(settings.overlong, step)
+        rewards = rewards + penalties
+    divergences, coefficient = [torch.zeros(length) for length in step.lengths.tolist()], 0.0
     if settings.kl is not None and settings.kl.place == "reward":
         coefficient = settings.kl.coefficient
-        pairs = zip(results["logprobs"], results["reference_logprobs"], strict=True)
-        penalties = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
-    values = results.get("values")
-    advantages, returns = estimate(Scored(rewards, groups, valid, penalties, values, baselines), coefficient, settings)
+        pairs = zip(step.results["logprobs"], step.results["reference_logprobs"], strict=True)
+        divergences = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
+    values = step.results.get("values")
+    scored = Scored(torch.where(valid, rewards, 0.0), step.groups, valid, divergences, values, step.baselines)
+    advantages, returns = estimate(scored, coefficient, settings)
     if returns is not None:
-        assert values is not None, "returns are what values are compared with"
+        assert values is not None, "an estimator with returns needs values"
         counted = [value for value, counts in zip(values, valid.tolist(), strict=True) if counts]
         metrics["critic/value_mean"] = float(torch.cat(counted).mean())
         metrics["critic/explained_variance"] = explained_variance(values, returns, valid)
     return StepAdvantages(advantages, returns, valid, metrics)
 
 
+def _apply_overlong(section: OverlongSection, step: StepRewards) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return the penalties to add to the rewards [sequences], the sequences that still count, and metrics.
+
+    Raises ValueError if the mask leaves no sequence: an empty update would still move weights by its momentum.
+    """
+    penalties = overlong_penalties(step.lengths, step.longest, section.buffer, section.penalty).float()
+    metrics = {"reward/overlong_penalty_mean": float(penalties.mean())}
+    if not section.mask:
+        return penalties, step.valid, metrics
+    masked = int((step.truncated & step.valid).sum())
+    valid = step.valid & ~step.truncated
+    if not valid.any():
+        raise ValueError(
+            f"no completion is left to train on: all {masked} valid ones reached {step.limit}, and algorithm.overlong.mask "
+            "= true leaves them out; raise that limit, or use algorithm.overlong.buffer instead of the mask"
+        )
+    return penalties, valid, metrics | {"reward/overlong_masked": masked}
+
+
+def overlong_penalties(lengths: Tensor, longest: int, buffer: int, penalty: float) -> Tensor:
+    """Return the penalty of long completions: 0 up to longest - buffer tokens, then linearly to -penalty.
+
+    lengths [n] completion tokens; returns [n], zeros if `buffer` is 0.
+    Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), equation 13, whose buffer ends at the longest.
+    """
+    if not buffer:
+        return torch.zeros(len(lengths))
+    return -penalty * ((lengths - (longest - buffer)) / buffer).clamp(0.0, 1.0)
+
+
 def greedy_baselines(rewards: np.ndarray, scored: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the baseline of each sequence, and which still count: without a baseline a sequence does not.
+    """Return the baseline of each sequence, and which sequences still count: those with a baseline.
 
     rewards [groups] of the prompts' greedy completions, scored [groups] bool; valid [sequences] bool, by group; returns
     fp32 and bool [sequences]. Raises ValueError if no sequence is left.
@@ -106,111 +134,115 @@ def greedy_baselines(rewards: np.ndarray, scored: np.ndarray, valid: np.ndarray)
     return np.repeat(np.where(scored, rewards, 0.0).astype(np.float32), group_size), valid
 
 
+def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], valid: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the tokens of valid sequences; 0 where returns do not vary.
+
+    A perfect critic has 1, one that always predicts the mean 0, a worse one less than 0."""
+    kept = [sample for sample, counts in enumerate(valid.tolist()) if counts]
+    if not kept:
+        return 0.0
+    predicted, target = (torch.cat([tokens[sample] for sample in kept]) for tokens in (values, returns))
+    variance = target.var(correction=0)
+    return float(1.0 - (target - predicted).var(correction=0) / variance) if variance > 0 else 0.0
+
+
 def check_advantage(settings: AlgorithmSection) -> None:
-    """Raises RecipeError for a function of the user's that does not load."""
+    """Raise RecipeError for a user's function that does not load."""
     if settings.advantage not in ADVANTAGES:
         load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
 
 
-def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], valid: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the tokens of valid sequences; 0 where returns do not vary.
+def estimate(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+    """Compute the advantages that `algorithm.advantage` names; `coefficient` weights the KL term in the reward.
 
-    1 is a perfect critic, 0 one that says the mean, below 0 one that is worse than that."""
-    kept = [sample for sample, ok in enumerate(valid.tolist()) if ok]
-    if not kept:
-        return 0.0
-    said, came = (torch.cat([of[sample] for sample in kept]) for of in (values, returns))
-    variance = came.var(correction=0)
-    return float(1.0 - (came - said).var(correction=0) / variance) if variance > 0 else 0.0
+    Raises ValueError where a user's function gives another number of advantages, or one that is not finite.
+    """
+    if settings.advantage in ADVANTAGES:
+        return ADVANTAGES[settings.advantage](scored, coefficient, settings)
+    function = load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
+    scores = torch.where(scored.valid, _sequence_scores(scored, coefficient), 0.0)
+    advantages = function(scores, scored.groups, scored.valid)
+    if advantages.shape != scored.rewards.shape or not torch.isfinite(advantages[scored.valid]).all():
+        raise ValueError(
+            f"algorithm.advantage = {settings.advantage} gave {tuple(advantages.shape)} advantages for "
+            f"{len(scored.rewards)} sequences, or some that are not finite; return one finite number a sequence"
+        )
+    return _spread(torch.where(scored.valid, advantages, 0.0), scored)
+
+
+def _group_relative(scored: Scored, coefficient: float, deviation: bool, leave_one_out: bool) -> Estimated:
+    scores = _sequence_scores(scored, coefficient)
+    return _spread(group_advantages(scores, scored.groups, scored.valid, deviation, leave_one_out), scored)
 
 
 def _grpo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
     group = settings.group or GroupSection()
-    return _of_groups(scored, coefficient, group.deviation, group.leave_one_out)
-
-
-def _dr_grpo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    return _of_groups(scored, coefficient, deviation=False, leave_one_out=False)
-
-
-def _rloo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    return _of_groups(scored, coefficient, deviation=False, leave_one_out=True)
+    return _group_relative(scored, coefficient, group.deviation, group.leave_one_out)
 
 
 def _reinforce_plus_plus(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    """Reward less the KL from each token on, whitened over all tokens of the step: Hu et al. 2025 (REINFORCE++,
-    arXiv:2501.03262)."""
-    pairs = zip(scored.rewards.tolist(), scored.penalties, strict=True)
-    return Estimated(_whitened([returns_to_go(token_rewards(*pair, coefficient)) for pair in pairs], scored.valid))
+    """The reward minus the KL from each token on, whitened over all tokens of the step.
+
+    Source: Hu et al. 2025 (REINFORCE++, arXiv:2501.03262).
+    """
+    rewards = _token_rewards(scored, scored.rewards, coefficient)
+    return Estimated(_whitened([returns_to_go(tokens) for tokens in rewards], scored.valid))
 
 
 def _reinforce_plus_plus_baseline(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    """Reward less the group's mean, whitened over all tokens of the step: ibid., the form with a baseline."""
-    centered = _of_groups(scored, coefficient, deviation=False, leave_one_out=False).advantages
+    """The reward minus the group's mean, whitened over all tokens of the step. Source: ibid., the form with a baseline."""
+    centered = _group_relative(scored, coefficient, deviation=False, leave_one_out=False).advantages
     return Estimated(_whitened(centered, scored.valid))
 
 
 def _remax(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    """Reward less that of the prompt's greedy completion, less the KL from each token on: Li et al. 2023 (ReMax,
-    arXiv:2310.10505). A KL term in the reward is one of tokens, as in their code."""
+    """The reward minus that of the prompt's greedy completion, minus the KL from each token on.
+
+    Source: Li et al. 2023 (ReMax, arXiv:2310.10505); the KL term is taken token by token, as in their code.
+    """
     assert scored.baselines is not None
-    rewards = (scored.rewards - scored.baselines).tolist()
-    pairs = zip(rewards, scored.penalties, strict=True)
-    return Estimated([returns_to_go(token_rewards(*pair, coefficient)) for pair in pairs])
+    rewards = _token_rewards(scored, scored.rewards - scored.baselines, coefficient)
+    return Estimated([returns_to_go(tokens) for tokens in rewards])
 
 
 def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
     assert settings.gae is not None and scored.values is not None
-    pairs = zip(scored.rewards.tolist(), scored.penalties, strict=True)
-    rewards = [token_rewards(*pair, coefficient) for pair in pairs]
+    rewards = _token_rewards(scored, scored.rewards, coefficient)
     advantages, returns = gae(rewards, scored.values, settings.gae.discount, settings.gae.smoothing)
-    if settings.gae.whiten:
-        advantages = _whitened(advantages, scored.valid)
-    return Estimated(advantages, returns)
+    return Estimated(_whitened(advantages, scored.valid) if settings.gae.whiten else advantages, returns)
 
 
-def _of_user(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    function = load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
-    scores = torch.where(scored.valid, _scores(scored, coefficient), 0.0)  # a KL term in the reward is none of theirs either
-    found = function(scores, scored.groups, scored.valid)
-    if found.shape != scored.rewards.shape or not torch.isfinite(found[scored.valid]).all():
-        raise ValueError(
-            f"algorithm.advantage = {settings.advantage} gave {tuple(found.shape)} advantages for {len(scored.rewards)} "
-            "sequences, or some that are not finite; each sequence has one"
-        )
-    return _spread(torch.where(scored.valid, found, 0.0), scored)
-
-
-ADVANTAGES: dict[str, Estimate] = {
+ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = {
     "gae": _gae,
     "grpo": _grpo,
-    "dr_grpo": _dr_grpo,
-    "rloo": _rloo,
+    "dr_grpo": lambda scored, coefficient, _: _group_relative(scored, coefficient, deviation=False, leave_one_out=False),
+    "rloo": lambda scored, coefficient, _: _group_relative(scored, coefficient, deviation=False, leave_one_out=True),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
 }
 
 
-def _of_groups(scored: Scored, coefficient: float, deviation: bool, leave_one_out: bool) -> Estimated:
-    scores = _scores(scored, coefficient)
-    return _spread(group_advantages(scores, scored.groups, scored.valid, deviation, leave_one_out), scored)
-
-
-def _scores(scored: Scored, coefficient: float) -> Tensor:
-    """The rewards of whole sequences, each less its tokens' KL."""
+def _sequence_scores(scored: Scored, coefficient: float) -> Tensor:
+    """The reward of each sequence minus the KL of its tokens: [sequences]."""
     return scored.rewards - coefficient * torch.stack([penalty.sum() for penalty in scored.penalties])
 
 
+def _token_rewards(scored: Scored, rewards: Tensor, coefficient: float) -> list[Tensor]:
+    pairs = zip(rewards.tolist(), scored.penalties, strict=True)
+    return [token_rewards(reward, penalty, coefficient) for reward, penalty in pairs]
+
+
 def _spread(advantages: Tensor, scored: Scored) -> Estimated:
-    """The advantage of a sequence at each of its tokens."""
-    return Estimated([one.expand(len(tokens)) for one, tokens in zip(advantages, scored.penalties, strict=True)])
+    """Give every token the advantage of its sequence."""
+    pairs = zip(advantages, scored.penalties, strict=True)
+    return Estimated([advantage.expand(len(tokens)) for advantage, tokens in pairs])
 
 
 def _whitened(advantages: Sequence[Tensor], valid: Tensor) -> list[Tensor]:
-    """Whitened over the tokens of valid sequences; the others stay as they are."""
+    """Whiten over the tokens of valid sequences; the other sequences stay as they are."""
     whitened = list(advantages)
-    counted = [sample for sample, ok in enumerate(valid.tolist()) if ok]
+    counted = [sample for sample, counts in enumerate(valid.tolist()) if counts]
     for sample, white in zip(counted, whiten([whitened[sample] for sample in counted]), strict=True):
         whitened[sample] = white
     return whitened

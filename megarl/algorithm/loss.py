@@ -1,36 +1,61 @@
-"""The critic's loss, and the weights that aggregate the losses of tokens; the policy's losses are in `policy.py`.
+"""KL estimators, the critic's loss, and the weights that reduce token losses; the policy's losses are in `policy.py`.
 
-Losses come back per token and unreduced. Reduction is one weighted sum with weights that `loss_weights` takes
-from the whole mini-batch before it is split, so the result cannot depend on how the mini-batch was cut.
+Losses come back per token. They are reduced by one weighted sum, with weights that `loss_weights` takes from the whole
+mini-batch before it is split, so the result does not depend on how the mini-batch is cut.
 """
 
 from __future__ import annotations
 
 import torch
 
+# Larger log-ratios only say "far away"; exp overflows fp32 beyond 88.
+MAX_LOG_RATIO = 20.0
+
+
+def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimate KL(policy || reference) of each sampled token: [tokens], differentiable in `logprobs`.
+
+    With d = reference_logprobs - logprobs:
+        k1 = -d              unbiased, of either sign; its expected gradient as a loss is 0, so use it in rewards
+        k2 = d^2 / 2         biased, its expected gradient as a loss is that of the KL itself
+        k3 = exp(d) - 1 - d  unbiased and never negative; d is clamped to 20
+        absolute = |d|       biased; a distance rather than a divergence
+    Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
+    Raises ValueError for an unknown estimator.
+    """
+    d = reference_logprobs - logprobs
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    if estimator == "k3":
+        d = d.clamp(max=MAX_LOG_RATIO)  # not from below: that gradient holds the policy near the reference
+        return torch.expm1(d) - d
+    if estimator == "absolute":
+        return d.abs()
+    raise ValueError(f"algorithm.kl.estimator is {estimator!r}; it is one of k1, k2, k3, absolute")
+
 
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error, the worse one of the value and the value held within `clip` of the old one.
+    """Return half the squared error of the value, or of the value held within `clip` of the old one if that is larger.
 
-    All [tokens]; returns (loss [tokens], clipped [tokens] bool: the held value gave the loss).
-    Source: the PPO2 code of OpenAI baselines; Schulman et al. 2015 (arXiv:1506.02438) section 5 has its trust
-    region. The factor one half is theirs.
+    All [tokens]; returns (loss [tokens], clipped [tokens] bool: the clipped value gave the loss).
+    Source: the PPO2 code of OpenAI baselines, with its factor one half; Schulman et al. 2015 (arXiv:1506.02438), section 5.
     """
-    held = old_values + (values - old_values).clamp(-clip, clip)
-    free_error = (values - returns).square()
-    held_error = (held - returns).square()
-    return 0.5 * torch.maximum(free_error, held_error), held_error.detach() > free_error.detach()
+    error = (values - returns).square()
+    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(error, clipped_error), clipped_error.detach() > error.detach()
 
 
 def loss_weights(
     completion_lengths: torch.Tensor, valid: torch.Tensor, aggregation: str, longest: int | None = None
 ) -> torch.Tensor:
-    """Weight of every token of sequence i, such that sum_i w_i * sum_t loss_it is the mini-batch's loss.
+    """Return the weight w_i of every token of sequence i; the mini-batch's loss is sum_i w_i * sum_t loss_it.
 
-    completion_lengths [n] tokens, valid [n] bool, both of the WHOLE mini-batch; `longest` is the most tokens that a
-    completion may have. Returns float32 [n], 0 where not valid or without tokens; all 0 where nothing is left.
+    completion_lengths [n] tokens and valid [n] bool of the WHOLE mini-batch; `longest` is the most tokens that a completion
+    may have. Returns fp32 [n], 0 where not valid or without tokens.
         token_mean     1 / (tokens of all valid sequences): DAPO (arXiv:2503.14476), equation 8
         sequence_mean  1 / (valid sequences * tokens of sequence i): GRPO (arXiv:2402.03300), equation 3
         sequence_sum   1 / (valid sequences): the log-probability of a whole sequence, as REINFORCE and RLOO have it

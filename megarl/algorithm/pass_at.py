@@ -1,4 +1,4 @@
-"""Means, pass@k and majority votes of an evaluation, with how sure they are. Pure functions of arrays."""
+"""Means, pass@k and majority votes of an evaluation, with confidence intervals. Pure functions of arrays."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Estimate(NamedTuple):
 
 
 def over_prompts(values: Sequence[float]) -> Estimate:
-    """The mean of one value a prompt. Its standard error takes prompts as what was drawn: completions of one prompt are not
-    independent, and count together (clustered errors; Miller 2024, arXiv 2411.00640, section 2.2). By the normal
-    approximation, for 30 prompts or more; no error from a single one."""
+    """Return the mean of one value a prompt, with a standard error clustered by prompt (completions of one prompt are not
+    independent: Miller 2024, arXiv 2411.00640, section 2.2). Uses the normal approximation, good from 30 prompts on; a
+    single prompt has no error."""
     count = len(values)
     if count == 0:
         return Estimate(math.nan, math.nan, 0)
@@ -36,30 +36,30 @@ def over_prompts(values: Sequence[float]) -> Estimate:
 
 
 def mean_reward(rewards: Sequence[np.ndarray]) -> Estimate:
-    """Mean over prompts of the mean reward of each one's completions. `rewards` has those of each prompt that could be
-    computed, float [completions]; a prompt without any counts for nothing."""
-    return over_prompts([float(one.mean()) for one in rewards if len(one)])
+    """Return the mean over prompts of the mean reward of their completions. `rewards` holds the scored completions of each
+    prompt, float [completions]; prompts without any are left out."""
+    return over_prompts([float(values.mean()) for values in rewards if len(values)])
 
 
 def pass_at(rewards: Sequence[np.ndarray], k: int, pass_reward: float) -> Estimate:
-    """How likely at least one of k completions of a prompt passes: 1 - C(n - c, k) / C(n, k) for c of n that do, without
-    bias (Chen 2021, arXiv 2107.03374, equation 1). Prompts with fewer than k completions count for nothing."""
-    found = []
-    for one in rewards:
-        total, right = len(one), int((one >= one.dtype.type(pass_reward)).sum())
+    """Return the unbiased estimate that at least one of k completions passes, 1 - C(n - c, k) / C(n, k) if c of n pass
+    (Chen 2021, arXiv 2107.03374, equation 1). Prompts with fewer than k completions are left out."""
+    shares = []
+    for values in rewards:
+        total, passed = len(values), int((values >= values.dtype.type(pass_reward)).sum())
         if total >= k:
-            found.append(1.0 - math.comb(total - right, k) / math.comb(total, k))
-    return over_prompts(found)
+            shares.append(1.0 - math.comb(total - passed, k) / math.comb(total, k))
+    return over_prompts(shares)
 
 
 def majority(rewards: Sequence[np.ndarray], answers: Sequence[Sequence[str | None]], pass_reward: float) -> Estimate:
-    """How often the answer that most completions of a prompt give passes (self-consistency; Wang 2022, arXiv 2203.11171).
+    """Return how often the majority answer passes (self-consistency; Wang 2022, arXiv 2203.11171).
 
-    `answers` has what each completion gave, None where it gave nothing, which is no vote. Answers that tie share the prompt;
-    one that is judged unlike in unlike completions passes by its share. A prompt whose completions all give nothing is
-    failed; one without completions counts for nothing.
+    `answers` holds the answer of each completion, None for no answer, which is no vote. Tied answers share the prompt; an
+    answer that passes in some completions and fails in others counts by its share. A prompt without any answer fails; one
+    without completions is left out.
     """
-    found = []
+    shares = []
     for values, given in zip(rewards, answers, strict=True):
         assert len(values) == len(given), "an answer for each completion"
         if not len(values):
@@ -70,5 +70,5 @@ def majority(rewards: Sequence[np.ndarray], answers: Sequence[Sequence[str | Non
                 votes[answer].append(bool(value >= values.dtype.type(pass_reward)))
         most = max(map(len, votes.values()), default=0)
         winners = [sum(passed) / len(passed) for passed in votes.values() if len(passed) == most]
-        found.append(sum(winners) / len(winners) if winners else 0.0)
-    return over_prompts(found)
+        shares.append(sum(winners) / len(winners) if winners else 0.0)
+    return over_prompts(shares)

@@ -1,8 +1,8 @@
-"""Policy losses: how the ratio of the new policy to the old one enters the loss of each token.
+"""Policy losses, and the correction for the mismatch between the engine and the trainer.
 
-Each returns the loss of each token, unreduced, and which tokens lost their gradient to a bound. Ratios of sequences are
-spread over their tokens, so that `sequence_mean` of such a loss is the mean over sequences that its paper has. The
-log-ratio is clamped to +-20, so that a wild token gives a large finite number.
+Each loss returns the loss of each token, unreduced, and which tokens lost their gradient to a bound. Sequence-level ratios
+are spread over the tokens, so that `sequence_mean` gives the mean over sequences of the paper. The log-ratio is clamped to
++-20, so that an outlier gives a large finite number.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from megarl.algorithm.kl import MAX_LOG_RATIO
-from megarl.algorithm.registry import POLICY_LOSS
+from megarl.algorithm.loss import MAX_LOG_RATIO
 from megarl.recipe.algorithm_section import (
     CispoLossSection,
     ClipLossSection,
@@ -26,36 +25,43 @@ from megarl.recipe.algorithm_section import (
     PolicyLossSection,
     SapoLossSection,
 )
-from megarl.recipe.own_code import load_marked
+from megarl.recipe.own_code import load_marked, mark
+
+POLICY_LOSS = "megarl.algorithm.policy_loss"
+Function = TypeVar("Function", bound=Callable[..., Any])
+Loss = tuple[Tensor, Tensor]
+
+
+def policy_loss(function: Function) -> Function:
+    """Mark a user's policy loss: f(tokens: PolicyTokens, **options) -> (loss [tokens], clipped [tokens] bool).
+
+    In the recipe: `policy_loss: {kind: function, target: "my_losses:mine", options: {...}}`.
+    """
+    return mark(function, POLICY_LOSS)
 
 
 class PolicyTokens(NamedTuple):
-    """Completion tokens of some whole sequences, end to end: three of [tokens], and the tokens of each sequence. Where an
-    environment answers in between, its tokens are not among them."""
+    """The tokens that the policy sampled in some whole sequences, end to end: [tokens] three times."""
 
-    logprobs: Tensor  # under the policy that learns; the one that has a gradient
+    logprobs: Tensor  # under the current policy, with a gradient
     old_logprobs: Tensor  # under the policy before the first update of the step
     advantages: Tensor
-    lengths: tuple[int, ...]
-
-
-Loss = tuple[Tensor, Tensor]
-PolicyLoss = Callable[..., Loss]
+    lengths: tuple[int, ...]  # tokens of each sequence
 
 
 def log_ratio(tokens: PolicyTokens) -> Tensor:
-    """log(new / old) of each token, within +-20."""
+    """Return log(new / old) of each token, clamped to +-20."""
     return (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_sums(values: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The sum of each sequence's tokens, at each of its tokens: [tokens] from [tokens]."""
-    # By the lengths that the host knows: on a GPU nothing waits, and the order of the sums is fixed.
+    """Return at each token the sum over its sequence: [tokens] from [tokens]."""
+    # The host knows the lengths: nothing waits for the GPU, and the order of the sums is fixed.
     return torch.cat([part.sum().expand(len(part)) for part in values.split(lengths)])
 
 
 def sequence_means(values: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The same for the mean."""
+    """Return at each token the mean over its sequence: [tokens] from [tokens]."""
     return torch.cat([(part.sum() / max(len(part), 1)).expand(len(part)) for part in values.split(lengths)])
 
 
@@ -71,8 +77,8 @@ def clip(tokens: PolicyTokens, low: float = 0.2, high: float = 0.2, dual: float 
 def gspo(tokens: PolicyTokens, low: float = 3e-4, high: float = 4e-4) -> Loss:
     """The clipped surrogate with the ratio of the sequence, s = exp(mean of its tokens' log-ratios).
 
-    A token's gradient is s times that of its own log-probability (the token form), so that advantages may differ in a
-    sequence; where they do not, `sequence_mean` gives the gradient of the sequence form.
+    A token's gradient is s times that of its own log-probability (the token form), so that advantages may differ within
+    a sequence; where they do not, `sequence_mean` gives the gradient of the sequence form.
     Source: Zheng et al. 2025 (GSPO, arXiv:2507.18071), equations 5, 7 and 14.
     """
     sequence = sequence_means(log_ratio(tokens).detach(), tokens.lengths)
@@ -106,7 +112,7 @@ def sapo(tokens: PolicyTokens, positive_temperature: float = 1.0, negative_tempe
     No token is clipped. Source: Gao et al. 2025 (SAPO, arXiv:2511.20347), section 3.
     """
     positive = tokens.advantages > 0
-    # Not from a bool times a float, which would be of 32 bits.
+    # torch.where of two floats would give fp32 whatever the type of the advantages.
     temperature = torch.where(positive, positive_temperature, torch.full_like(tokens.advantages, negative_temperature))
     gate = torch.sigmoid(temperature * (torch.exp(log_ratio(tokens)) - 1.0)) * 4.0 / temperature
     return -tokens.advantages * gate, torch.zeros_like(positive)
@@ -118,22 +124,10 @@ def policy_gradient(tokens: PolicyTokens) -> Loss:
 
 
 def load_policy_loss(section: PolicyLossSection) -> Callable[[PolicyTokens], Loss]:
-    """The loss of a recipe's `algorithm.policy_loss`. Raises RecipeError for a function that does not load."""
-    function = _with_options(section)
+    """Return the loss of a recipe's `algorithm.policy_loss`. Raises RecipeError for a function that does not load.
 
-    def loss(tokens: PolicyTokens) -> Loss:
-        found, clipped = function(tokens)
-        if found.shape != tokens.logprobs.shape or clipped.shape != found.shape:
-            raise ValueError(
-                f"the policy loss {section.kind} gave losses {tuple(found.shape)} and clipped {tuple(clipped.shape)} for "
-                f"{tuple(tokens.logprobs.shape)} tokens; each token has one of both"
-            )
-        return found, clipped
-
-    return loss
-
-
-def _with_options(section: PolicyLossSection) -> PolicyLoss:
+    The loss raises ValueError where a user's function does not give each token a loss and a mark.
+    """
     match section:
         case ClipLossSection():
             return partial(clip, low=section.low, high=section.high, dual=section.dual)
@@ -147,10 +141,20 @@ def _with_options(section: PolicyLossSection) -> PolicyLoss:
             positive, negative = section.positive_temperature, section.negative_temperature
             return partial(sapo, positive_temperature=positive, negative_temperature=negative)
         case FunctionLossSection():
-            found = load_marked("algorithm.policy_loss.target", section.target, POLICY_LOSS, section.options)
-            return partial(found, **section.options)
+            function = load_marked("algorithm.policy_loss.target", section.target, POLICY_LOSS, section.options)
+            return partial(_checked, section, function)
         case _:
             return policy_gradient
+
+
+def _checked(section: FunctionLossSection, function: Callable[..., Loss], tokens: PolicyTokens) -> Loss:
+    losses, clipped = function(tokens, **section.options)
+    if losses.shape != tokens.logprobs.shape or clipped.shape != losses.shape:
+        raise ValueError(
+            f"the policy loss {section.target} gave losses {tuple(losses.shape)} and clipped {tuple(clipped.shape)} for "
+            f"{tuple(tokens.logprobs.shape)} tokens; return one of each for every token"
+        )
+    return losses, clipped
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Loss:
@@ -161,3 +165,28 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: f
         return loss, clipped
     worst = torch.where(advantages < 0, -advantages * dual, math.inf)
     return torch.minimum(loss, worst), clipped | (worst < loss.detach())
+
+
+def mismatch_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: tuple[int, ...], correction: str, level: str, cap: float
+) -> tuple[Tensor, Tensor]:
+    """Return the importance weights of the tokens' losses, and which tokens are beyond `cap`.
+
+    Engine and trainer compute the same weights with different kernels, so that their policies differ slightly.
+    old_logprobs [tokens] of the trainer before the first update, rollout_logprobs [tokens] of the engine, `lengths` the
+    tokens of each sequence; returns (weights [tokens], beyond [tokens] bool), neither with a gradient.
+        w = old / rollout of a token, or at level `sequence` the product over its sequence
+        truncate  min(w, cap)
+        mask      w, and 0 where w > cap
+    Sources: token level and truncation: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"; sequence level and masks: Liu et al. 2025, "When speed kills stability". After Ionides 2008, truncated
+    importance sampling.
+    """
+    ratio = (old_logprobs - rollout_logprobs).detach()
+    if level == "sequence":
+        ratio = sequence_sums(ratio, lengths)
+    weights = torch.exp(ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    beyond = weights > cap
+    if correction == "truncate":
+        return weights.clamp(max=cap), beyond
+    return torch.where(beyond, 0.0, weights), beyond

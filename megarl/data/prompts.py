@@ -1,4 +1,4 @@
-"""An endless stream of prompts, which can be continued exactly where another run stopped."""
+"""An endless stream of prompts that resumes exactly where a run stopped."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from megarl.recipe.data_section import CurriculumSection, DataSection
 
 
 class PromptStream:
-    """Prompts without end: of each source epoch after epoch over its rows, each in an order of its own.
+    """Prompts without end: epoch after epoch over the rows of each source, in a new order each.
 
-    What comes next is a function of the recipe's section, the seed and `state()`: a stream that restores a state of another
-    one goes on as that one does. Rows whose prompt is longer than `data.max_prompt_tokens` end it all with
-    `data.on_long_prompt: stop`, or are left out; `num_dropped` says how many, and `num_bad_rows` how many were left out
-    because they cannot be used.
+    The next prompts depend only on the recipe's section, the seed and `state()`. `num_dropped` counts rows that were skipped
+    because their prompt is longer than `data.max_prompt_tokens`, `num_bad_rows` rows that cannot be used.
 
-    `num_tokens` is how many the model knows, and `judge` raises ValueError for a prompt whose answer no reward can judge by;
-    both are asked of every row. `key` is where the recipe has the source. Raises ValueError for data that cannot be used and
-    where no row is left.
+    `num_tokens` is the size of the model's vocabulary; `judge` raises ValueError for a prompt whose answer no reward can
+    use. `key` is the source's recipe key. Raises ValueError for unusable data and if no row is left.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class PromptStream:
     ) -> None:
         if data.prompts.kind == "mixture":
             self._weights = data.prompts.weights
-            # The last number keeps these orders apart from the one of a single source, whose seed is (seed, epoch).
+            # The last number keeps these orders different from that of a single source, whose seed is (seed, epoch).
             sources = [
                 (source, [seed, number, 1], f"{key}.parts.{number}") for number, source in enumerate(data.prompts.parts)
             ]
@@ -69,29 +66,26 @@ class PromptStream:
         return sum(part.num_bad_rows for part in self._parts)
 
     def every(self) -> Iterator[Prompt]:
-        """Each row's prompt once, in the order of the data; the position stays."""
+        """Yield each row's prompt once, in the order of the data, without moving the position."""
         rows = [(number, row) for number, part in enumerate(self._parts) for row in range(len(part.rows))]
         for index, (number, row) in enumerate(rows):
             yield self._parts[number].prompt(index, (number, row))
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; the position moves on by as many."""
+        """Return the next prompts, each from the part that is furthest behind its share."""
         return [self._next() for _ in range(num_prompts)]
 
     def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
-        """What the groups of completions of prompts were worth, for the curriculum.
-
-        `rewards` float [samples] and `valid` bool [samples], the groups one after the other, all of one size.
-        """
+        """Tell the curriculum the rewards of prompts: `rewards` float and `valid` bool [samples], in groups of one size."""
         group = len(rewards) // len(prompts)
         for number, prompt in enumerate(prompts):
-            own = slice(number * group, (number + 1) * group)
+            members = slice(number * group, (number + 1) * group)
             part, row = prompt.origin
             if (curriculum := self._parts[part].curriculum) is not None:
-                curriculum.learn(row, rewards[own][valid[own]])
+                curriculum.learn(row, rewards[members][valid[members]])
 
-    def figures(self) -> dict[str, float]:
-        """What is known of the data, for the metrics of a step."""
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics `data/...`."""
         known: dict[str, float] = {"num_rows": self.num_rows, "num_dropped": self.num_dropped}
         known["num_bad_rows"] = self.num_bad_rows
         if len(self._parts) > 1:
@@ -101,22 +95,21 @@ class PromptStream:
         curricula = [part.curriculum for part in self._parts if part.curriculum is not None]
         if curricula:
             known["num_passed_over"] = sum(part.walked - part.taken for part in self._parts)
-            known["num_with_pass_rate"] = sum(len(one.rates) for one in curricula)
-            known["num_in_bounds"] = sum(one.num_in_bounds for one in curricula)
+            known["num_with_pass_rate"] = sum(len(curriculum.rates) for curriculum in curricula)
+            known["num_in_bounds"] = sum(curriculum.num_in_bounds for curriculum in curricula)
         return {f"data/{name}": value for name, value in known.items()}
 
     def state(self) -> dict[str, Any]:
-        """The exact position, as plain values."""
+        """Return the exact position, as plain values."""
         return {"position": self.position, "parts": [part.state() for part in self._parts]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError where the rows are not the ones that it was taken with."""
+        """Continue where `state` was taken. Raises ValueError if the rows have changed since."""
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.restore(saved)
         self.position = state["position"]
 
     def _next(self) -> Prompt:
-        """From the part that is furthest behind its share of as many prompts; the first of several."""
         behind = [weight * (self.position + 1) - part.taken for weight, part in zip(self._weights, self._parts, strict=True)]
         number = behind.index(max(behind))
         prompt = self._parts[number].prompt(self.position, (number, self._parts[number].next_row()))
@@ -127,17 +120,16 @@ class PromptStream:
 class Curriculum:
     """Skips prompts of one source whose last pass rate was outside the bounds: those that always fail or always pass.
 
-    A row outside the bounds is skipped in `revisit` epochs and taken in the next one, so that its rate can change; no row
-    is skipped for ever, and there is always a next row.
+    A row outside the bounds is skipped in `revisit` epochs and taken in the next one, so that its rate can change.
     """
 
     def __init__(self, section: CurriculumSection) -> None:
         self._section = section
         self.rates: dict[int, float] = {}
-        self._passed_over: dict[int, int] = {}  # how often since it was last taken
+        self._passed_over: dict[int, int] = {}  # skips since the row was last taken
 
     def passes_over(self, row: int) -> bool:
-        """Whether to skip the row this time; counts the skip."""
+        """Return whether to skip the row this time, and count the skip."""
         if row not in self.rates or self._in_bounds(self.rates[row]):
             return False
         times = self._passed_over.get(row, 0)
@@ -145,9 +137,9 @@ class Curriculum:
         return times < self._section.revisit
 
     def learn(self, row: int, rewards: np.ndarray) -> None:
-        """Note the rewards (float32) of a group of completions to the row's prompt; an empty group changes nothing."""
+        """Record the rewards (float32) of a group of completions of the row; an empty group changes nothing."""
         if len(rewards):
-            # In the rewards' own precision: 0.9 in float32 is below 0.9 in float64.
+            # In float32: 0.9 in float32 is below 0.9 in float64.
             self.rates[row] = float((rewards >= np.float32(self._section.pass_reward)).mean())
 
     @property
@@ -156,11 +148,11 @@ class Curriculum:
         return sum(map(self._in_bounds, self.rates.values()))
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, as plain values."""
+        """Return what `restore` needs, as plain values."""
         return {"rates": dict(self.rates), "passed_over": dict(self._passed_over)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue where `state` was taken."""
         self.rates, self._passed_over = dict(state["rates"]), dict(state["passed_over"])
 
     def _in_bounds(self, rate: float) -> bool:
@@ -168,8 +160,7 @@ class Curriculum:
 
 
 class _Part:
-    """The usable rows of one source, in an order of its own. `walked` counts rows that had their turn, `taken` those of
-    them that became prompts."""
+    """The usable rows of one source, in shuffled order. `walked` counts rows so far, `taken` those that became prompts."""
 
     def __init__(
         self,
@@ -191,12 +182,20 @@ class _Part:
         for row, token_ids in _rendered(data, rows, tokenizer, bad):
             lengths.append(len(token_ids))
             if len(token_ids) > data.max_prompt_tokens:
-                _check_long(row, len(token_ids), data)
+                if data.on_long_prompt == "stop":
+                    raise ValueError(
+                        f"{row.prompt_place}: the prompt ({row.question[:80]!r}) has {len(token_ids)} tokens and "
+                        f"data.max_prompt_tokens is {data.max_prompt_tokens}; raise it, shorten the prompt, or leave such "
+                        "rows out: data.on_long_prompt: skip"
+                    )
                 self.num_dropped += 1
                 continue
             try:
                 _check_vocabulary(row, token_ids, num_tokens)
-                self._check_answer(row, judge)
+                try:
+                    judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
+                except ValueError as error:
+                    raise ValueError(f"{row.where}: field {row.answer_field!r}: {error}") from error
             except ValueError as error:
                 bad.add(error)
                 continue
@@ -209,7 +208,7 @@ class _Part:
         if not self.rows:
             raise ValueError(
                 f"data.max_prompt_tokens is {data.max_prompt_tokens}, but the shortest of the {len(lengths)} "
-                f"prompts of {key} has {min(lengths)} tokens; raise it to that at least"
+                f"prompts of {key} has {min(lengths)} tokens; raise it to at least that"
             )
         self._order = np.arange(len(self.rows))
         self._checksum = 0  # of all token ids, in order
@@ -218,12 +217,12 @@ class _Part:
         self.curriculum = None if data.curriculum is None else Curriculum(data.curriculum)
 
     def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
-        """The prompt of a row, whose part and number are its `origin`."""
+        """Return the prompt of the row at `origin`, a part's number and a row's number in it."""
         row = self.rows[origin[1]]
         return Prompt(index, self._token_ids[origin[1]], row.question, row.answer, row.fields, origin, row.where)
 
     def next_row(self) -> int:
-        """The row whose turn is next, and that is not passed over."""
+        """Return the next row that the curriculum does not skip."""
         while True:
             epoch, offset = divmod(self.walked, len(self.rows))
             if self._shuffle and epoch != self._epoch:
@@ -236,31 +235,25 @@ class _Part:
                 return row
 
     def state(self) -> dict[str, Any]:
-        """The position, and what shows whether the rows are the same."""
+        """Return the position, and a checksum of the rows."""
         state = {"walked": self.walked, "taken": self.taken, "rows": len(self.rows), "checksum": self._checksum}
         return state | {"curriculum": None if self.curriculum is None else self.curriculum.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the rows are others."""
+        """Continue where `state` was taken. Raises ValueError if the rows have changed since."""
         ours, theirs = (len(self.rows), self._checksum), (state["rows"], state["checksum"])
         if ours != theirs:
             raise ValueError(
                 f"{self._key}: the {ours[0]} rows from {self.rows[0].where} on are not the {theirs[0]} that the checkpoint "
-                "was made with, so that its position in them means nothing; bring the old data back, or start another run"
+                "was made with, so its position is meaningless; restore the old data, or start another run"
             )
         self.walked, self.taken = state["walked"], state["taken"]
         if self.curriculum is not None:
             self.curriculum.restore(state["curriculum"])
 
-    def _check_answer(self, row: Row, judge: Callable[[Prompt], None]) -> None:
-        try:
-            judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
-        except ValueError as error:
-            raise ValueError(f"{row.answer_place}: {error}") from error
-
 
 def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) -> Iterator[tuple[Row, list[int]]]:
-    """Each row with its token ids; without those that the chat template refuses."""
+    """Yield each row with its token ids; rows that the chat template refuses are bad rows."""
     if data.prompt_format == "token_ids":
         yield from ((row, row.prompt) for row in rows)
         return
@@ -276,22 +269,14 @@ def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) 
             bad.add(ValueError(f"{row.prompt_place}: {error}"))
 
 
-def _check_long(row: Row, length: int, data: DataSection) -> None:
-    if data.on_long_prompt == "stop":
-        raise ValueError(
-            f"{row.prompt_place}: the prompt ({row.question[:80]!r}) has {length} tokens and data.max_prompt_tokens is "
-            f"{data.max_prompt_tokens}; raise it, shorten the prompt, or leave such rows out: data.on_long_prompt: skip"
-        )
-
-
 def _check_vocabulary(row: Row, token_ids: list[int], num_tokens: int | None) -> None:
-    """An engine that is given a token without an embedding is lost, with all that it has in flight."""
+    """Raise ValueError for a token without an embedding, which would end the engine's process."""
     if not token_ids:
         raise ValueError(f"{row.prompt_place}: the prompt has no tokens")
     if num_tokens is None or (min(token_ids) >= 0 and max(token_ids) < num_tokens):
         return
-    wrong = next(one for one in token_ids if not 0 <= one < num_tokens)
+    wrong = next(token for token in token_ids if not 0 <= token < num_tokens)
     raise ValueError(
         f"{row.prompt_place}: the prompt has token {wrong}, and the model (model.path) knows tokens 0 to {num_tokens - 1}; "
-        "it was made with another tokenizer, or the model's own has tokens that its weights have not"
+        "it was made with another tokenizer, or the model's tokenizer has tokens that its weights lack"
     )

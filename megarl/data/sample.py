@@ -1,7 +1,4 @@
-"""What travels through a step: prompts, completions, samples.
-
-Plain numpy on purpose: the schedule, the rollout pool and a replay file all read these without torch.
-"""
+"""Prompts, completions and samples, in numpy: they are read without torch."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ import numpy as np
 class Prompt:
     """One question, rendered and tokenized.
 
-    `index` is the position in the prompt stream (it keeps counting across epochs), so it names this use of
-    the row; `token_ids` is int32 [prompt tokens]; `row` is the data set's row, for reward functions that
-    need more than the answer; `origin` is the part of the data and the number of the row in it, and `where`
-    names the row for errors.
+    `index` is the position in the prompt stream, which keeps counting across epochs; `token_ids` is int32 [prompt tokens];
+    `row` is the data set's row, for reward functions; `origin` is the part of the data and the row's number in it, and
+    `where` names the row in errors.
     """
 
     index: int
@@ -31,16 +27,15 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What follows a prompt: what an engine sampled and, where an environment answered in between, its observations.
+    """The tokens after a prompt: sampled by an engine, with an environment's observations in between.
 
-    `token_ids` is int32 [completion tokens] and includes each stop token that was sampled; `own` is bool of the same length,
-    True on the policy's own tokens, those that were sampled: without an environment on all of them, which is what None
-    becomes. `logprobs` is float32 of the same length, of each sampled token under the sampling distribution, and 0 on
-    observations. `finish_reason` is the engine's ("stop", "length", "abort"), or that of an episode; the versions are the
-    weight versions of the first and last token.
+    `token_ids` is int32 [completion tokens] and includes sampled stop tokens; `own` is bool of the same length, True for
+    sampled tokens (None: all). `logprobs` is float32 of the same length, under the sampling distribution, and 0 for
+    observations. `finish_reason` is the engine's ("stop", "length", "abort") or the episode's; the versions are the weight
+    versions of the first and last token.
 
-    `routing`, where the engine recorded it, holds the experts that each token of prompt and completion chose, but the last,
-    which no layer saw: integers [prompt and completion tokens - 1, layers with experts, experts a token].
+    `routing`, if recorded, holds the experts of each token but the last, which passed no layer: integers [prompt and
+    completion tokens - 1, layers with experts, experts a token].
     """
 
     token_ids: np.ndarray
@@ -62,17 +57,16 @@ class Completion:
 
     @property
     def final_ids(self) -> np.ndarray:
-        """What the policy said last, behind the last observation."""
+        """The policy's tokens after the last observation."""
         observed = np.flatnonzero(~self.own)
         return self.token_ids[observed[-1] + 1 if len(observed) else 0 :]
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence: a prompt with one of its group's completions.
+    """A prompt with one of its group's completions.
 
-    Sample s of a batch is member `s % group_size` of the group at position `s // group_size`; `group` is that
-    group's explicit id.
+    Sample s of a batch is member `s % group_size` of the group at position `s // group_size`, whose id is `group`.
     """
 
     group: int

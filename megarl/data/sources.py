@@ -14,9 +14,9 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
 from io import BufferedReader, BytesIO
 from itertools import chain
 from pathlib import Path
@@ -27,16 +27,16 @@ from megarl.models.model_files import check_fetched
 from megarl.recipe.data_section import DataSection, FilePromptsSection, HuggingFacePromptsSection, SourceSection
 
 logger = logging.getLogger(__name__)
-NUM_SHOWN = 3  # of the bad rows that are left out
+NUM_SHOWN = 3  # skipped rows that are logged
 _BATCH = 1000  # rows of a table that are read at once
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question with its answer, and everything else its source says about it.
+    """One question with its answer and all other fields of its row.
 
-    `prompt` is what is rendered: the question, the messages of a chat, or token ids, of which the question is made later.
-    `where` names the row for errors, and `prompt_field` and `answer_field` what the two were read of.
+    `prompt` is what is rendered: the question, the messages of a chat, or token ids, from which the question is decoded
+    later. `where` names the row in errors; `prompt_field` and `answer_field` name its fields.
     """
 
     question: str
@@ -52,14 +52,9 @@ class Row:
         """The row and the field of the prompt, for errors."""
         return _place(self.where, self.prompt_field)
 
-    @property
-    def answer_place(self) -> str:
-        """The row and the field of the answer, for errors."""
-        return _place(self.where, self.answer_field)
-
 
 class BadRows:
-    """Rows of a source that cannot be used, by `data.on_bad_row`: the first ends it all, or they are counted."""
+    """Handles unusable rows of a source by `data.on_bad_row`: stop at the first one, or count them."""
 
     def __init__(self, on_bad_row: str) -> None:
         self._skips = on_bad_row == "skip"
@@ -67,7 +62,7 @@ class BadRows:
         self.first = ""
 
     def add(self, error: ValueError) -> None:
-        """Raises ValueError where such rows are not left out."""
+        """Count a bad row and log the first ones. Raises ValueError if bad rows are not skipped."""
         if not self._skips:
             raise ValueError(f"{error}; or leave such rows out: data.on_bad_row: skip") from error
         self.first = self.first or str(error)
@@ -78,14 +73,14 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Form:
-    """What the named fields of a source's rows hold; `key` is where the source stands in the recipe."""
+    """The formats of prompt and answer; `key` is the source's recipe key."""
 
     prompt_format: str
     answer_format: str
     key: str
 
     def row(self, fields: Any, where: str, prompt_field: str, answer_field: str) -> Row:
-        """Check one row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
+        """Check a row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
         if not isinstance(fields, dict):
             raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
         prompt = _value(fields, where, prompt_field, f"{self.key}.prompt_field")
@@ -94,7 +89,8 @@ class Form:
             prompt = _messages(prompt, place)
             question = prompt[-1]["content"]
         elif self.prompt_format == "token_ids":
-            _token_ids(prompt, place)
+            if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+                raise ValueError(f"{place} is {_shown(prompt)}; data.prompt_format: token_ids needs a list of whole numbers")
             question = ""
         else:
             question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
@@ -107,10 +103,9 @@ class Form:
 
 
 def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:
-    """All good rows of a source of `data`, in its order; `seed` is for a generator whose section gives none.
+    """Read all good rows of a source in order; `seed` is for a generator whose section has none, `key` the recipe key.
 
-    `key` is where the source stands in the recipe. Raises ValueError naming the file, the row and the field for bad data
-    that is not left out, or the recipe key for a bad request.
+    Raises ValueError naming file, row and field for bad data that is not skipped, or the recipe key for a bad request.
     """
     form = Form(data.prompt_format, data.answer_format, key)
     rows: list[Row] = []
@@ -123,21 +118,25 @@ def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad
             bad.add(error)
     if not rows:
         left = f"; all {bad.count} that it had are left out, the first: {bad.first}" if bad.count else ""
-        raise ValueError(f"{key} has no rows ({_origin(source)}); give at least one question{left}")
+        origin = f"task {source.task}" if source.kind == "reasoning_gym" else source.path
+        raise ValueError(f"{key} has no rows ({origin}); give at least one question{left}")
     return rows
 
 
 def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any, str, str]]:
-    """Where each row stands, its fields (or the error of a row that cannot be read), and the two that are asked for."""
+    """Yield each row's place, its fields (or the error of an unreadable row), and the names of its prompt and answer."""
     if source.kind == "reasoning_gym":
-        own_seed = seed if source.seed is None else source.seed
-        for where, fields in generate(source.task, source.size, own_seed, source.options, key):
+        task_seed = seed if source.seed is None else source.seed
+        for where, fields in generate(source.task, source.size, task_seed, source.options, key):
             yield where, fields, "question", "answer"
         return
     if source.kind == "huggingface":
         read = _read_huggingface(source, key)
     else:
-        read = {"jsonl": _read_jsonl, "parquet": _read_parquet}[source.kind](_existing(source, key))
+        path = Path(source.path)
+        if not path.is_file():
+            raise ValueError(f"{key}.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}")
+        read = _read_jsonl(path) if source.kind == "jsonl" else _read_parquet(path)
     for where, fields in read:
         yield where, fields, source.prompt_field, source.answer_field
 
@@ -158,7 +157,7 @@ def _place(where: str, field: str) -> str:
 
 
 def _value(fields: dict, where: str, field: str, key: str) -> Any:
-    """The value of a field; a dotted name (`reward_model.ground_truth`) goes into nested objects."""
+    """Return the value of a field; a dotted name (`reward_model.ground_truth`) goes into nested objects."""
     if field in fields:
         return fields[field]
     value: Any = fields
@@ -174,8 +173,7 @@ def _value(fields: dict, where: str, field: str, key: str) -> Any:
 
 
 def _text(value: Any, place: str, key: str) -> str:
-    # A number is a fine answer; a list or null would silently become a text that no completion can equal, and so would
-    # NaN, which pandas writes where there is nothing.
+    # A list, null or NaN (which pandas writes for a missing value) would become a text that no completion equals.
     finite = isinstance(value, str | int) or (isinstance(value, float | Decimal) and math.isfinite(value))
     if not finite or isinstance(value, bool):
         wanted = "a text or a number is needed" + ("; for lists data.answer_format: json" if "answer" in key else "")
@@ -187,13 +185,13 @@ def _text(value: Any, place: str, key: str) -> str:
 
 
 def _digits(value: Decimal) -> str:
-    """All digits of a number; `Decimal.normalize` would round to 28 of them."""
+    """Return all digits of a number; `Decimal.normalize` would round to 28."""
     text = f"{value:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _plain(value: Any) -> Any:
-    """What JSON holds for a value that it does not know: a text for a number that a float would round."""
+    """Return the JSON form of other values: texts, and a number as text if a float would round it."""
     if not isinstance(value, Decimal):
         return str(value)
     number = float(value)
@@ -201,29 +199,25 @@ def _plain(value: Any) -> Any:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    """A chat whose contents are texts: parts of text are joined, and what is null is left out, as tables fill up with it."""
-    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-        wanted = "data.prompt_format: messages needs a list of objects with a role and a content"
-        raise ValueError(f"{place} is {_shown(value)}; {wanted}")
-    return [_message(one, f"{place}: message {number}") for number, one in enumerate(value)]
-
-
-def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
-    message = {name: value for name, value in given.items() if value is not None}
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"{place} has the part {_shown(part)}; megarl trains on text: leave such rows or parts out")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or not isinstance(message.get("role"), str):
-        raise ValueError(f"{place} is {_shown(given)}; it needs a role and a content, a text or a list of parts of text")
-    return message | {"content": content}
-
-
-def _token_ids(value: Any, place: str) -> None:
-    if not isinstance(value, list) or not value or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
-        raise ValueError(f"{place} is {_shown(value)}; data.prompt_format: token_ids needs a list of whole numbers")
+    """Return a chat with texts as contents: text parts are joined, and nulls dropped, since tables fill up with them."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        rule = "data.prompt_format: messages needs a list of objects with a role and a content"
+        raise ValueError(f"{place} is {_shown(value)}; {rule}")
+    messages = []
+    for number, given in enumerate(value):
+        message = {name: field for name, field in given.items() if field is not None}
+        where, content = f"{place}: message {number}", message.get("content", "" if message.get("tool_calls") else None)
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+                    raise ValueError(
+                        f"{where} has the part {_shown(part)}; megarl trains on text: remove such rows or parts"
+                    )
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} is {_shown(given)}; it needs a role and a content, a text or a list of parts of text")
+        messages.append(message | {"content": content})
+    return messages
 
 
 def _shown(value: Any) -> str:
@@ -232,10 +226,12 @@ def _shown(value: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """One object a line, or one JSON array of all; in UTF-8, or UTF-16 with its mark; as it is or in gzip."""
+    """Read one object per line, or one JSON array; in UTF-8, or UTF-16 with its mark; plain or gzip, whatever the name."""
     check_fetched(path)
     try:
-        with _unpacked(path) as packed:
+        with path.open("rb") as stream:
+            is_gzip = stream.read(2) == b"\x1f\x8b"
+        with BufferedReader(gzip.GzipFile(path)) if is_gzip else path.open("rb") as packed:
             content: IO[bytes] = packed
             if packed.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 text = packed.read().decode("utf-16", "surrogatepass")
@@ -246,14 +242,16 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(content: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of an array, which may begin after blank lines, or else those of the lines."""
+    """Yield the rows of an array of objects, which may begin after blank lines, or else one row per line."""
     lines = enumerate((line.removeprefix(codecs.BOM_UTF8) for line in content), start=1)
     start, first = next(((number, line) for number, line in lines if line.strip()), (0, b""))
     rest: Iterable[bytes] = content
     if first.lstrip().startswith(b"["):
         whole = first + content.read()
-        rows = _array(whole)
-        if rows is not None:
+        rows = None
+        with suppress(ValueError, RecursionError):  # such as several lists, one per line
+            rows = json.loads(whole)
+        if rows is not None and any(isinstance(row, dict) for row in rows):
             for place, fields in enumerate(rows):
                 where = f"{path}, element {place}"
                 yield where, _whole_characters(fields, where)
@@ -262,35 +260,14 @@ def _json_rows(content: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(chain([first], rest), start=start):
         if line.strip():
             where = f"{path}, line {number}"
-            yield where, _parsed(line, where)
-
-
-def _unpacked(path: Path) -> BufferedReader:
-    """The bytes of a file, also of one that gzip has packed, whatever its name."""
-    with path.open("rb") as stream:
-        packed = stream.read(2) == b"\x1f\x8b"
-    return BufferedReader(gzip.GzipFile(path)) if packed else path.open("rb")
-
-
-def _array(content: bytes) -> list[Any] | None:
-    """The elements of a JSON array of objects; None for anything else, such as several lists, one a line."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return found if any(isinstance(one, dict) for one in found) else None
-
-
-def _parsed(line: bytes, where: str) -> Any:
-    """The fields of a line, or the error that it is."""
-    try:
-        return _whole_characters(json.loads(line), where)
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or of a list in a list in a list
-        return ValueError(f"{where}: not JSON: {error}; each line holds one JSON object")
+            try:
+                yield where, _whole_characters(json.loads(line), where)
+            except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
+                yield where, ValueError(f"{where}: not JSON: {error}; each line holds one JSON object")
 
 
 def _whole_characters(fields: Any, where: str) -> Any:
-    """The fields, or the error of a text among them that no tokenizer takes."""
+    """Return the fields, or an error for a text among them with a lone surrogate."""
     try:
         place = _half_character(fields)
     except RecursionError as error:
@@ -302,7 +279,7 @@ def _whole_characters(fields: Any, where: str) -> Any:
 
 
 def _half_character(value: Any, place: str = "") -> str | None:
-    """The dotted place of the first text with a lone surrogate: as an escape, or as bytes, which `json.loads` decodes."""
+    """Return the dotted place of the first text with a lone surrogate, or None."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -312,9 +289,9 @@ def _half_character(value: Any, place: str = "") -> str | None:
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:
         inside = f"{place}.{name}".lstrip(".")
-        found = _half_character(str(name), inside) or _half_character(inner, inside)
-        if found is not None:
-            return found
+        half = _half_character(str(name), inside) or _half_character(inner, inside)
+        if half is not None:
+            return half
     return None
 
 
@@ -331,27 +308,30 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         batch = table.slice(start, _BATCH)
         try:
             rows = batch.to_pylist()
-        except UnicodeDecodeError:  # it does not say of which row
+        except UnicodeDecodeError:  # in one of the rows
             rows = [None] * len(batch)
         for at, fields in enumerate(rows):
             where = f"{path}, row {start + at}"
-            yield where, _decoded(where, partial(_only, batch, at)) if fields is None else fields
+            yield (
+                where,
+                _decoded(where, lambda at=at, batch=batch: batch.slice(at, 1).to_pylist()[0]) if fields is None else fields,
+            )
 
 
-def _only(batch: Any, at: int) -> dict[str, Any]:
+def _single(batch: Any, at: int) -> dict[str, Any]:
     return batch.slice(at, 1).to_pylist()[0]
 
 
-def _decoded(where: str, read: Callable[[], dict[str, Any]]) -> Any:
-    """A row, or the error of one whose text is no UTF-8, which Arrow holds without a word."""
+def _decoded(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a row, or an error for a text that is not UTF-8, which Arrow does not check."""
     try:
-        return read()
+        return read(*arguments)
     except UnicodeDecodeError as error:
-        return ValueError(f"{where}: a text of it is not UTF-8: {error}")
+        return ValueError(f"{where}: a text is not UTF-8: {error}")
 
 
 def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[tuple[str, Any]]:
-    """`save_to_disk` and `load_dataset` have formats of their own, and each has its loader."""
+    """Read a data set that `save_to_disk` wrote, or one that `load_dataset` loads."""
     import datasets
 
     path = Path(source.path)
@@ -363,13 +343,13 @@ def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[t
             splits = datasets.load_from_disk(source.path)
             if source.split not in splits:
                 raise ValueError(f"no split {source.split!r}, it has {sorted(splits)} ({key}.split)")
-            found = splits[source.split]
+            table = splits[source.split]
         elif saved:
-            found = datasets.load_from_disk(source.path)
-            if found.split is not None and str(found.split) != source.split:
-                raise ValueError(f"no split {source.split!r}, it is {str(found.split)!r} ({key}.split)")
+            table = datasets.load_from_disk(source.path)
+            if table.split is not None and str(table.split) != source.split:
+                raise ValueError(f"no split {source.split!r}, it is {str(table.split)!r} ({key}.split)")
         else:
-            found = datasets.load_dataset(source.path, source.name, split=source.split)
+            table = datasets.load_dataset(source.path, source.name, split=source.split)
     except (OSError, ValueError) as error:
         for file in path.rglob("*") if path.is_dir() else ():
             check_fetched(file)
@@ -377,6 +357,6 @@ def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[t
             f"{key}.path is {source.path!r}, from which no data set loads: {error}; give a directory that save_to_disk "
             "wrote, one of data files, or a hub name that this machine can reach or has cached"
         ) from error
-    for number in range(len(found)):
+    for number in range(len(table)):
         where = f"{source.path}, {source.split} row {number}"
-        yield where, _decoded(where, partial(found.__getitem__, number))
+        yield where, _decoded(where, table.__getitem__, number)

@@ -1,6 +1,6 @@
-"""Text to tokens and back: the tokenizer, the rendering of a question, and the tokens that end an answer.
+"""Text to tokens: the tokenizer, the rendering of prompts and observations, and the tokens that end a completion.
 
-transformers is imported where it is used: that takes seconds, and of all trainer ranks only the first has use for it.
+transformers takes seconds to import, and only rank 0 needs it, so it is imported where it is used.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.models.model_files import check_has_tokenizer
+from megarl.recipe.data_section import DataSection
 
 logger = logging.getLogger(__name__)
 
 
 def prompt_tokenizer(path: str, options: Mapping[str, Any], started: datetime) -> Any:
-    """The tokenizer of a model that writes every chat with `data.template_options`, and as if it were `started`: a template
-    that asks for the date, through `strftime_now`, gives a run that goes on tomorrow the prompts of today.
+    """Load a model's tokenizer whose chat template gets `data.template_options`, and `started` as the date (through
+    `strftime_now`), so that a resumed run has the same prompts.
 
     Raises ValueError as `load_tokenizer`, and for an option that the chat template does not read.
     """
@@ -31,22 +34,22 @@ def prompt_tokenizer(path: str, options: Mapping[str, Any], started: datetime) -
         check_template(tokenizer)
         text = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         for name in options:
-            # These are transformers' own, which chooses the template by them or hands them on.
+            # transformers itself reads these.
             if name not in ("chat_template", "tools", "documents") and not re.search(rf"\b{re.escape(name)}\b", text):
                 raise ValueError(
                     f"data.template_options.{name} = {options[name]!r}: the model's chat template does not read {name!r}; "
-                    "take it out, or give it the name that the template has"
+                    "remove it, or use the name that the template has"
                 )
     given = dict(options)
     if "strftime_now" in str(tokenizer.chat_template):
-        given["strftime_now"] = started.strftime  # in the place of transformers' own, which asks the clock
+        given["strftime_now"] = started.strftime  # transformers' own asks the clock
     if given:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
     return tokenizer
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face directory or hub name; raises ValueError naming `model.path`."""
+    """Load the tokenizer of a Hugging Face directory or hub name. Raises ValueError naming `model.path`."""
     from transformers import AutoTokenizer
 
     try:
@@ -67,11 +70,10 @@ def render_questions(
     prompt_template: str | None,
     chat_template: bool,
 ) -> list[list[int]]:
-    """Token ids of each question, as the policy will see it up to the point where its answer starts.
+    """Return the token ids of each question as a prompt, up to where the answer starts.
 
-    `prompt_template` puts the question in the place of `{question}` (other braces are left alone, LaTeX needs
-    them). With `chat_template` the tokenizer's own template writes every special token; without it the text
-    is tokenized as it is, a system prompt standing before it with an empty line between.
+    `prompt_template` has `{question}` in it (other braces stay, LaTeX needs them). With `chat_template` the tokenizer's
+    template writes all special tokens; without it the text is tokenized as it is, after the system prompt and an empty line.
     Raises ValueError naming `data.prompt_template`, or `data.chat_template` and a system prompt that the template refuses.
     """
     if prompt_template is not None and "{question}" not in prompt_template:
@@ -84,7 +86,7 @@ def render_questions(
     if not chat_template:
         prefix = "" if system_prompt is None else f"{system_prompt}\n\n"
         rows: list[list[int]] = tokenizer([prefix + question for question in questions])["input_ids"]
-        # A text that was rendered before has its start token, and the tokenizer writes another one.
+        # A text that was rendered before has a start token already.
         start = [tokenizer.bos_token_id] * 2
         return [row[1:] if row[:2] == start else row for row in rows]
     check_template(tokenizer)
@@ -93,7 +95,7 @@ def render_questions(
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
-    """The same for a chat. Raises ValueError with what the model's template has against it, for a chat that ends with an
+    """Return the token ids of a chat as a prompt. Raises ValueError if the chat template refuses it, if it ends with an
     answer, and for a second system message."""
     check_template(tokenizer)
     (ids,) = _render(tokenizer, [_chat(messages, system_prompt)], system_prompt)
@@ -102,8 +104,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: s
 
 @contextmanager
 def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
-    """What a chat template has against messages, the first of which may be a system prompt, becomes a ValueError. Around the
-    template alone: a TypeError or KeyError of anything else is a fault of its own."""
+    """Turn an error of a chat template into a ValueError. Use it around the template only, since it catches TypeError and
+    KeyError."""
     import jinja2
 
     try:
@@ -118,21 +120,21 @@ def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
 def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
     if messages[-1]["role"] in ("assistant", "model"):
         raise ValueError(
-            f"the last message is of the role {messages[-1]['role']!r}, so that the prompt would hold an answer; cut it off"
+            f"the last message has the role {messages[-1]['role']!r}, so the prompt would hold an answer; remove it"
         )
     if system_prompt is not None and any(message["role"] == "system" for message in messages):
         raise ValueError(
-            f"the chat has a system message, and data.system_prompt ({system_prompt[:40]!r}) is another one; leave one out"
+            f"the chat has a system message, and data.system_prompt ({system_prompt[:40]!r}) is another one; remove one"
         )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, *messages]
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raises ValueError naming `data.chat_template` where the tokenizer has none."""
+    """Raise ValueError naming `data.chat_template` if the tokenizer has none."""
     if not tokenizer.chat_template:
         raise ValueError(
-            "data.chat_template is true, but the model's tokenizer brings no chat template; "
+            "data.chat_template is true, but the model's tokenizer has no chat template; "
             "set data.chat_template=false or use an instruction-tuned model"
         )
 
@@ -140,18 +142,17 @@ def check_template(tokenizer: Any) -> None:
 def _render(tokenizer: Any, conversations: list[list[dict[str, str]]], system_prompt: str | None) -> list[list[int]]:
     with rendering_errors(system_prompt):
         texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
-    # The template has written the special tokens; adding them again would double the first one.
+    # The template has written the special tokens already.
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def stop_token_ids(path: str, tokenizer: Any, num_tokens: int | None = None) -> tuple[int, ...]:
-    """Every token that ends a completion, ascending.
+    """Return every token that ends a completion, ascending; the engine runs without a tokenizer.
 
-    The engine runs without a tokenizer, so it must be told. Three sources, because checkpoints disagree: the generation
-    config (or config.json where there is none, as vLLM does), the tokenizer's end token, and the special token that the chat
-    template writes after an assistant's turn. Those beyond the `num_tokens` of the embedding are left out with a warning: no
-    completion can hold them, and vLLM refuses them. Raises ValueError where none is left, one is no number, or the template
-    refuses such a turn.
+    There are three sources, because checkpoints disagree: the generation config (or else config.json, as in vLLM), the
+    tokenizer's end token, and the special token that the chat template writes after an assistant's turn. Tokens beyond the
+    `num_tokens` of the embedding are skipped with a warning, since vLLM refuses them. Raises ValueError if no token is left,
+    one is no number, or the template refuses such a turn.
     """
     stops: dict[int, str] = {}
     file, config = Path(path) / "generation_config.json", Path(path) / "config.json"
@@ -161,10 +162,10 @@ def stop_token_ids(path: str, tokenizer: Any, num_tokens: int | None = None) -> 
     elif config.is_file():
         from transformers import AutoConfig
 
-        file, ends = config, AutoConfig.from_pretrained(path).eos_token_id  # with the family's own, where it names none
+        file, ends = config, AutoConfig.from_pretrained(path).eos_token_id  # with the family's default
     for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if not isinstance(end, int) or isinstance(end, bool):
-            raise ValueError(f"{file}: eos_token_id = {ends!r} must be a token's number, or a list of some")
+            raise ValueError(f"{file}: eos_token_id = {ends!r} must be a token id or a list of token ids")
         stops[end] = str(file)
     if tokenizer.eos_token_id is not None:
         stops.setdefault(int(tokenizer.eos_token_id), f"the tokenizer of {path}")
@@ -182,14 +183,88 @@ def stop_token_ids(path: str, tokenizer: Any, num_tokens: int | None = None) -> 
 
 
 def _chat_end(tokenizer: Any) -> list[int]:
-    """The special token directly after an assistant's turn in the chat template, if there is one."""
+    """Return the special token directly after an assistant's turn in the chat template, if there is one."""
     if not tokenizer.chat_template:
         return []
-    answer = "forty-two"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     with rendering_errors():
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    _, found, tail = text.rpartition(answer)
-    ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if found else []
+        text = tokenizer.apply_chat_template(_conversation([]), tokenize=False)
+    _, answer, tail = text.rpartition(TURN)
+    ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if answer else []
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return ids[:1] if ids and ids[0] in special else []
+
+
+Message = dict[str, str]
+# Stands for a turn of the policy; no template has a reason to change it.
+TURN = "forty-two"
+
+
+class Observations:
+    """Renders observations between two turns of the policy, and prompts that an environment gives.
+
+    What the policy sampled is never tokenized again. An observation's tokens are those of its text and of what the chat
+    template puts between an assistant's turn and the next one, which is taken from a chat of fixed messages. `num_tokens` is
+    the size of the model's vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, data: DataSection, num_tokens: int) -> None:
+        """Raises ValueError naming `data.chat_template` if the model's chat template cannot continue after a turn."""
+        self._tokenizer, self._data, self._num_tokens = tokenizer, data, num_tokens
+        if data.chat_template:
+            check_template(tokenizer)
+            with rendering_errors():
+                shown = tokenizer.apply_chat_template(_conversation([]), tokenize=False)
+            if TURN not in shown:
+                raise ValueError("data.chat_template is true, and the model's chat template omits the assistant's turns")
+
+    def behind(self, last: int, messages: list[Message]) -> np.ndarray:
+        """Return the int32 token ids between a turn of the policy, which ended with the token `last`, and its next turn.
+
+        If the template ends a turn with that token it is not repeated. Raises ValueError for messages that cannot be
+        rendered.
+        """
+        messages = _whole(messages)
+        if not self._data.chat_template:
+            return self._known(self._ids(_plain(messages)))
+        with rendering_errors():
+            text = self._tokenizer.apply_chat_template(_conversation(messages), add_generation_prompt=True, tokenize=False)
+        ids = self._ids(text.partition(TURN)[2])
+        return self._known(ids[1:] if ids[:1] == [last] else ids)
+
+    def prompt(self, messages: list[Message]) -> np.ndarray:
+        """Return the int32 token ids of a prompt. Raises ValueError for messages that cannot be rendered, or too many
+        tokens."""
+        messages = _whole(messages)
+        if self._data.chat_template:
+            ids = render_chat(self._tokenizer, messages, self._data.system_prompt)
+        else:
+            (ids,) = render_questions(self._tokenizer, [_plain(messages)], self._data.system_prompt, None, False)
+        if not 0 < len(ids) <= self._data.max_prompt_tokens:
+            limit = self._data.max_prompt_tokens
+            raise ValueError(f"the prompt has {len(ids)} tokens; 1 to data.max_prompt_tokens = {limit} are allowed")
+        return self._known(ids)
+
+    def _ids(self, text: str) -> list[int]:
+        # The template has written the special tokens already.
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _known(self, ids: list[int]) -> np.ndarray:
+        """Refuse a token without an embedding, which would end the engine's process."""
+        wrong = next((token for token in ids if not 0 <= token < self._num_tokens), None)
+        if wrong is not None:
+            raise ValueError(f"its text has token {wrong}, and the model knows tokens 0 to {self._num_tokens - 1}")
+        return np.asarray(ids, dtype=np.int32)
+
+
+def _conversation(messages: list[Message]) -> list[Message]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages]
+
+
+def _whole(messages: list[Message]) -> list[Message]:
+    """Replace lone surrogates, which no tokenizer accepts; the policy can cause one by a tool call with `\\ud83d` in it."""
+    whole = [message["content"].encode("utf-16", "surrogatepass").decode("utf-16", "replace") for message in messages]
+    return [message | {"content": content} for message, content in zip(messages, whole, strict=True)]
+
+
+def _plain(messages: list[Message]) -> str:
+    return "".join(message["content"] for message in messages)

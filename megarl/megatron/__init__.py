@@ -1,7 +1,6 @@
 """A role: one Megatron model with its optimizer, packed batches, objectives, checkpoints and parallel state.
 
-Every rank would print the warnings of its libraries, and none is the user's to mend but those about the options of a
-TransformerConfig, which the first rank shows.
+The libraries' warnings are silenced, except rank 0's about the options of a TransformerConfig: a user can fix only these.
 """
 
 import logging

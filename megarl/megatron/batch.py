@@ -17,21 +17,21 @@ from megarl.platform import current as platform
 from megarl.schedule import MicroBatch
 from megarl.schedule.schedule import padded
 
-# In the place of a chosen expert.
+# Stand for a chosen expert where no choice was recorded, and in dummy tokens.
 UNRECORDED, PADDING = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """All sequences of a step: every sequence's lengths and per-token results, and this rank's tokens.
+    """All sequences of a step: their lengths and per-token results on every rank, and the tokens that this rank runs.
 
     A phase never changes a batch: it returns a new one. `samples` holds the tokens of the sequences that some phase runs on
     this data-parallel rank. `fields` maps a name ("logprobs", "values", "advantages", ...) to one fp32 tensor [own tokens]
-    of every sequence: four bytes a token are cheap to replicate, and every rank then computes advantages and their whitening
-    as the same sum in the same order, whatever the layout.
+    per sequence. They are replicated, so that every rank computes advantages and their whitening as the same sum in the same
+    order under every layout.
 
-    Own tokens are the completion tokens that the policy sampled, that is, all but an environment's observations. The head
-    predicts no others, so losses, advantages, KL, entropy and metrics have no others.
+    Own tokens are the completion tokens that the policy sampled: all but an environment's observations. The head predicts
+    only these, and losses, advantages, KL, entropy and metrics have only these.
     """
 
     prompt_lengths: np.ndarray  # [sequences]
@@ -40,11 +40,11 @@ class Batch:
     rewards: np.ndarray  # [sequences] fp32
     valid: np.ndarray  # [sequences] bool: False if the reward could not be computed
     truncated: np.ndarray | None = None  # [sequences] bool: True if the completion reached the limit of its length
-    baselines: np.ndarray | None = None  # [sequences] fp32: the reward of the prompt's greedy completion
+    baselines: np.ndarray | None = None  # [sequences] fp32, the reward of the prompt's greedy completion
     samples: dict[int, Sample] = field(default_factory=dict)
     fields: dict[str, Sequence[Tensor]] = field(default_factory=dict)
-    masked: frozenset[int] = frozenset()  # samples whose results are not finite; their tokens are dummies
-    own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens are own ones
+    masked: frozenset[int] = frozenset()  # samples with NaN or infinite results; their tokens are dummies
+    own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens
 
     def __post_init__(self) -> None:
         if self.own_lengths is None:
@@ -55,10 +55,10 @@ class Batch:
         return replace(self, fields={**self.fields, **fields})
 
     def without(self, samples: Collection[int]) -> Batch:
-        """Return this batch with `samples` masked: they count for nothing from here on.
+        """Return this batch with `samples` masked: they no longer count.
 
-        Their places stay, as the plan has them, with dummy tokens: whatever made their results NaN would make the gradients
-        of a whole micro-batch NaN.
+        The plan still has them, so they stay with dummy tokens; their real tokens could make the gradients of a whole
+        micro-batch NaN.
         """
         valid = self.valid.copy()
         valid[list(samples)] = False
@@ -81,30 +81,30 @@ class Batch:
         return self.prompt_lengths + self.completion_lengths
 
     def gather(self, name: str, samples: Iterable[int]) -> Tensor:
-        """Concatenate the named per-token results of some sequences: [their own tokens]."""
+        """Concatenate a per-token result of some sequences: [their own tokens]."""
         return torch.cat([self.fields[name][sample] for sample in samples])
 
 
 def parts_of(
     bounds: Sequence[int], continues: Sequence[tuple[int, int]] = (), context: int = 1, context_rank: int = 0
 ) -> Parts:
-    """The parts of sequences between `bounds`, which are those of all context ranks.
+    """Return the parts that attention runs, of sequences between `bounds` (over all context ranks).
 
     `continues` gives the rows of the prompt that each sequence continues, (0, 0) for none. Under context parallelism a rank
-    has two chunks of each sequence, `context_rank` from the front and from the back (`own_slots`), and each is a part.
+    has two chunks of each sequence (`own_slots`), and each is a part.
     """
     lengths = tuple(int(stop - start) for start, stop in zip(bounds, bounds[1:], strict=False))
     if context > 1:
         chunks = tuple(length // (2 * context) for length in lengths)
         order: list[tuple[int, ...]] = []
         for sequence in range(len(lengths)):
-            # The gathered keys are cut into [context rank, sequence, front or back].
+            # The gathered keys are ordered by [context rank, sequence, front or back].
             front = [2 * (rank * len(lengths) + sequence) for rank in range(context)]
             whole = [*front, *(piece + 1 for piece in reversed(front))]
             order += [tuple(whole[: context_rank + 1]), tuple(whole[: 2 * context - context_rank])]
-        own = tuple(chunk for chunk in chunks for _ in range(2))
-        seen = tuple(chunk * len(part) for chunk, part in zip(own, order, strict=True))
-        return Parts(own, seen, own * context, tuple(order))
+        rows = tuple(chunk for chunk in chunks for _ in range(2))
+        seen = tuple(chunk * len(part) for chunk, part in zip(rows, order, strict=True))
+        return Parts(rows, seen, rows * context, tuple(order))
     if not any(stop > start for start, stop in continues):
         return Parts(lengths, lengths)
     by_start = {start: number for number, start in enumerate(bounds[:-1])}
@@ -119,11 +119,11 @@ def parts_of(
 class PackedMicroBatch:
     """Sequences laid end to end on the device, followed by a sequence of dummy tokens where the layout pads.
 
-    `head_positions` are the rows whose output predicts an own token, one that the policy sampled: token t is predicted at
-    position t - 1, where a critic has its value of the state before token t. No dummy token is predicted.
+    `head_positions` are the rows whose output predicts an own token: token t is predicted at position t - 1, where a critic
+    has its value of the state before token t. No dummy token is predicted.
 
     Under context parallelism each sequence is padded by itself, and a rank has two chunks of each: `input_ids`,
-    `position_ids`, `head_positions` and `heads` are its own, everything else that of the whole micro-batch.
+    `position_ids`, `head_positions` and `heads` are this rank's; all other fields describe the whole micro-batch.
     """
 
     samples: tuple[int, ...]
@@ -131,24 +131,24 @@ class PackedMicroBatch:
     position_ids: Tensor  # [1, slots / context]
     bounds: Tensor  # [sequences + 1] int32, cumulative lengths; one more where dummy tokens follow, or for a shared prompt
     padding: int  # dummy tokens of all context ranks
-    context: int  # ranks that share it
+    context: int  # context ranks
     longest: int
     head_positions: Tensor  # [own tokens that this context rank predicts]
-    heads: Tensor  # [own tokens that this context rank predicts], which of all own tokens they are
+    heads: Tensor  # [own tokens that this context rank predicts], their indices among all own tokens
     targets: Tensor  # [own tokens]
     own_lengths: tuple[int, ...]
-    # For megarl's own attention, with the bounds of the parts as the varlen kernel reads them.
+    # For megarl's own attention; bounds as the varlen kernel reads them.
     parts: Parts
     query_bounds: Tensor  # [parts + 1] int32
     key_bounds: Tensor  # [parts + 1] int32
-    # [own slots, layers with experts, experts a token] int16 on the host: the rollout's choice, or why there is none.
+    # [own slots, layers with experts, experts a token] int16 on the host: the engine's choice, UNRECORDED or PADDING.
     routing: Tensor | None = None
-    # Of each part between bounds the rows of the prompt that it continues, (0, 0) for none; empty where none is shared.
+    # For each part between bounds, the rows of the prompt that it continues, (0, 0) for none; empty if none is shared.
     continues: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the model runs, on all context ranks."""
+        """Tokens that the model runs, dummies included, on all context ranks."""
         return self.input_ids.shape[1] * self.context
 
     @property
@@ -174,15 +174,12 @@ def pack(
 ) -> PackedMicroBatch:
     """Lay the sequences of a planned micro-batch end to end, padded to its slots; returns this context rank's part.
 
-    Without context parallelism the padding is a sequence of its own: no token attends to it, and it is no longer than the
-    alignment. With context parallelism each sequence is padded at its end, where no token attends to it.
+    Without context parallelism the padding is one more sequence, no longer than the alignment. With context parallelism each
+    sequence is padded at its end. No token attends to padding.
 
-    With `ends_alone` the head sees only the last token of each sequence, and everything [own tokens] is [sequences].
-
-    Where the plan shares prompts, a prompt stands once before the completions that continue it, whose positions follow the
-    prompt's.
-
-    `choices` (layers with experts, experts a token) also lays out the experts that the rollout chose.
+    With `ends_alone` the head sees only the last token of each sequence, and [own tokens] becomes [sequences].
+    If the plan shares prompts, each prompt comes once, before the completions that continue its positions.
+    `choices` (layers with experts, experts a token) also lays out the experts that the engine chose.
     """
     if micro_batch.sharing:
         assert layout.context == 1 and not ends_alone and choices is None, "refused in the recipe"
@@ -201,24 +198,33 @@ def pack(
         start += slots
         lengths.append(start)
 
-    behind = micro_batch.slots - start
-    if behind:
+    if padding := micro_batch.slots - start:
         assert layout.context == 1, "under context parallelism every sequence is padded to the whole alignment"
-        tokens.append(np.zeros(behind))
-        positions.append(np.arange(behind))
+        tokens.append(np.zeros(padding))
+        positions.append(np.arange(padding))
         lengths.append(micro_batch.slots)
 
-    own = own_slots(lengths, layout.context, context_rank)
+    slots_here = own_slots(lengths, layout.context, context_rank)
     row = np.full(micro_batch.slots, -1)
-    row[own] = np.arange(len(own))
-    rows = row[np.concatenate(heads)]  # of each own token; -1 on another context rank
+    row[slots_here] = np.arange(len(slots_here))
+    rows = row[np.concatenate(heads)]  # [own tokens], -1 for a row of another context rank
+
+    routing = None
+    if choices is not None:
+        experts = np.full((micro_batch.slots, *choices), PADDING, dtype=np.int16)
+        for sample_id, begin in zip(micro_batch.samples, lengths, strict=False):
+            sample = batch.samples[sample_id]
+            experts[begin : begin + sample.num_tokens] = UNRECORDED  # the last token of a sequence has no choice
+            if (recorded := sample.completion.routing) is not None:
+                experts[begin : begin + len(recorded)] = recorded
+        routing = torch.from_numpy(experts[slots_here])
 
     placed = _on_device(
         device,
         parts_of(lengths, (), layout.context, context_rank),
         bounds=lengths,
-        input_ids=np.concatenate(tokens)[own],
-        position_ids=np.concatenate(positions)[own],
+        input_ids=np.concatenate(tokens)[slots_here],
+        position_ids=np.concatenate(positions)[slots_here],
         head_positions=rows[rows >= 0],
         heads=np.flatnonzero(rows >= 0),
         targets=np.concatenate(targets),
@@ -230,14 +236,14 @@ def pack(
         context=layout.context,
         longest=max(stop - begin for begin, stop in zip(lengths, lengths[1:], strict=False)),
         own_lengths=tuple(len(part) for part in targets),
-        routing=None if choices is None else torch.from_numpy(_lay_out(batch, micro_batch, lengths, choices)[own]),
+        routing=routing,
     )
 
 
 def _on_device(device: torch.device, parts: Parts, **columns: Any) -> dict[str, Any]:
-    """The tensors of a micro-batch on the device, all in one transfer, and its parts."""
+    """Return the tensors of a micro-batch on the device, after one transfer, and its parts."""
     columns |= {"query_bounds": parts.query_bounds, "key_bounds": parts.key_bounds}
-    arrays = [np.asarray(one, np.int32 if name.endswith("bounds") else np.int64) for name, one in columns.items()]
+    arrays = [np.asarray(column, np.int32 if name.endswith("bounds") else np.int64) for name, column in columns.items()]
     placed: dict[str, Any] = dict(zip(columns, platform.upload(arrays, device), strict=True))
     for name in ("input_ids", "position_ids"):
         placed[name] = placed[name].unsqueeze(0)
@@ -245,12 +251,12 @@ def _on_device(device: torch.device, parts: Parts, **columns: Any) -> dict[str, 
 
 
 def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
-    """Each prompt once, the completions that continue it behind it. Raises ValueError where a group has several prompts."""
+    """Pack each prompt once, before the completions that continue it. Raises ValueError if prompts of a group differ."""
     tokens, positions, heads, targets, lengths, continues, start = [], [], [], [], [0], [], 0
     samples, longest = iter(micro_batch.samples), 0
     for size in micro_batch.sharing:
         run = [next(samples) for _ in range(size)]
-        # Of a sample that is masked since, as its results were no numbers, all tokens are dummies.
+        # A sample that was masked since has only dummy tokens.
         known = next((number for number in run if number not in batch.masked), run[0])
         prompt, first = batch.samples[known].prompt_ids, start
         tokens.append(prompt)
@@ -262,8 +268,8 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
             sample = batch.samples[number]
             if number not in batch.masked and not np.array_equal(sample.prompt_ids, prompt):
                 raise ValueError(
-                    f"samples {known} and {number} are of one group and have unlike prompts, which "
-                    "phases.*.share_prompts cannot run as one; set it to false"
+                    f"samples {known} and {number} of one group have different prompts, so phases.*.share_prompts cannot "
+                    "run them as one; set it to false"
                 )
             completion, sampled = sample.completion.token_ids, np.flatnonzero(sample.completion.own)
             tokens.append(completion)
@@ -304,25 +310,13 @@ def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) ->
     )
 
 
-def _lay_out(batch: Batch, micro_batch: MicroBatch, starts: Sequence[int], choices: tuple[int, int]) -> np.ndarray:
-    """The recorded choice of experts of each slot, int16 [slots, layers with experts, experts a token]; UNRECORDED where a
-    token has none, as each sequence's last, and PADDING for a dummy token."""
-    routing = np.full((micro_batch.slots, *choices), PADDING, dtype=np.int16)
-    for sample_id, start in zip(micro_batch.samples, starts, strict=False):
-        sample = batch.samples[sample_id]
-        routing[start : start + sample.num_tokens] = UNRECORDED
-        recorded = sample.completion.routing
-        if recorded is not None:
-            routing[start : start + len(recorded)] = recorded
-    return routing
-
-
 def own_slots(bounds: Sequence[int], context: int, context_rank: int) -> np.ndarray:
-    """The slots of a micro-batch that a context rank runs, in order. Each sequence has 2 x context chunks; context rank r
-    runs chunk r from the front and chunk r from the back."""
-    own: list[np.ndarray] = []
+    """Return the slots of a micro-batch that a context rank runs, in order. Each sequence has 2 x context chunks; context
+    rank r runs chunk r from the front and chunk r from the back."""
+    if context == 1:
+        return np.arange(bounds[0], bounds[-1])
+    slots: list[np.ndarray] = []
     for start, stop in zip(bounds, bounds[1:], strict=False):
-        slots = np.arange(start, stop)
-        chunks = np.split(slots, 2 * context) if context > 1 else [slots]
-        own += [chunks[context_rank], chunks[-1 - context_rank]] if context > 1 else chunks
-    return np.concatenate(own)
+        chunks = np.split(np.arange(start, stop), 2 * context)
+        slots += [chunks[context_rank], chunks[-1 - context_rank]]
+    return np.concatenate(slots)

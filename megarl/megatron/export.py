@@ -1,6 +1,6 @@
-"""Write a run's checkpoint as a Hugging Face directory that transformers and vLLM load, or its adapters as PEFT's.
+"""Write a run's checkpoint as a Hugging Face directory that transformers and vLLM load, or only its adapters for PEFT.
 
-`megarl export` starts it as a process: `python -m megarl.megatron.export RUN_DIR OUT [--adapter]`.
+`megarl export` runs `python -m megarl.megatron.export RUN_DIR OUT [--adapter]`.
 """
 
 from __future__ import annotations
@@ -44,30 +44,37 @@ MAX_FILE_BYTES = 4 << 30
 def export(run_dir: str | Path, target: str | Path) -> Path:
     """Write the actor of a run's latest checkpoint to `target`, in the trainer's precision; returns the checkpoint used.
 
-    Runs in one process, whatever layout trained, and holds one file of weights at a time; `target` is complete or not there
-    at all. Raises ValueError where there is nothing to export or `target` is not empty.
+    Runs in one process for every layout, and holds one file of weights at a time; `target` is complete or absent. Raises
+    ValueError if there is nothing to export or `target` is not empty.
     """
-    target = Path(target)
-    recipe, checkpoint = to_export(run_dir, target)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    source = model_directory(recipe.model.path)
-    shape, precision = ModelShape.from_directory(source), recipe.trainer.precision
-    partial.mkdir(parents=True)
-    with alone():
-        lora = recipe.actor.lora
-        base = None if lora is None else (source, lora)
-        write_model(partial, checkpoint, shape, precision, recipe.run.seed, base)
-    copy_model_files(source, partial)
-    config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-    text = json.dumps(exported_config(config, precision), indent=2) + "\n"
-    (partial / "config.json").write_text(text, encoding="utf-8")
-    partial.replace(target)
+    recipe, checkpoint = to_export(run_dir, Path(target))
+    source, precision, lora = model_directory(recipe.model.path), recipe.trainer.precision, recipe.actor.lora
+    with _renamed_when_complete(Path(target)) as directory:
+        with alone():
+            base = None if lora is None else (source, lora)
+            write_model(directory, checkpoint, ModelShape.from_directory(source), precision, recipe.run.seed, base)
+        copy_model_files(source, directory)
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        _write_json(directory / "config.json", exported_config(config, precision))
     return checkpoint
 
 
+@contextmanager
+def _renamed_when_complete(target: Path) -> Iterator[Path]:
+    """Give an empty directory to write to, and rename it to `target` afterwards."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.replace(target)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def to_export(run_dir: str | Path, target: Path) -> tuple[Recipe, Path]:
-    """Find a run's recipe and latest checkpoint. Raises ValueError where there is none or `target` is not empty."""
+    """Find a run's recipe and latest checkpoint. Raises ValueError if there is none or `target` is not empty."""
     run_dir = Path(run_dir)
     run = RunDirectory(run_dir)
     if not run.recipe.is_file():
@@ -77,20 +84,20 @@ def to_export(run_dir: str | Path, target: Path) -> tuple[Recipe, Path]:
         raise ValueError(f"{run.checkpoints} holds no complete checkpoint; a run writes one after its last step")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{str(target)!r} is no empty directory; export to another one")
-    # Its sections alone: that the prompts have moved since is no reason not to export.
+    # Only the sections are validated: an export does not need the prompts, which may have moved.
     content = run.read_recipe()
     apply_overrides(content, run.moved_paths())
     recipe = Recipe.model_validate(content, strict=False)
     try:
         model_directory(recipe.model.path)
     except ValueError as error:
-        raise ValueError(f"{error}; if the model has moved, write its new place into {run.recipe}") from error
+        raise ValueError(f"{error}; if the model has moved, write its new path into {run.recipe}") from error
     return recipe, checkpoint
 
 
 def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:
-    """A model's `config.json` as it fits the tensors that are written: in the trainer's precision, without the layers for
-    multi-token prediction, which no engine holds."""
+    """Return a model's `config.json` for the exported tensors: in the trainer's precision, without the layers for
+    multi-token prediction, which are not exported."""
     changed: dict[str, Any] = {"dtype": _PRECISION[precision]}
     if "num_nextn_predict_layers" in config:
         changed["num_nextn_predict_layers"] = 0
@@ -119,14 +126,14 @@ def write_model(
     base: tuple[str | Path, LoraSection] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the actor of a checkpoint as safetensors, parameter by parameter; to be called in a process group of one.
+    """Write the actor of a checkpoint as safetensors, parameter by parameter; call this in a process group of one.
 
-    With `base` the checkpoint holds adapters alone, and this is the model directory that they are added to.
+    `base` is the model directory and the section of adapters, if the checkpoint holds adapters only.
     """
     stored: StoredRole | MergedRole
     (place,) = start_parallel([Layout()], seed, 300.0, local_rank=0).values()
     with place.active():
-        # A model without content: it knows where the checkpoint holds each of its parameters.
+        # A model on "meta" is enough to know where the checkpoint holds each parameter.
         with WithoutContent():
             chunks = build_model(shape, place.layout, precision, "actor", torch.device("meta"))
         if base is None:
@@ -143,7 +150,7 @@ def write_model(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for parameter, segments in segments_of.items():
             content = stored.read(parameter)
-            # As trained: in bf16, a tensor that the family keeps in fp32 stays in fp32.
+            # A tensor that the family keeps in fp32 stays in fp32 in a bf16 model.
             held = {segment.name: torch.empty(sizes[segment.name], dtype=stored.dtype(parameter)) for segment in segments}
             for segment in segments:
                 held[segment.name][segment.row0 : segment.row1, segment.col0 : segment.col1] = box(content, segment)
@@ -153,8 +160,7 @@ def write_model(
 
 
 def save_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> None:
-    """Write safetensors files and their index; a file has at most `max_file_bytes`, or one tensor, and is held until it is
-    written."""
+    """Write safetensors files of at most `max_file_bytes` (or one tensor), held one at a time, and their index."""
     file_of: dict[str, str] = {}
     total_bytes = held_bytes = 0
     held: dict[str, Tensor] = {}
@@ -172,14 +178,13 @@ def save_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_fil
         held[name] = tensor
         held_bytes, total_bytes = held_bytes + tensor.nbytes, total_bytes + tensor.nbytes
     flush()
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": file_of})
 
 
 def stored_adapters(
     checkpoint: Path, shape: ModelShape, lora: LoraSection, dtype: torch.dtype, place: Place
 ) -> dict[str, Adapter]:
-    """Load the actor's adapters, by the names of their weights. Call it inside `place`, which has one rank."""
+    """Load the actor's adapters, by the names of their weights. Call this inside `place`, which has one rank."""
     adapters = {}
     for layer in range(shape.num_layers):
         for target in lora.targets:
@@ -192,12 +197,12 @@ def stored_adapters(
 
 
 class MergedRole:
-    """The weights of a model directory with adapters added, to be read parameter by parameter; as `StoredRole`."""
+    """The weights of a model directory with adapters merged in, read parameter by parameter as from a `StoredRole`."""
 
     def __init__(
         self, directory: str | Path, shape: ModelShape, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]
     ) -> None:
-        """`parameters` are of one rank that holds the whole model, by local name, and may be without content."""
+        """`parameters` belong to one rank that holds the whole model, by local name, and may be on "meta"."""
         self._directory, self._shape, self._parameters, self._adapters = directory, shape, parameters, adapters
         self._segments: dict[str, list[Segment]] = defaultdict(list)
         for segment in rank_segments(shape, Layout(), 0, 0):
@@ -207,7 +212,7 @@ class MergedRole:
         return self._parameters[parameter].dtype
 
     def read(self, parameter: str) -> Tensor:
-        """One parameter by its local name, with its padding. Raises what `load_shards` raises."""
+        """Read a parameter by its local name, with its padding. Raises what `load_shards` raises."""
         like = self._parameters[parameter]
         content = torch.empty(like.shape, dtype=like.dtype)
         load_shards(self._directory, self._shape, self._segments[parameter], {parameter: content})
@@ -217,11 +222,10 @@ class MergedRole:
 def export_adapter(run_dir: str | Path, target: str | Path) -> Path:
     """Write the adapters of a run's latest checkpoint to `target`, in the trainer's precision; returns the checkpoint used.
 
-    Runs in one process, whatever layout trained, and reads no weight of the base model. Raises ValueError where there is
-    nothing to export, the run trained no adapters, or `target` is not empty.
+    Runs in one process for every layout, and reads no weight of the base model. Raises ValueError if there is nothing to
+    export, the run trained no adapters, or `target` is not empty.
     """
-    target = Path(target)
-    recipe, checkpoint = to_export(run_dir, target)
+    recipe, checkpoint = to_export(run_dir, Path(target))
     lora = recipe.actor.lora
     if lora is None:
         raise ValueError(
@@ -233,21 +237,32 @@ def export_adapter(run_dir: str | Path, target: str | Path) -> Path:
         with place.active():
             adapters = stored_adapters(checkpoint, shape, lora, DTYPES[recipe.trainer.precision], place)
     tensors = dict(peft_tensors(shape, adapters))
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = peft_config(lora, recipe.model.path, tensors)
-    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.replace(target)
+    # PEFT's `adapter_config.json`.
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": recipe.model.path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "inference_mode": True,
+    }
+    with _renamed_when_complete(Path(target)) as directory:
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(directory / "adapter_config.json", config)
     return checkpoint
 
 
 def peft_tensors(shape: ModelShape, adapters: Mapping[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
-    """Both factors of every checkpoint weight that an adapter belongs to, by PEFT's names.
+    """Yield both factors of every checkpoint weight that has an adapter, by PEFT's names.
 
-    `adapters` are whole, by the names of Megatron's weights. A fused weight holds several checkpoint weights: each has the
-    same A and its own rows of B.
+    `adapters` are whole, by the names of Megatron's weights. A fused weight holds several checkpoint weights: all have the
+    same A, and each has its rows of B.
     """
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for part in rank_segments(shape, Layout(), 0, 0):
@@ -256,7 +271,7 @@ def peft_tensors(shape: ModelShape, adapters: Mapping[str, Adapter]) -> Iterator
         adapter = adapters[part.parameter]
         a, b = adapter.a.detach(), adapter.b.detach()
         rows, columns = part.row1 - part.row0, part.col1 - part.col0
-        # On one rank a part has all columns of its weight; its rows may come in several pieces.
+        # On one rank a segment has all columns of its weight; the rows may come in several segments.
         assert (part.col0, part.local_col, columns) == (0, 0, a.shape[1]), part
         piece = b[part.local_row : part.local_row + rows]
         held = factors.get(part.name)
@@ -268,27 +283,8 @@ def peft_tensors(shape: ModelShape, adapters: Mapping[str, Adapter]) -> Iterator
         yield f"{prefix}.lora_B.weight", b.clone()
 
 
-def peft_config(lora: LoraSection, base: str, tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """PEFT's `adapter_config.json`; `base` is the base model's directory or hub name."""
-    modules = sorted({name.split(".")[-3] for name in tensors})
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "target_modules": modules,
-        "inference_mode": True,
-    }
-
-
 def main(run_dir: str, target: str, *options: str) -> int:
-    """Exit status 2 for errors that the caller can repair."""
+    """Run the export; returns exit status 2 for an error that the user can fix."""
     adapter = "--adapter" in options
     try:
         checkpoint = (export_adapter if adapter else export)(run_dir, target)

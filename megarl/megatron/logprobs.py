@@ -1,20 +1,21 @@
-"""Log-probabilities and entropy straight from hidden rows and the head's weight: never all logits at once.
+"""Log-probabilities and entropy from hidden rows and the head's weight, without all logits at once.
 
-A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch are its largest tensor, so they
-are made block by block (`megarl/schedule/logit_blocks.py`): a block in fp32 takes at most 64 MiB, on a CPU 24, and with its
-logits in the model's precision and what entropy needs at most 2.5 times that, whatever micro-batch and vocabulary. Forward
-keeps the hidden rows and a few numbers a token; backward makes each block again, which costs one more product of the head.
+A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch would be its largest tensor, so
+they are made in blocks (`megarl/schedule/logit_blocks.py`): an fp32 block takes at most 64 MiB (24 on a CPU), and everything
+with it at most 2.5 times that, for any micro-batch and vocabulary. Forward keeps the hidden rows and a few numbers a token;
+backward makes each block again, which costs one more product of the head.
 
-Columns are cut first: then the weight gradient of a block's columns is complete with one product over its rows, and what
-adds up over blocks is the rows' gradient, the smaller of the two.
+Columns are divided first, so that one product over a block's rows completes the weight gradient of its columns, and only the
+smaller gradient, of the rows, is summed over blocks.
 
-Numbers: logits in the model's precision, as the rollout engine has them; everything behind them in fp32. Products of the
-backward pass are in the model's precision, as of any linear layer, and their sums over blocks in fp32.
+Logits are in the model's precision, as in the rollout engine, and everything computed from them in fp32. Products of the
+backward pass are in the model's precision, as in any linear layer, and their sums over blocks in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ from torch import Tensor
 
 from megarl.schedule import logit_blocks as blocks
 
-_NO_LOGIT = -1e30  # below every logit; not -inf, whose difference from itself is not a number
+_NO_LOGIT = -1e30  # below every logit; -inf minus itself would be NaN
 
 
 class LogProbabilities:
-    """Turns one rank's hidden rows into log-probabilities and entropy of the sampling distribution.
+    """Turns a rank's hidden rows into log-probabilities and entropy of the sampling distribution.
 
-    `vocab` is the vocabulary without its padding, `temperature` divides the logits, as the rollout engine does, and `group`
-    holds the vocabulary's other columns. With `compile` torch.compile compiles the arithmetic of a block; where its
-    compiler fails, torch logs the error and runs the plain functions.
+    `vocab` is the vocabulary without padding, `temperature` divides the logits as in the rollout engine, and the ranks of
+    `group` share the vocabulary. With `compile` torch.compile compiles the arithmetic of a block; if that fails, torch logs
+    the error and runs the plain functions.
     """
 
     def __init__(self, vocab: int, temperature: float, group: dist.ProcessGroup, compile: bool = False) -> None:
@@ -43,10 +44,10 @@ class LogProbabilities:
         self.sums, self.sums_with_entropy, self.slopes, self.slopes_with_entropy = functions
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> dict[str, Tensor]:
-        """hidden [n, hidden] and weight [width, hidden] in one precision, targets [n] -> "logprobs" [n], and "entropy" [n]
-        where it is asked for, in fp32.
+        """Return fp32 "logprobs" [n], and "entropy" [n] if asked, of hidden [n, hidden], weight [width, hidden] and targets
+        [n].
 
-        A weight with a `main_grad` (megatron-core's fp32 buffer) gets its gradient there; another one by autograd.
+        A weight with a `main_grad` (megatron-core's fp32 buffer) gets its gradient there, any other by autograd.
         """
         logprobs, entropies = _Head.apply(hidden, weight, targets, self, entropy)
         return {"logprobs": logprobs, "entropy": entropies} if entropy else {"logprobs": logprobs}
@@ -55,7 +56,7 @@ class LogProbabilities:
         return self.group.rank() * len(weight)
 
     def blocks(self, num_rows: int, weight: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns (of this rank's) of each block; the vocabulary's padding is in none."""
+        """Yield rows and columns (of this rank) of each block, without the vocabulary's padding."""
         columns = max(0, min(len(weight), self.vocab - self.first_column(weight)))
         return blocks.cut(num_rows, columns, weight.device.type == "cpu")
 
@@ -70,12 +71,12 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: LogProbabilities, entropy: bool) -> Any:
         local = targets - head.first_column(weight)
-        highest, *found = _over_blocks(hidden, weight, local, head, entropy)
+        highest, *sums = _over_blocks(hidden, weight, local, head, entropy)
         overall = highest.clone()
         if head.group.size() > 1:
             dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=head.group)
-        total, weighted, at_target = _shift(highest, overall, *found)
-        # Of the rank that has the target.
+        total, weighted, at_target = _shift(highest, overall, *sums)
+        # Only the rank that has the target contributes.
         at_target = torch.where((local >= 0) & (local < len(weight)), at_target - overall, 0.0)
         whole = torch.stack([total, at_target, weighted] if entropy else [total, at_target])
         if head.group.size() > 1:
@@ -83,10 +84,10 @@ class _Head(torch.autograd.Function):
         total, at_target = whole[:2]
         log_total = total.log()
         entropies = log_total - whole[2] / total if entropy else None
-        # Not saved as a tensor: whoever packs saved tensors elsewhere would bring back one without main_grad.
+        # Not saved as a tensor: offloading saved tensors would return a copy without main_grad.
         ctx.weight, ctx.head = weight, head
         ctx.save_for_backward(hidden, local, overall + log_total, entropies)
-        ctx.set_materialize_grads(False)  # an entropy that no loss reads has no gradient, and costs none
+        ctx.set_materialize_grads(False)  # an entropy that no loss reads costs nothing
         return at_target - log_total, entropies
 
     @staticmethod
@@ -97,9 +98,15 @@ class _Head(torch.autograd.Function):
         slope = (torch.zeros_like(normaliser) if of_logprobs is None else of_logprobs) / head.temperature
         bonus = None if of_entropy is None else of_entropy / head.temperature
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = _gradient_buffer(weight) if ctx.needs_input_grad[1] else None
+        has_buffer = hasattr(weight, "main_grad")
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            zeros = partial(torch.zeros, weight.shape, dtype=torch.float32, device=weight.device)
+            grad_weight = weight.main_grad if has_buffer else zeros()
 
-        def add_block(rows: slice, columns: slice) -> None:  # a function, so that no block outlives its turn
+        def add_block(
+            rows: slice, columns: slice
+        ) -> None:  # a function, so that a block is freed before the next one is made
             logits, targets = hidden[rows] @ weight[columns].t(), local[rows] - columns.start
             if bonus is None:
                 block = head.slopes(logits, targets, normaliser[rows], head.temperature, slope[rows])
@@ -114,28 +121,37 @@ class _Head(torch.autograd.Function):
             add_block(*block)
         grad_hidden = grad_hidden.to(hidden.dtype)
         if head.group.size() > 1:
-            dist.all_reduce(grad_hidden, group=head.group)  # of the other columns
-        return grad_hidden, _left_to_autograd(weight, grad_weight), None, None, None
+            dist.all_reduce(grad_hidden, group=head.group)
+        # For autograd, by the rules of megatron-core's linear layers with fused accumulation: a weight with `zero_out_wgrad`
+        # still gets the embedding's gradient; any other needs some gradient, which the mark keeps from being added.
+        if grad_weight is not None and not has_buffer:
+            grad_weight = grad_weight.to(weight.dtype)
+        elif grad_weight is not None:
+            grad_weight = None if hasattr(weight, "zero_out_wgrad") else torch.empty_like(weight)
+            if grad_weight is not None:
+                weight.grad_added_to_main_grad = True
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _over_blocks(hidden: Tensor, weight: Tensor, local: Tensor, head: LogProbabilities, entropy: bool) -> tuple[Tensor, ...]:
-    """Of this rank's columns: highest logit m, sum of exp(l - m), sum of exp(l - m) (l - m), target's logit; [n] each."""
+    """Return, over this rank's columns, the highest logit m, the sums of exp(l - m) and of exp(l - m) (l - m), and the
+    target's logit; [n] each."""
     highest, total, weighted, at_target = torch.zeros(4, len(hidden), dtype=torch.float32, device=hidden.device)
     highest.fill_(_NO_LOGIT)
     for rows, columns in head.blocks(len(hidden), weight):
         function = head.sums_with_entropy if entropy else head.sums
-        found = function(hidden[rows] @ weight[columns].t(), local[rows] - columns.start, head.temperature)
-        together = torch.maximum(highest[rows], found[0])
-        before = _shift(highest[rows], together, total[rows], weighted[rows], at_target[rows])
-        here = _shift(found[0], together, *found[1:])
-        for known, old, new in zip((total, weighted, at_target), before, here, strict=True):
-            known[rows] = old + new
-        highest[rows] = together
+        block = function(hidden[rows] @ weight[columns].t(), local[rows] - columns.start, head.temperature)
+        maximum = torch.maximum(highest[rows], block[0])
+        before = _shift(highest[rows], maximum, total[rows], weighted[rows], at_target[rows])
+        new = _shift(block[0], maximum, *block[1:])
+        for tensor, left, right in zip((total, weighted, at_target), before, new, strict=True):
+            tensor[rows] = left + right
+        highest[rows] = maximum
     return highest, total, weighted, at_target
 
 
 def _shift(highest: Tensor, to: Tensor, total: Tensor, weighted: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums of columns whose highest logit is `highest`, relative to a higher one; the target's logit is absolute."""
+    """Make sums that are relative to the logit `highest` relative to the logit `to`; the target's logit is absolute."""
     difference = highest - to
     scale = difference.exp()
     return scale * total, scale * (weighted + difference * total), at_target
@@ -145,7 +161,7 @@ def _shift(highest: Tensor, to: Tensor, total: Tensor, weighted: Tensor, at_targ
 
 
 def sums(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """logits [rows, columns], targets [rows] (outside of the columns: not here) -> [4, rows] fp32: highest logit, sum of the
+    """logits [rows, columns], targets [rows] (may lie outside of the columns) -> [4, rows] fp32: highest logit, sum of the
     exponentials relative to it, zeros, the target's logit."""
     wide, highest, at_target = _relative(logits, targets, temperature)
     total = wide.exp_().sum(-1)
@@ -153,14 +169,14 @@ def sums(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
 
 def sums_with_entropy(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """As `sums`, with the sum of exponential times logit (relative, both) in the place of the zeros."""
+    """As `sums`, with the sum of exponential times logit, both relative, instead of the zeros."""
     wide, highest, at_target = _relative(logits, targets, temperature)
     exponentials = wide.exp()
     return torch.stack([highest, exponentials.sum(-1), exponentials.mul_(wide).sum(-1), at_target])
 
 
 def slopes(logits: Tensor, targets: Tensor, normaliser: Tensor, temperature: float, slope: Tensor) -> Tensor:
-    """Gradient of the logits [rows, columns], in their precision; `slope` is the log-probabilities' over the temperature."""
+    """Return the gradient of the logits [rows, columns]; `slope` is that of the log-probabilities over the temperature."""
     wide = _scaled(logits, temperature)
     wide.sub_(normaliser.unsqueeze(-1)).exp_().mul_(-slope.unsqueeze(-1))
     return logits.copy_(_add_at_target(wide, targets, slope))
@@ -169,7 +185,7 @@ def slopes(logits: Tensor, targets: Tensor, normaliser: Tensor, temperature: flo
 def slopes_with_entropy(
     logits: Tensor, targets: Tensor, normaliser: Tensor, temperature: float, slope: Tensor, entropy: Tensor, bonus: Tensor
 ) -> Tensor:
-    """As `slopes`, with the gradient that comes through the entropy; `bonus` is that of the entropy over the temperature."""
+    """As `slopes`, plus the gradient through the entropy; `bonus` is the gradient of the entropy over the temperature."""
     logs = _scaled(logits, temperature).sub_(normaliser.unsqueeze(-1))
     probabilities = logs.exp()
     logs.add_(entropy.unsqueeze(-1)).mul_(bonus.unsqueeze(-1)).add_(slope.unsqueeze(-1))
@@ -178,12 +194,12 @@ def slopes_with_entropy(
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """fp32 logits over the temperature; an fp32 tensor is overwritten."""
+    """Return fp32 logits over the temperature; an fp32 tensor is overwritten."""
     return logits.float() if temperature == 1.0 else logits.float().div_(temperature)
 
 
 def _relative(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled logits relative to the highest of their row [rows, columns], the highest and the target's (or 0) [rows]."""
+    """Return scaled logits relative to their row's highest [rows, columns], the highest, and the target's or 0 [rows]."""
     wide = _scaled(logits, temperature)
     last = wide.shape[-1] - 1
     at_target = wide.gather(-1, targets.clamp(0, last).unsqueeze(-1)).squeeze(-1)
@@ -198,32 +214,9 @@ def _add_at_target(wide: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
     return wide.scatter_add_(-1, targets.clamp(0, last).unsqueeze(-1), here.unsqueeze(-1))
 
 
-# Gradients ----------------------------------------------------------------------------------------------------------------
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left right, total in fp32."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)
-
-
-def _gradient_buffer(weight: Tensor) -> Tensor:
-    """Where the weight's gradient adds up in fp32: megatron-core's own buffer, where it has one."""
-    if hasattr(weight, "main_grad"):
-        return weight.main_grad
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-
-def _left_to_autograd(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What autograd gets of a weight's gradient, by the rules of megatron-core's linear layers with fused accumulation."""
-    if gradient is None:
-        return None
-    if not hasattr(weight, "main_grad"):
-        return gradient.to(weight.dtype)
-    if hasattr(weight, "zero_out_wgrad"):
-        return None  # the embedding's gradient still comes, and megatron-core adds it
-    # megatron-core wants some gradient to see that this weight's is complete, and with this mark it does not add it.
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)

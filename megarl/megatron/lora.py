@@ -1,10 +1,9 @@
-"""Low-rank adapters beside frozen linear layers (Hu et al. 2021, sec. 4.1): y = W x + (alpha / rank) B A x.
+"""Low-rank adapters of frozen linear layers (Hu et al. 2021, sec. 4.1): y = W x + (alpha / rank) B A x.
 
-Of a column-parallel layer B is cut like the weight's rows and A is replicated; of a row-parallel one A is cut like the
-weight's columns and B is replicated. The product A x is only `rank` wide, so the collectives of an adapter move little: the
-partial sums of a row-parallel layer, and under sequence parallelism the rows that the tensor group shares.
+In a column-parallel layer B is sharded like the weight's rows and A is replicated; in a row-parallel layer A is sharded like
+the weight's columns and B is replicated. The product A x is only `rank` wide, so the collectives of an adapter move little.
 
-megatron-core fuses queries, keys and values, and gate and up; their parts share one A and have their own rows of B.
+megatron-core fuses queries, keys and values, and gate and up; the fused parts share one A and have their own rows of B.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from megatron.core.tensor_parallel import (  # isort: skip
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
-# Where a target is in a layer, and whether its weight is cut by rows (column-parallel) or by columns (row-parallel).
+# Each target's module in a layer, and whether it is column-parallel.
 MODULES = {
     "qkv": ("self_attention.linear_qkv", True),
     "proj": ("self_attention.linear_proj", False),
     "fc1": ("mlp.linear_fc1", True),
     "fc2": ("mlp.linear_fc2", False),
 }
-# The adapter is a child of its linear layer under this name.
+# The name of the adapter, a child module of its linear layer.
 CHILD = "adapter"
-# Of a weight in fp32, which is merged in parts of so many bytes: its intermediates take little beside it.
+# A weight is merged in fp32 in parts of this size, which keeps intermediates small.
 MERGED_BYTES = 4 << 20
 
 
@@ -56,11 +55,11 @@ class Adapter(nn.Module):
         self.is_on = True
         self.a = nn.Parameter(weight.new_empty(settings.rank, columns))
         self.b = nn.Parameter(weight.new_zeros(rows, settings.rank))
-        cut, whole, axis = (self.b, self.a, 0) if self.is_column else (self.a, self.b, 1)
-        set_tensor_model_parallel_attributes(cut, True, axis, 1)  # the gradient norm counts it on every tensor rank
-        # A tensor rank's gradient of the replicated factor is that of its own rows of the sequence: `finalize_model_grads`
-        # sums it over the tensor group. Without sequence parallelism it is whole on every rank, and not summed.
-        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        sharded, replicated, axis = (self.b, self.a, 0) if self.is_column else (self.a, self.b, 1)
+        set_tensor_model_parallel_attributes(sharded, True, axis, 1)  # the gradient norm counts it on every tensor rank
+        # Under sequence parallelism a rank's gradient of the replicated factor covers only its rows of the sequence, and
+        # `finalize_model_grads` sums it over the tensor group.
+        replicated.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         # column-parallel: x [slots / s, 1, in], output [slots, 1, out / tensor]; row-parallel: x [slots, 1, in / tensor],
@@ -75,13 +74,13 @@ class Adapter(nn.Module):
             narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.group)
-        # One operation: an adapter's own output, as wide as the layer's, is never held.
+        # One operation, so that the adapter's output, as wide as the layer's, is never stored.
         added = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), self.b.t(), alpha=self.scale)
         return added.view_as(output)
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """W + (alpha / rank) B A of this rank's shard, computed in fp32, in W's type. A copy: W stays as it is."""
+        """Return a copy of this rank's shard W with (alpha / rank) B A added in fp32, in W's type."""
         merged, a = torch.empty_like(weight), self.a.float()
         most = max(1, MERGED_BYTES // (a.itemsize * weight.shape[1]))
         for whole, b, target in zip(weight.split(most), self.b.split(most), merged.split(most), strict=True):
@@ -90,11 +89,11 @@ class Adapter(nn.Module):
 
 
 def attach(chunks: Sequence[Any], settings: LoraSection, seed: int, tensor_rank: int, group: Any) -> dict[str, Adapter]:
-    """Freeze the weights of this rank's model chunks and put new adapters beside them; returns them by their layers' place
-    in the model ("decoder.layers.3.mlp.linear_fc1", counted over all stages).
+    """Freeze the weights of this rank's model chunks and attach new adapters; returns them by module name
+    ("decoder.layers.3.mlp.linear_fc1", with layers counted over all stages).
 
-    A is uniform in +-1 / sqrt(in), the same under every layout, and B is 0: the model is the base model still. To be called
-    before gradient buffers and an optimizer are made.
+    A is uniform in +-1 / sqrt(in), the same under every layout, and B is 0, so that the model's output does not change. Call
+    this before gradient buffers and an optimizer are made.
     """
     adapters: dict[str, Adapter] = {}
     for chunk in chunks:
@@ -112,27 +111,23 @@ def attach(chunks: Sequence[Any], settings: LoraSection, seed: int, tensor_rank:
 
 
 def _add(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-    """Forward hook of an adapted layer, which returns its output and a bias that is added later, or None."""
-    adapter = linear.get_submodule(CHILD)
-    assert isinstance(adapter, Adapter), f"a {type(adapter).__name__} in the adapter's place"
+    """Forward hook of an adapted layer, whose output is a tensor and a bias (or None) that is added later."""
+    adapter: Any = linear.get_submodule(CHILD)
     if not adapter.is_on:
         return None
-    return adapter(_normalised(linear, inputs[0]), output[0]), output[1]
-
-
-def _normalised(linear: Any, x: Tensor) -> Tensor:
-    """What the weight multiplies. Transformer Engine's fused layer takes the input of its norm, so the norm is computed here
-    once more."""
-    if not hasattr(linear, "layer_norm_weight"):
-        return x
-    weight = linear.layer_norm_weight + 1 if linear.zero_centered_gamma else linear.layer_norm_weight
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + linear.eps)).to(x.dtype)
+    x = inputs[0]
+    if hasattr(linear, "layer_norm_weight"):
+        # Transformer Engine's fused layer takes the input of its norm, so the norm is computed here once more.
+        fused: Any = linear
+        weight = fused.layer_norm_weight + 1 if fused.zero_centered_gamma else fused.layer_norm_weight
+        wide = x.float()
+        x = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + fused.eps)).to(x.dtype)
+    return adapter(x, output[0]), output[1]
 
 
 @torch.no_grad()
 def _initialise(adapter: Adapter, seed: int, layer_number: int, tensor_rank: int) -> None:
-    """This rank's columns of the whole A, which seed, layer and target alone decide."""
+    """Draw the whole A from seed, layer and target, and keep this rank's columns."""
     rank, columns = adapter.a.shape
     parts = 1 if adapter.is_column else adapter.group.size()
     generator = torch.Generator().manual_seed(
@@ -145,7 +140,7 @@ def _initialise(adapter: Adapter, seed: int, layer_number: int, tensor_rank: int
 
 @contextmanager
 def switched_off(adapters: Iterable[Adapter]) -> Iterator[None]:
-    """Inside, the model is the base model."""
+    """Run the base model inside: adapters are off."""
     changed = [adapter for adapter in adapters if adapter.is_on]
     for adapter in changed:
         adapter.is_on = False
@@ -157,13 +152,10 @@ def switched_off(adapters: Iterable[Adapter]) -> Iterator[None]:
 
 
 class MergedShards(Mapping[str, Tensor]):
-    """A rank's weights by local name with their adapters added, each merged anew whenever it is read.
-
-    None is kept here. Who comes for a weight part by part keeps it that long: several may read at a time, each another one.
-    """
+    """A rank's weights by local name with adapters merged in, merged again at each read; no merged weight is kept."""
 
     def __init__(self, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
-        """`adapters` by the names of the weights that they belong to."""
+        """`adapters` are by the names of their weights."""
         self._parameters, self._adapters = parameters, adapters
 
     def __getitem__(self, name: str) -> Tensor:
@@ -178,9 +170,9 @@ class MergedShards(Mapping[str, Tensor]):
 
 
 def adapter_states(adapters: Mapping[str, Adapter], role: str) -> dict[str, Any]:
-    """The factors for megatron-core's distributed checkpoint, by layer and factor; to be called inside the role's place.
+    """Return the factors for megatron-core's distributed checkpoint; call this inside the role's place.
 
-    A key says the role and the layer in the whole model, so another layout can load them.
+    A key has the role and the layer in the whole model, so that another layout can load it.
     """
     states: dict[str, Any] = {}
     for place, adapter in adapters.items():
@@ -188,7 +180,7 @@ def adapter_states(adapters: Mapping[str, Adapter], role: str) -> dict[str, Any]
         factors = {"a": adapter.a, "b": adapter.b}
         cut = {"b": 0} if adapter.is_column else {"a": 1}
         sharded = make_sharded_tensors_for_checkpoint(factors, prefix, cut)
-        if adapter.target == "fc1":  # a rank's rows are some of gate and some of up
+        if adapter.target == "fc1":  # a rank has rows of gate and rows of up
             sharded[prefix + "b"] = apply_swiglu_sharded_factory(sharded[prefix + "b"], ())
         states |= {f"{place}.{name}": sharded[prefix + name] for name in factors}
     return states
@@ -196,7 +188,7 @@ def adapter_states(adapters: Mapping[str, Adapter], role: str) -> dict[str, Any]
 
 @torch.no_grad()
 def fill_adapters(adapters: Mapping[str, Adapter], states: Mapping[str, Tensor]) -> None:
-    """Take the factors that were loaded for `adapter_states`."""
+    """Copy loaded factors, by the names of `adapter_states`."""
     for place, adapter in adapters.items():
         adapter.a.copy_(states[f"{place}.a"])
         adapter.b.copy_(states[f"{place}.b"])

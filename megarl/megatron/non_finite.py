@@ -1,7 +1,7 @@
-"""NaN and infinite values: found before an optimizer steps or a checkpoint is written, named, and handled as
-`run.on_not_finite` says: the run ends, or the update or the samples are left out.
+"""Checks for NaN and infinite values before an optimizer steps or a checkpoint is written.
 
-Every decision rests on values that all ranks share, so that all ranks stop, mask or go on together.
+`run.on_not_finite` decides whether the run stops or the update or samples are skipped. Every decision is made from values
+that all ranks share, so that all ranks stop, mask or go on together.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from megarl.megatron.role import Role, Update
 
 logger = logging.getLogger(__name__)
-MAX_NAMES = 3  # tensors of a rank that a message names; it counts the others
+MAX_NAMES = 3  # tensors of a rank that a message names
 ADVICE = (
-    "go on from the last checkpoint with a lower learning rate, or take trainer.precision: bf16 or fp32; "
+    "resume from the last checkpoint with a lower learning rate, or use trainer.precision: bf16 or fp32; "
     "run.on_not_finite: skip leaves such updates and samples out"
 )
 
 
 class NotFinite(ValueError):
-    """A reward, result, loss, gradient or weight is NaN or infinite; the message names phase and rank, and what to do."""
+    """A reward, result, loss, gradient or weight is NaN or infinite; the message names phase, rank and remedy."""
 
 
 class GradientNotFinite(Exception):
@@ -38,19 +38,18 @@ class GradientNotFinite(Exception):
 
 
 def name_ranks(problem: str) -> str | None:
-    """Join the ranks' problems as "rank 0: ...; rank 2: ..."; None where no rank has one. Collective."""
+    """Join the ranks' problems as "rank 0: ...; rank 2: ..."; None if no rank has one. Collective."""
     if not on_any_rank(bool(problem)):
         return None
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_to_all(problem)) if text)
 
 
 def non_finite_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Name the tensors that hold NaN or inf; "" where none does. Each finite tensor is read once."""
+    """Name the tensors that hold NaN or inf; "" if none does. Finite tensors are read once."""
     pairs = list(named)
     if not pairs:
         return ""
-    # fp32 also for 16-bit tensors, whose own sums would overflow; on one device, as torch's AdamW keeps its step counts on
-    # the host.
+    # Sums in fp32, since 16-bit sums would overflow, and on one device: torch's AdamW keeps step counts on the host.
     device = pairs[-1][1].device
     sums = torch.stack([tensor.detach().sum(dtype=torch.float32).to(device) for _, tensor in pairs])
     suspects = torch.nonzero(~torch.isfinite(sums)).flatten().tolist()
@@ -60,7 +59,7 @@ def non_finite_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def non_finite_loss(losses: Sequence[tuple[tuple[int, ...], Tensor]]) -> str:
-    """Name the samples of the first micro-batch whose loss is NaN or inf; "" where all losses are finite.
+    """Name the samples of the first micro-batch whose loss is NaN or inf; "" if all losses are finite.
 
     `losses` are (samples, loss) of this rank's micro-batches, in the order in which they ran; empty before the last stage.
     """
@@ -71,18 +70,17 @@ def non_finite_loss(losses: Sequence[tuple[tuple[int, ...], Tensor]]) -> str:
 
 
 def non_finite_samples(results: Sequence[Tensor]) -> list[int]:
-    """Samples with a NaN or infinite result; `results` by sample, fp32 [own tokens] or [1]."""
-    # A sum is finite only where all its terms are, but finite terms may overflow it.
+    """Return the samples with a NaN or infinite result; `results` by sample, fp32 [own tokens] or [1]."""
+    # Finite sums have finite terms; an overflowing sum needs a second look.
     if torch.isfinite(torch.stack([result.sum() for result in results])).all():
         return []
     return [sample for sample, result in enumerate(results) if not torch.isfinite(result).all()]
 
 
 def refuse_non_finite_norm(optimizer: Any) -> None:
-    """Make each later step of this optimizer raise GradientNotFinite where the gradient norm of all ranks is not finite.
+    """Make this optimizer raise GradientNotFinite, before it clips and steps, if the gradient norm is not finite.
 
-    megatron-core (0.16 and 0.19) asks its `ChainedOptimizer` for the norm before it clips and steps. Under fp16 it has by
-    then skipped gradients that overflowed, so that its loss scale comes down.
+    Under fp16 megatron-core (0.16 and 0.19) has skipped an overflow and lowered the loss scale before it asks for the norm.
     """
     norm_of = optimizer.get_grad_norm
 
@@ -96,13 +94,13 @@ def refuse_non_finite_norm(optimizer: Any) -> None:
 
 
 class BackwardWatch:
-    """Records on the device whether gradients of activations are finite, to name the samples of one that is not.
+    """Records on the device whether gradients of activations are finite, to name the samples of the first that is not.
 
-    Weight gradients are summed over micro-batches and ranks, and no longer say whose they are.
+    Weight gradients are sums over micro-batches and ranks and cannot tell.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:
-        self.samples: tuple[int, ...] = ()  # of the micro-batch that runs forward
+        self.samples: tuple[int, ...] = ()  # of the current micro-batch
         self._seen: list[tuple[tuple[int, ...], Tensor]] = []
         for model in models:
             if model.pre_process:
@@ -113,31 +111,31 @@ class BackwardWatch:
         self._seen.clear()
 
     def watch(self, activation: Tensor) -> None:
-        """Look at the activation's gradient when the backward pass makes it."""
+        """Check the activation's gradient when the backward pass makes it."""
         samples = self.samples
         if activation.requires_grad:
             activation.register_hook(lambda gradient: self._seen.append((samples, torch.isfinite(gradient).all())))
 
     def first_samples(self) -> str:
-        """The samples of the first micro-batch whose gradient was not finite on this rank; "" where all were."""
+        """Name the samples of this rank's first micro-batch with a gradient that is not finite; "" if there is none."""
         return next((f"samples {', '.join(map(str, samples))}" for samples, finite in self._seen if not finite), "")
 
 
 class FiniteGuard:
-    """Applies the recipe's policy, and counts how often a step needed it."""
+    """Applies `run.on_not_finite`, and counts what a step has skipped."""
 
     def __init__(self, policy: Literal["stop", "skip"], rank: int) -> None:
         self._skips, self._rank = policy == "skip", rank
         self._updates = self._samples = 0
 
     def take_metrics(self) -> dict[str, float]:
-        """Updates and samples left out since the last call."""
+        """Return how many updates and samples were skipped since the last call."""
         metrics: dict[str, float] = {"finite/skipped_updates": self._updates, "finite/masked_samples": self._samples}
         self._updates = self._samples = 0
         return metrics
 
     def rewards(self, batch: Batch) -> Batch:
-        """Mask samples whose reward overflows fp32, or raise NotFinite."""
+        """Mask samples whose reward is not finite in fp32, or raise NotFinite."""
         wrong = np.flatnonzero(batch.valid & ~np.isfinite(batch.rewards)).tolist()
         if not wrong:
             return batch
@@ -148,9 +146,9 @@ class FiniteGuard:
     def results(
         self, role: Role, mini_batch: MiniBatch, name: str, results: list[Tensor], batch: Batch
     ) -> tuple[list[Tensor], Batch]:
-        """Check a forward phase's `results`, by sample; samples that are masked from here on get 0.
+        """Check a forward phase's `results`, by sample; samples that are masked here get 0.
 
-        Raises NotFinite where the recipe says stop, where weights are to blame, or where no sample is left. Collective.
+        Raises NotFinite if the policy is to stop, a weight is broken, or no sample is left. Collective.
         """
         wrong = non_finite_samples(results)
         if not wrong:
@@ -174,8 +172,8 @@ class FiniteGuard:
         return [torch.zeros_like(result) if sample in wrong else result for sample, result in enumerate(results)], batch
 
     def update(self, role: Role, number: int, mini_batch: MiniBatch, update: Update) -> None:
-        """Count an update of mini-batch `number` that was refused. Raises NotFinite where the recipe says stop, or where
-        weights are to blame. Collective; weights are present, as for `weights`."""
+        """Count a refused update of mini-batch `number`. Raises NotFinite if the policy is to stop or a weight is broken.
+        Collective; call this with the weights present."""
         if update.refused is None:
             return
         problem = f"phase {mini_batch.phase}, mini-batch {number}: {update.refused}"
@@ -184,8 +182,8 @@ class FiniteGuard:
         self._updates += 1
 
     def weights(self, role: Role, phase: str) -> None:
-        """Check the weights after a phase's updates. Raises NotFinite: no later step repairs a weight, so that it is
-        neither published nor saved. Collective."""
+        """Check the weights after a phase's updates. Raises NotFinite: no later step can repair them. Collective; call this
+        with the weights present."""
         self._refuse_weights(role, f"phase {phase}, after its updates")
 
     def _refuse_weights(self, role: Role, problem: str) -> None:
@@ -195,7 +193,7 @@ class FiniteGuard:
 
     def _mask(self, problem: str, samples: Sequence[int], batch: Batch) -> Batch:
         if not set(np.flatnonzero(batch.valid).tolist()) - set(samples):
-            raise NotFinite(f"{problem}, and no other sample counts; {ADVICE}")
+            raise NotFinite(f"{problem}, and no other sample is valid; {ADVICE}")
         self._stop_or_warn(f"{problem}; masked")
         self._samples += len(samples)
         return batch.without(samples)

@@ -1,4 +1,4 @@
-"""The losses of the two updates, per micro-batch, from pure functions and whole-mini-batch weights."""
+"""The losses of the two updates, per micro-batch, with weights from the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithm.kl import kl
-from megarl.algorithm.loss import loss_weights, value_loss
-from megarl.algorithm.mismatch import mismatch_weights
-from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio
+from megarl.algorithm.loss import kl, loss_weights, value_loss
+from megarl.algorithm.policy import PolicyTokens, load_policy_loss, log_ratio, mismatch_weights
 from megarl.megatron.batch import Batch, PackedMicroBatch
 from megarl.platform import current as platform
 from megarl.recipe.algorithm_section import AlgorithmSection
@@ -22,8 +20,8 @@ Sums = dict[str, Tensor]
 
 
 def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest: int | None = None) -> dict[int, float]:
-    """Weight of each token of a sequence, with denominators over the whole mini-batch: however it is cut, the loss is
-    the same. `longest` is the most own tokens that a completion may have, for `fixed_length`."""
+    """Return the weight of each sequence's tokens in the loss. Denominators are over the whole mini-batch, so that the loss
+    does not depend on the micro-batches. `longest` is the most own tokens of a completion, for `fixed_length`."""
     order = list(mini_batch.samples)
     lengths, valid = torch.from_numpy(batch.own_lengths[order]), torch.from_numpy(batch.valid[order])
     weights = loss_weights(lengths, valid, aggregation, longest)
@@ -32,7 +30,7 @@ def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest
 
 @dataclass
 class PolicyObjective:
-    """Policy loss, entropy bonus and, where the recipe says so, KL in the loss."""
+    """Policy loss, entropy bonus, and the KL term if the recipe puts it in the loss."""
 
     settings: AlgorithmSection
     batch: Batch
@@ -45,19 +43,19 @@ class PolicyObjective:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
         names = [name for name in ("advantages", "logprobs", "reference_logprobs") if name in self.batch.fields]
         sampled = [self.batch.samples[sample].completion for sample in micro.samples]
-        from_engine = np.concatenate([one.logprobs[one.own] for one in sampled])
+        from_engine = np.concatenate([completion.logprobs[completion.own] for completion in sampled])
         weight, kept, rollout, *columns = _columns(self, micro, names, logprobs.device, from_engine)
         fields = dict(zip(names, columns, strict=True))
-        # With one update per batch no actor_logprob phase runs: these are the numbers it would have given.
+        # With one update per batch there is no actor_logprob phase; its results would equal these.
         old = fields.get("logprobs", logprobs.detach())
         tokens = PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths)
         losses, clipped = self._loss(tokens)
         correction: Sums = {}
         if (mismatch := self.settings.mismatch) is not None:
-            how = mismatch.correction, mismatch.level, mismatch.cap
-            corrected, beyond = mismatch_weights(old, rollout, micro.own_lengths, *how)
-            losses = corrected * losses
-            correction = {"mismatch_weight_sum": (corrected * kept).sum(), "mismatch_weight_max": (corrected * kept).max()}
+            options = mismatch.correction, mismatch.level, mismatch.cap
+            ratio, beyond = mismatch_weights(old, rollout, micro.own_lengths, *options)
+            losses = ratio * losses
+            correction = {"mismatch_weight_sum": (ratio * kept).sum(), "mismatch_weight_max": (ratio * kept).max()}
             correction["mismatch_beyond_sum"] = (beyond * kept).sum()
         loss = (weight * losses).sum()
         sums = {"policy_loss": loss.detach()}
@@ -69,11 +67,11 @@ class PolicyObjective:
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
             sums["kl_sum"] = (divergence.detach() * kept).sum()
         if (stop := self.settings.early_stop) is not None:
-            moved = kl(old, logprobs.detach(), stop.estimator)  # the tokens are the old policy's
+            moved = kl(old, logprobs.detach(), stop.estimator)  # the old policy sampled the tokens
             sums["moved_kl_sum"] = (moved * kept).sum()
         difference = (old - rollout).abs() * kept
-        # Before the first update the weights are those that gave `old`: what is left then is the drift of unlike
-        # micro-batches (other shapes, other kernels, another order of sums).
+        # Before the first update the weights are those of `old`: any drift comes from different micro-batches (shapes,
+        # kernels, order of sums).
         ratio_drift = log_ratio(tokens).detach().expm1().abs() * kept
         sums |= {
             "loss": loss.detach(),
@@ -113,13 +111,12 @@ def _columns(
     device: torch.device,
     *more: np.ndarray,
 ) -> list[Tensor]:
-    """What the host knows of the own tokens of a micro-batch, [own tokens] each, in one transfer: the weight of each token
-    in the loss, whether it counts, `more`, and the batch's fields of these names.
+    """Move what the host knows of a micro-batch's own tokens to the device in one transfer, [own tokens] each: the weight of
+    each token in the loss, whether it counts, `more`, and the named fields of the batch.
 
-    A token of a sequence that gives no gradient counts in no metric either, so that KL and early stop are steered by what is
-    trained on; and a sample whose results are not finite has dummy tokens.
+    Sequences without gradient do not count in metrics, so that KL and early stop follow what is trained on.
     """
     batch, samples = objective.batch, list(micro.samples)
-    per_sequence = np.array([[objective.weights[one] for one in samples], batch.valid[samples]], np.float32)
+    per_sequence = np.array([[objective.weights[sample] for sample in samples], batch.valid[samples]], np.float32)
     weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
     return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)

@@ -1,7 +1,7 @@
 """Megatron's distributed optimizer from a recipe, and the gathers of updated weights that overlap a forward pass.
 
 Under `overlap_parameters` megatron-core's DistributedDataParallel waits for updated weights in a hook before a module's
-forward. It starts the gather of a bucket once, and asserts before the next start that somebody waited (0.16 and 0.19).
+forward. It starts the gather of a bucket once, and asserts that it was waited for before the next start (0.16 and 0.19).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.recipe.role_sections import OptimizerSection
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 
-# Under fp16 the loss scale is halved when an update overflows as the one before did, and doubled after so many good ones.
+# fp16: two overflows in a row halve the loss scale, and this many good updates double it.
 _HYSTERESIS = 2
 _GROWTH_UPDATES = 1000
 
@@ -25,8 +25,8 @@ _GROWTH_UPDATES = 1000
 def fuse_gradient_accumulation(model: nn.Module) -> None:
     """Let Transformer Engine's linear layers add their gradients to the fp32 gradient buffer inside the matrix product.
 
-    Call this when the gradient buffers exist. The TransformerConfig field `gradient_accumulation_fusion` would ask for Apex:
-    the vocabulary's output layer, which megarl never calls, is megatron-core's own (0.16 and 0.19).
+    Call this when the gradient buffers exist. The TransformerConfig field `gradient_accumulation_fusion` would need Apex for
+    megatron-core's own output layer, which megarl never calls (0.16 and 0.19).
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -34,11 +34,11 @@ def fuse_gradient_accumulation(model: nn.Module) -> None:
 
 
 def data_parallel_config(optimizer: OptimizerSection) -> DistributedDataParallelConfig:
-    """Gradients in fp32, cut optimizer states, and what overlaps."""
+    """Return the settings of gradient buffers: fp32, a distributed optimizer, and the overlaps of the recipe."""
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        # It would end one rank before the reduction that all others wait in; megarl looks at their norm (`non_finite.py`).
+        # It would stop one rank while the others wait in the reduction; megarl checks the norm (`non_finite.py`).
         check_for_nan_in_grad=False,
         overlap_grad_reduce=optimizer.overlap_gradients,
         overlap_param_gather=optimizer.overlap_parameters,
@@ -46,7 +46,7 @@ def data_parallel_config(optimizer: OptimizerSection) -> DistributedDataParallel
 
 
 def optimizer_config(optimizer: OptimizerSection, precision: str, initial_loss_scale: float) -> OptimizerConfig:
-    """Adam over the data-parallel ranks, with fp32 copies of 16-bit weights; fp16 has a loss scale that moves."""
+    """Return the settings of Adam over the data-parallel ranks, with a dynamic loss scale for fp16."""
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -68,27 +68,26 @@ def optimizer_config(optimizer: OptimizerSection, precision: str, initial_loss_s
 
 
 def fuse(optimizer: Any) -> None:
-    """Where megatron-core took torch's Adam, as it does without Transformer Engine and Apex: one pass over a weight and its
-    moments in place of ten. A rank without trainable weights has none."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(getattr(one, "optimizer", None), torch.optim.Adam):
-            for group in one.optimizer.param_groups:
+    """Fuse torch's Adam, which megatron-core uses without Transformer Engine and Apex: one pass over a weight and its
+    moments instead of ten."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+            for group in part.optimizer.param_groups:
                 group |= {"fused": True, "foreach": False}
 
 
 def finish_gather(chunk: Any, weight: Tensor) -> None:
-    """Wait until a weight of a trained chunk is whole. Collective over its data-parallel ranks."""
-    # A frozen weight is in no bucket.
-    if chunk.ddp_config.overlap_param_gather and weight in chunk.param_to_bucket_group:
+    """Wait until a weight of a trained chunk is gathered. Collective over its data-parallel ranks."""
+    if chunk.ddp_config.overlap_param_gather and weight in chunk.param_to_bucket_group:  # a frozen weight is in none
         chunk.param_to_bucket_group[weight].finish_param_sync()
 
 
 def gather_all(chunk: Any) -> None:
-    """Make all weights of a trained chunk whole after its last update. Collective over its data-parallel ranks."""
+    """Gather all weights of a trained chunk after its last update. Collective over its data-parallel ranks."""
     if not chunk.ddp_config.overlap_param_gather:
         return
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         if group.param_gather_handle is not None:
-            # It may have been started before the update. Forced, megatron-core only waits for it and gathers nothing anew.
+            # Wait for a gather that was started before the update; megatron-core then starts no new one.
             group.start_param_sync(force_sync=True)
     chunk.start_param_sync(force_sync=True)

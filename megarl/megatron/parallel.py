@@ -1,8 +1,7 @@
-"""Which part of a layout this rank is, its process groups, and the collectives that carry metadata, tokens and sums.
+"""This rank's coordinates in a layout, its process groups, and the collectives for metadata, tokens and sums.
 
-Roles may be sharded differently over the same ranks. megatron-core keeps one layout's process groups in the globals of
-`parallel_state`, and many of its modules read them; so each layout's set of globals is kept in a `Place`, and only there is
-it decided which one megatron-core sees.
+Roles may be sharded differently over the same ranks. megatron-core keeps the process groups of one layout in the globals of
+`parallel_state`, which many of its modules read; so each `Place` keeps the globals of its layout and swaps them in.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _control: dist.ProcessGroup | None = None
 
 
 def _read_globals() -> dict[str, Any]:
-    """megatron-core's parallel state: its module's globals, named `_LIKE_THIS` but for the list of groups."""
+    """Return megatron-core's parallel state: its module's globals, named `_LIKE_THIS` except for the list of groups."""
     names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
     return {name: getattr(parallel_state, name) for name in [*names, "_global_process_group_list"]}
 
 
-# The state before initialisation: a call outside every place fails instead of using the groups of some role.
+# The state before initialisation, so that a call outside every place fails instead of using a wrong role's groups.
 _NO_PLACE = _read_globals()
 
 
@@ -53,10 +52,12 @@ class Place:
     device: torch.device
     tensor_group: dist.ProcessGroup = field(repr=False, compare=False)
     context_group: dist.ProcessGroup = field(repr=False, compare=False)
-    # The ranks that run the same tokens: tensor and pipeline ranks of one data and context rank.
+    # The ranks that run the same tokens: tensor and pipeline ranks of a data and context rank.
     model_parallel_group: dist.ProcessGroup = field(repr=False, compare=False)
     _globals: Mapping[str, Any] = field(repr=False, compare=False)
-    _random_states: dict[str, Any] = field(repr=False, compare=False)  # megatron-core's tracker: differs by tensor rank
+    _random_states: dict[str, Any] = field(
+        repr=False, compare=False
+    )  # of megatron-core's tracker; they differ by tensor rank
 
     @property
     def is_source(self) -> bool:
@@ -78,9 +79,9 @@ class Place:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Show megatron-core the groups of this layout inside the context, and the previous ones afterwards.
+        """Make this layout's groups megatron-core's groups inside the context.
 
-        Everything that builds, runs, saves or loads a model runs inside; outside, megatron-core has no groups at all.
+        Everything that builds, runs, saves or loads a model runs inside; outside, megatron-core has no groups.
         """
         tracker = get_cuda_rng_tracker()
         globals_before, states_before = _read_globals(), tracker.get_states()
@@ -95,9 +96,9 @@ class Place:
 
 
 def start_parallel(layouts: Iterable[Layout], seed: int, timeout_s: float, local_rank: int) -> dict[Layout, Place]:
-    """Make the process groups of each different layout. Collective, with the same layouts on every rank.
+    """Make the process groups of each layout. Collective, with the same layouts on every rank.
 
-    Raises ValueError where the number of started ranks is not the layout's.
+    Raises ValueError if the number of started ranks is not the layout's.
     """
     return {layout: _start_place(layout, seed, timeout_s, local_rank) for layout in dict.fromkeys(layouts)}
 
@@ -139,28 +140,28 @@ def _start_place(layout: Layout, seed: int, timeout_s: float, local_rank: int) -
 
 
 def virtual_pipeline(layout: Layout) -> int | None:
-    """The model chunks of a stage in megatron-core's form: None for one chunk."""
+    """Return the number of model chunks of a stage as megatron-core counts them: None for one chunk."""
     return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
 def reduce_scalars(values: Mapping[str, float], place: Place, op: str) -> dict[str, float]:
-    """Sum (op "sum") or maximum (op "max") of the values over the place's data-parallel sources, on every rank.
+    """Return the sum (op "sum") or maximum (op "max") of the values over the place's data-parallel sources, on every rank.
 
-    The mapping must have the same keys on every source; other ranks may pass an empty one.
+    The mapping must have the same keys on every source; other ranks may pass an empty one. Collective.
     """
     keys: list[list[str]] = [sorted(values)] if place.is_source else [[]]
     source = place.source_of(0)
     dist.broadcast_object_list(keys, src=source, device=place.device)
     neutral = 0.0 if op == "sum" else float("-inf")
-    own = [values[key] if place.is_source else neutral for key in keys[0]]
-    flat = torch.tensor(own, dtype=torch.float64, device=place.device)
+    terms = [values[key] if place.is_source else neutral for key in keys[0]]
+    flat = torch.tensor(terms, dtype=torch.float64, device=place.device)
     dist.all_reduce(flat, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
     return dict(zip(keys[0], flat.tolist(), strict=True))
 
 
 def start_control(timeout_s: float) -> dist.ProcessGroup:
-    """Make the gloo group for metadata. Its deadline is that of a rollout, not of a collective: while rank 0 waits for the
-    engines, all other ranks wait for rank 0."""
+    """Make the gloo group for metadata. Its deadline covers a rollout: while rank 0 waits for the engines, all other ranks
+    wait for rank 0."""
     global _control
     _control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return _control
@@ -175,7 +176,7 @@ def broadcast_from_first(value: Value | None) -> Value:
 
 
 def gather_to_all(value: Value) -> list[Value]:
-    """Return every rank's value, in rank order, on every rank; for metadata."""
+    """Return every rank's value, in rank order, on every rank."""
     boxes: list[Any] = [None] * dist.get_world_size()
     with span("wait_ranks"):
         dist.all_gather_object(boxes, value, group=_control)
@@ -183,7 +184,7 @@ def gather_to_all(value: Value) -> list[Value]:
 
 
 def on_any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on some rank, on every rank: one tiny all-reduce."""
+    """Return whether `flag` is set on any rank. Collective."""
     flags = torch.tensor([flag], dtype=torch.int32)
     with span("wait_ranks"):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_control)
@@ -191,7 +192,7 @@ def on_any_rank(flag: bool) -> bool:
 
 
 def same_everywhere(number: int) -> bool:
-    """Whether all ranks have the same `number` of 63 bits, on every rank: one tiny all-reduce."""
+    """Return whether all ranks have the same `number` of at most 63 bits. Collective."""
     largest = torch.tensor([number, -number], dtype=torch.int64)
     with span("wait_ranks"):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control)
@@ -199,10 +200,10 @@ def same_everywhere(number: int) -> bool:
 
 
 def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dict[int, Sample]:
-    """Return the tokens of every sequence that one of `plans`, all of the place's layout, runs on this data-parallel rank.
+    """Return the tokens of every sequence that `plans`, all of the place's layout, run on this data-parallel rank.
 
-    The leader fetches the tokens from where the engines left them and broadcasts them inside its model-parallel group, so
-    that no rank holds the tokens of the whole batch unless it runs them.
+    The leader fetches the tokens and broadcasts them inside its model-parallel group, so that a rank holds only the tokens
+    that it runs.
     """
     wanted = {
         sample
@@ -211,7 +212,7 @@ def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dic
         for micro_batch in mini_batch.micro_batches[place.data_rank]
         for sample in micro_batch.samples
     }
-    with span("wait_data"):  # there the leader waits for the engines' node, and here its group for it
+    with span("wait_data"):  # the leader waits for the engines' node, and its group for the leader
         box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
         dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)
     return box[0]

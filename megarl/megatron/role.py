@@ -1,7 +1,7 @@
 """One role on this rank: a Megatron model, its optimizer, and the two ways a phase runs it.
 
 `forward` runs a plan's only mini-batch without gradients; `update` runs one mini-batch and takes an optimizer step.
-Both execute exactly the micro-batches they are given and report what they executed.
+Both run exactly the micro-batches that they are given, and report what ran.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # isort: skip
 
-# What the last stage gets for one micro-batch: log-probabilities and, of an update, entropy, or values; each
-# [own tokens]: those that the policy sampled (`Batch`).
+# The outputs of the last stage for one micro-batch, by name: "logprobs" (and "entropy" in an update) or "values", each
+# [own tokens], the tokens that the policy sampled (`Batch`).
 Outputs = dict[str, Tensor]
-# Loss of one micro-batch (already weighted for the whole mini-batch) and sums for the metrics.
+# Returns the loss of one micro-batch, weighted for the whole mini-batch, and sums for the metrics.
 Objective = Callable[[PackedMicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -81,8 +81,8 @@ MAX_SKIPPED_UPDATES = 50
 class Update:
     """What one optimizer step did, with metric sums of this rank's micro-batches (last stage only).
 
-    `skipped`: gradients overflowed under `precision: fp16`. `refused` names a loss or gradient that is NaN or infinite, in
-    the same words on every rank. In both cases weights, moments and schedule stay as they were, and `grad_norm` is 0.
+    `skipped`: gradients overflowed under `precision: fp16`. `refused` names a NaN or infinite loss or gradient, with the
+    same text on every rank. In both cases weights, moments and schedule are unchanged, and `grad_norm` is 0.
     """
 
     sums: dict[str, float]
@@ -93,13 +93,39 @@ class Update:
     refused: str | None = None
 
 
+@dataclass(frozen=True)
+class RoleSettings:
+    """Settings that all roles of a run share."""
+
+    precision: str
+    temperature: float
+    seed: int = 1
+    fp8: str | None = None
+    initial_loss_scale: float = 1.0
+    compile: bool = False  # of the head (`LogProbabilities`)
+    megatron: Mapping[str, Any] | None = None  # further options of Megatron's TransformerConfig (`trainer.megatron`)
+    # Megatron keeps a rotary table for each of the last 32 sequence lengths, so every micro-batch names this one.
+    max_sequence_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a role is trained: its optimizer, the length of the learning-rate schedule, and which weights move.
+
+    With `lora` only adapters are trained."""
+
+    optimizer: OptimizerSection
+    steps: int = 1
+    updates_per_step: int = 1
+    lora: LoraSection | None = None
+    frozen: FreezeSection = FreezeSection()
+
+
 class Role:
     """A role (actor, reference, critic or reward model) under one layout, on this rank.
 
-    `optimizer` is None for a role that is never updated, which may still follow another one (`take_weights`); with `lora`
-    the optimizer trains adapters alone. `steps` and `updates_per_step` give the length of the learning-rate schedule;
-    `compile` goes to `LogProbabilities`; `megatron` holds further options of Megatron's TransformerConfig
-    (`trainer.megatron`).
+    `training` is None for a role that is never updated; with `follows` such a role still takes the weights of another one
+    (`take_weights`).
     """
 
     def __init__(
@@ -108,28 +134,16 @@ class Role:
         shape: ModelShape,
         directory: str | Path,
         place: Place,
-        precision: str,
-        temperature: float,
-        optimizer: OptimizerSection | None = None,
-        steps: int = 1,
-        updates_per_step: int = 1,
-        seed: int = 1,
-        lora: LoraSection | None = None,
-        compile: bool = False,
-        fp8: str | None = None,
-        initial_loss_scale: float = 1.0,
+        settings: RoleSettings,
+        training: Training | None = None,
         memory: MemorySection | ReferenceMemorySection | None = None,
-        frozen: FreezeSection | None = None,
         router_replay: bool = False,
         follows: bool = False,
-        megatron: Mapping[str, Any] | None = None,
-        max_sequence_tokens: int | None = None,
     ) -> None:
-        # Megatron keeps a rotary table for each of the last 32 sequence lengths, so every micro-batch names the same one.
-        self._max_sequence_tokens = max_sequence_tokens
         self.role, self.shape, self.place = role, shape, place
-        self._has_own_attention = has_own_attention(shape, precision)
-        # One model for each chunk of this stage; `chunks` wraps them with gradient buffers once they are trainable.
+        self._max_sequence_tokens = settings.max_sequence_tokens
+        self._has_own_attention = has_own_attention(shape, settings.precision)
+        # One model for each chunk of this stage; `chunks` wraps them with gradient buffers if they are trained.
         self.models: list[DecoderModel]
         self.chunks: list[Any]
         self.optimizer: Any = None
@@ -139,28 +153,25 @@ class Role:
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
         with place.active():
-            options = {"fp8": fp8, "memory": features, "options": megatron, "router_replay": router_replay}
-            self._build(directory, precision, seed, options)
-            if lora is not None:
-                self.adapters = attach(self.models, lora, seed, place.tensor_rank, place.tensor_group)
-            self.head = LogProbabilities(shape.vocab, temperature, place.tensor_group, compile)
-            if optimizer is None:
+            self._build(directory, settings, features, router_replay)
+            self.head = LogProbabilities(shape.vocab, settings.temperature, place.tensor_group, settings.compile)
+            if training is None:
                 for model in self.models:
                     model.requires_grad_(False)
             else:
-                freeze(self.models, frozen or FreezeSection())
-                keep_gradients_through_recompute(self.models)
-                self._make_trainable(optimizer, steps, updates_per_step, precision, initial_loss_scale)
+                self._make_trainable(training, settings)
         self.router_replay = RouterReplay(self.models, shape, place) if router_replay else None
         self.activations = ActivationOffload(self.models) if features.offload_activations else None
         offload = memory.offload if memory is not None else "none"
-        constant = optimizer is None and not follows
+        constant = training is None and not follows
         self.offload = RoleOffload(offload, self.models, self.chunks, self.optimizer, constant)
         self.offload.offload()
 
-    def _build(self, directory: str | Path, precision: str, seed: int, options: Mapping[str, Any]) -> None:
+    def _build(self, directory: str | Path, settings: RoleSettings, memory: MemorySection, router_replay: bool) -> None:
+        """Build this rank's model chunks and read their weights."""
         shape, place, role = self.shape, self.place, self.role
-        self.models = build_model(shape, place.layout, precision, role, place.device, **options)
+        features = settings.fp8, memory, settings.megatron, router_replay
+        self.models = build_model(shape, place.layout, settings.precision, role, place.device, *features)
         self.chunks = list(self.models)
         self.config = self.models[0].config
         self.config.timers = MegatronTimers()
@@ -174,58 +185,63 @@ class Role:
             place.context_rank,
         )
         load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
-        if role == "critic" and self.models[-1].post_process:
-            _initialise_value_head(self.models[-1].output_layer.weight, shape, seed)
-        if role == "reward_model" and self.models[-1].post_process:
-            load_score_head(self.models[-1].output_layer.weight, directory)
+        if role in SCALAR_ROLES and self.models[-1].post_process:
+            head = self.models[-1].output_layer.weight
+            if role == "reward_model":
+                load_score_head(head, directory)
+            else:  # the same small head under every layout, so that values start near 0
+                generator = torch.Generator().manual_seed(settings.seed)
+                with torch.no_grad():
+                    head.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
 
-    def _make_trainable(
-        self,
-        settings: OptimizerSection,
-        steps: int,
-        updates_per_step: int,
-        precision: str,
-        initial_loss_scale: float,
-    ) -> None:
-        data = data_parallel_config(settings)
+    def _make_trainable(self, training: Training, settings: RoleSettings) -> None:
+        """Add adapters, freeze weights, and make gradient buffers, optimizer and learning-rate schedule."""
+        if training.lora is not None:
+            place = self.place
+            self.adapters = attach(self.models, training.lora, settings.seed, place.tensor_rank, place.tensor_group)
+        freeze(self.models, training.frozen)
+        keep_gradients_through_recompute(self.models)
+        optimizer = training.optimizer
+        data = data_parallel_config(optimizer)
         self.chunks = [DistributedDataParallel(config=self.config, ddp_config=data, module=model) for model in self.models]
         for model in self.models:
             fuse_gradient_accumulation(model)
-        self.optimizer = get_megatron_optimizer(optimizer_config(settings, precision, initial_loss_scale), self.chunks)
+        config = optimizer_config(optimizer, settings.precision, settings.initial_loss_scale)
+        self.optimizer = get_megatron_optimizer(config, self.chunks)
         fuse(self.optimizer)
-        warmup_updates = settings.warmup_steps * updates_per_step
+        warmup_updates = optimizer.warmup_steps * training.updates_per_step
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=settings.lr,
-            min_lr=settings.lr * settings.min_lr_share,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.lr * optimizer.min_lr_share,
             lr_warmup_steps=warmup_updates,
-            # One update behind the last one, so that the last one still moves.
-            lr_decay_steps=max(steps * updates_per_step, warmup_updates) + 1,
-            lr_decay_style=settings.decay,
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
+            # One more than there are updates, so that the last update still moves.
+            lr_decay_steps=max(training.steps * training.updates_per_step, warmup_updates) + 1,
+            lr_decay_style=optimizer.decay,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
             wd_incr_steps=1,
             wd_incr_style="constant",
-            # After a resume the recipe's schedule holds, not the checkpoint's.
+            # After a resume the recipe's schedule wins over the checkpoint's.
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
         refuse_non_finite_norm(self.optimizer)
         self._backward = BackwardWatch(self.models)
-        self.scheduler.step(1)  # update k of n runs at the schedule's point k, so that a warm-up never runs at rate 0
+        self.scheduler.step(1)  # update k of n runs at point k of the schedule, so that no update runs at rate 0
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
-        # Entered for all but the last micro-batch, so that overlapped gradients are reduced once.
+        # Megatron enters it for all but the last micro-batch, so that overlapped gradients are reduced once.
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
-        """Bring what `memory.offload` moved to the host back to the device for a phase, of updates if `training`."""
+        """Bring the offloaded weights back to the device for a phase, and with `training` the optimizer too."""
         with self.offload.present(training):
             yield
-            if self.offload.moves_weights:  # a gather that is still running would write to memory that is gone
+            if self.offload.moves_weights:  # a gather that is still running would write to freed memory
                 self.gather_weights()
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
@@ -236,9 +252,9 @@ class Role:
         """Run a plan's only mini-batch without gradients; returns the outputs of this data-parallel rank's sequences, name
         -> sample -> fp32 [own tokens], and the shapes that ran.
 
-        Only the last pipeline stage has outputs. Without `adapted` the base model runs, its adapters switched off.
+        Only the last pipeline stage has outputs. Without `adapted` the adapters are off and the base model runs.
         """
-        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are offloaded: enter present()"
         for model in self.models:
             model.eval()
         with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
@@ -253,29 +269,30 @@ class Role:
         samples = [sample for micro, _ in stored for sample in micro.samples]
         lengths = [length for micro, _ in stored for length in micro.own_lengths]
         for name in stored[0][1] if stored else ():
-            flat = torch.cat([outputs[name] for _, outputs in stored]).float().cpu()  # the host waits here alone
+            flat = torch.cat([outputs[name] for _, outputs in stored]).float().cpu()  # the only wait of the host
             results[name] = dict(zip(samples, flat.split(lengths), strict=True))
         return results, executed
 
     def update(self, batch: Batch, mini_batch: MiniBatch, objective: Objective) -> Update:
-        """Take one optimizer step on a mini-batch, or none where a loss or the gradient is not finite. Raises RuntimeError
+        """Take one optimizer step on a mini-batch, or none if a loss or the gradient is not finite. Raises RuntimeError
         after MAX_SKIPPED_UPDATES updates in a row without a step."""
         assert self.optimizer is not None and self._backward is not None, f"the {self.role} has no optimizer"
-        assert self.offload.is_present(training=True), f"the {self.role}'s optimizer is away: enter present(training=True)"
+        assert self.offload.is_present(training=True), (
+            f"the {self.role}'s optimizer is offloaded: enter present(training=True)"
+        )
         with self.place.active():
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._backward.start()
-            stored, executed = self._run(
-                batch,
-                mini_batch,
-                partial(self._judge, objective),
-                forward_only=False,
-                replay=self.router_replay,
-            )
-            learning_rate = self.scheduler.get_lr({})  # a rank without trainable weights knows it too
+
+            def finish(micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
+                loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
+                return loss, ((micro.samples, loss.detach()), sums)
+
+            stored, executed = self._run(batch, mini_batch, finish, forward_only=False, replay=self.router_replay)
+            learning_rate = self.scheduler.get_lr({})  # also on a rank without trainable weights
             with span("optimizer"):
                 succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
         self._weights_to_gather = True
@@ -285,12 +302,12 @@ class Role:
                 f"the {self.role}'s gradients overflowed, at a loss scale of {float(self.optimizer.get_loss_scale()):g}; "
                 "use trainer.precision: bf16"
             )
-            raise RuntimeError(f"{MAX_SKIPPED_UPDATES} updates in a row were skipped; in the last one {refused or overflow}")
+            raise RuntimeError(f"{MAX_SKIPPED_UPDATES} updates in a row were skipped; in the last {refused or overflow}")
         if succeeded:
             self.scheduler.step(1)
         sums: dict[str, float] = {}
         named = [(name, value) for _, part in stored for name, value in part.items()]
-        values = torch.stack([value for _, value in named]).tolist() if named else []  # the host waits here alone
+        values = torch.stack([value for _, value in named]).tolist() if named else []  # the only wait of the host
         for (name, _), value in zip(named, values, strict=True):
             merged = (sums[name], value) if name in sums else (value,)
             sums[name] = max(merged) if name.endswith("_max") else sum(merged)
@@ -298,7 +315,7 @@ class Role:
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
     def take_weights(self, other: Role) -> None:
-        """Copy the weights of another role of the same model under the same layout; each rank copies its shards."""
+        """Copy this rank's shards from another role of the same model under the same layout."""
         for target, source in zip(self.models, other.models, strict=True):
             weights, sources = dict(target.named_parameters()), dict(source.named_parameters())
             assert weights.keys() == sources.keys(), (
@@ -309,18 +326,14 @@ class Role:
                     weight.copy_(sources[name])
 
     def skip_updates(self, count: int) -> None:
-        """Advance the learning rate past `count` updates of the plan that are not taken: it is a function of the step."""
+        """Advance the learning rate past `count` planned updates that an early stop skips."""
         with self.place.active():
             self.scheduler.step(count)
 
-    def _judge(self, objective: Objective, micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
-        loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
-        return loss, ((micro.samples, loss.detach()), sums)
-
     def _step_optimizer(self, losses: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[bool, float, str | None]:
         """Step, unless a loss or gradient is not finite in a way that no loss scale repairs. Returns whether the optimizer
-        stepped, the gradient norm, and why it did not step; the same on every rank."""
-        # Before the gradients: a loss scale would come down in vain.
+        stepped, the gradient norm, and why it refused to step; the same on every rank."""
+        # Losses first: lowering the loss scale would not repair one.
         refused = name_ranks(non_finite_loss(losses))
         if refused is not None:
             return False, 0.0, refused
@@ -330,7 +343,8 @@ class Role:
             assert self._backward is not None, "made with the optimizer"
             gradients = (
                 (name, weight.main_grad)
-                for name, weight in self._named_parameters()
+                for model in self.models
+                for name, weight in model.named_parameters()
                 if weight.requires_grad and hasattr(weight, "main_grad")
             )
             refused = f"gradients are not finite: {name_ranks(non_finite_tensors(gradients)) or 'their norm overflows'}"
@@ -338,15 +352,10 @@ class Role:
             return False, 0.0, refused if samples is None else f"{refused}; since {samples}"
         return succeeded, float(grad_norm) if succeeded else 0.0, None
 
-    def _named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Parameters by Megatron's names in a chunk."""
-        for model in self.models:
-            yield from model.named_parameters()
-
     def broken_weights(self) -> str | None:
-        """Which ranks hold weights that are NaN or infinite; None where all weights are finite. Collective."""
-        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
-        return name_ranks(non_finite_tensors(self._named_parameters()))
+        """Name the ranks that hold NaN or infinite weights; None if all weights are finite. Collective."""
+        assert self.offload.is_present(), f"the {self.role}'s weights are offloaded: enter present()"
+        return name_ranks(non_finite_tensors(named for model in self.models for named in model.named_parameters()))
 
     def _run(
         self,
@@ -358,8 +367,8 @@ class Role:
     ) -> tuple[list[Any], Executed]:
         """Drive megatron-core's pipeline schedule over this rank's micro-batches.
 
-        Returns what `finish(micro_batch, output)` returned (on the last stage), and the shapes that went through the model,
-        in the order in which they ran. In training `finish` returns a loss and what is to be stored.
+        Returns the results of `finish(micro_batch, output)` (on the last stage), and the shapes that ran, in order. In
+        training `finish` returns a loss and the result.
         """
         place = self.place
         ends_alone, choices = self.role == "reward_model", None if replay is None else replay.choices
@@ -371,17 +380,17 @@ class Role:
         ran: list[PackedMicroBatch] = []
         stored = get_forward_backward_func()(
             forward_step_func=partial(self._step, finish, ran, len(packed)),
-            data_iterator=[iter(packed) for _ in self.chunks],  # each chunk runs all of them
+            data_iterator=[iter(packed) for _ in self.chunks],  # each chunk runs all micro-batches
             model=self.chunks,
             num_microbatches=len(packed),
-            seq_length=packed[0].num_slots,  # read only without a pipeline: shapes travel with the tensors
+            seq_length=packed[0].num_slots,  # read only without a pipeline; stages send shapes with the tensors
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         if replay is not None:
             replay.finish()
-        # Read off the tensors that ran, not off the plan.
+        # From the tensors that ran, not from the plan.
         executed = Executed(
             sequences=tuple(micro.num_sequences for micro in ran),
             tokens=tuple(micro.num_tokens for micro in ran),
@@ -397,7 +406,7 @@ class Role:
         micro_batches: Iterator[PackedMicroBatch],
         model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
-        """One micro-batch through a chunk of this stage: its output, and what megatron-core does with it on the last one."""
+        """Run a micro-batch through a chunk; returns its output and the function that Megatron applies on the last stage."""
         micro = next(micro_batches)
         self.models[-1].head_positions = micro.head_positions  # no other chunk has a head
         packing = self._packing(micro)
@@ -409,7 +418,7 @@ class Role:
         offload = self.activations if self.activations is not None and torch.is_grad_enabled() else None
         with nullcontext() if offload is None else offload.forward():
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packing)
-        if model is self.chunks[-1]:  # then it has been through the whole stage
+        if model is self.chunks[-1]:  # the whole stage has run
             ran.append(micro)
         if self._backward is not None:
             self._backward.watch(output)
@@ -418,18 +427,18 @@ class Role:
             if non_loss_data:  # forward only
                 return finish(micro, output)
             loss, sums = finish(micro, output)
-            # Megatron divides a loss by the number of micro-batches and averages gradients over data-parallel ranks;
-            # the objective's weights already are those of the whole mini-batch, so both are undone here. It averages over
-            # context ranks too, and undoes that itself.
+            # Megatron divides a loss by the number of micro-batches and averages gradients over data-parallel ranks. The
+            # objective's weights already are those of the whole mini-batch, so both are undone here. Megatron itself undoes
+            # its average over context ranks.
             return loss * (num_micro_batches * self.place.layout.data), sums
 
         return output, last
 
     def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
-        """Describe a micro-batch as the attention of this role's layers expects."""
+        """Describe a micro-batch for the attention of this role's layers."""
         if micro.continues and not self._has_own_attention:
             raise ValueError(
-                f"the {self.role}'s layers are Transformer Engine's, whose attention knows no shared prompt; set "
+                f"the {self.role} uses Transformer Engine's attention, which supports no shared prompts; set "
                 "phases.*.share_prompts to false"
             )
         if self._has_own_attention:
@@ -439,72 +448,64 @@ class Role:
         return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     def gather_weights(self) -> None:
-        """Make all weights current; call this before weights are read outside a forward pass. Under `overlap_parameters`
-        the next forward pass would gather what other data-parallel ranks updated. Collective."""
+        """Finish the gathers that `overlap_parameters` leaves to the next forward pass; call this before reading weights
+        outside of one. Collective."""
         for chunk in self.chunks if self._weights_to_gather else ():
             gather_all(chunk)
         self._weights_to_gather = False
 
     def _outputs(self, micro: PackedMicroBatch, output: Tensor, entropy: bool) -> Outputs:
-        # output [this context rank's own tokens, 1, hidden] or, of a critic, [1, this context rank's own tokens, 1]
+        # output [this context rank's own tokens, 1, hidden], or [1, this context rank's own tokens, 1] of a scalar role
         if self.role in SCALAR_ROLES:
-            own = {SCALAR_ROLES[self.role]: output.float().flatten()}
+            local = {SCALAR_ROLES[self.role]: output.float().flatten()}
         else:
             weight = self.models[-1].head_weight
-            if self.optimizer is not None:  # no module is called that would wait for it
+            if self.optimizer is not None:  # the head is no module whose hook would wait for the gather
                 finish_gather(self.chunks[-1], weight)
-            own = self.head(output.squeeze(1), weight, micro.targets[micro.heads], entropy)
-        return {name: over_context(part, micro, self.place) for name, part in own.items()}
+            local = self.head(output.squeeze(1), weight, micro.targets[micro.heads], entropy)
+        return {name: over_context(rows, micro, self.place) for name, rows in local.items()}
 
     def shards(self) -> Mapping[str, Tensor]:
         """This rank's weights by local name, adapters merged in, for the weight sync and the export. Collective under
         overlap_parameters."""
-        assert self.offload.is_present(), f"the {self.role}'s weights are away: enter present()"
+        assert self.offload.is_present(), f"the {self.role}'s weights are offloaded: enter present()"
         self.gather_weights()
         shards = merged_shards(self.models, self.place.layout)
-        # Offloaded weights must not be moved to shared memory, which cannot be offloaded; the proxy prevents that.
+        # The proxy keeps the sync from moving offloaded weights to shared memory, which cannot be offloaded.
         return MappingProxyType(shards) if isinstance(shards, dict) and self.offload.moves_weights else shards
 
 
-def over_context(own: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
-    """Combine the rows of the tokens that each context rank predicts into the rows of all tokens, on every context rank.
+def over_context(local: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:
+    """Combine the rows that each context rank predicts into the rows of all own tokens, on every context rank.
 
     Each rank computes the whole loss from them, so that the gradient of its rows is complete and must not be summed.
     """
-    # own [tokens that this context rank predicts, ...]
+    # local [own tokens that this context rank predicts, ...]
     if place.layout.context == 1:
-        return own
-    everyone = own.new_zeros(len(micro.targets), *own.shape[1:]).index_copy(0, micro.heads, own)
-    return reduce_from_tensor_model_parallel_region(everyone, group=place.context_group)
-
-
-def _initialise_value_head(weight: Tensor, shape: ModelShape, seed: int) -> None:
-    """The same small head on every rank and under every layout: values start near 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        weight.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
+        return local
+    rows = local.new_zeros(len(micro.targets), *local.shape[1:]).index_copy(0, micro.heads, local)
+    return reduce_from_tensor_model_parallel_region(rows, group=place.context_group)
 
 
 def share_results(
     results: dict[int, Tensor], mini_batch: MiniBatch, batch: Batch, place: Place, one_each: bool = False
 ) -> list[Tensor]:
-    """Broadcast the results of each data-parallel rank; returns those of every sequence, in sample order, on every rank.
+    """Broadcast the results of each data-parallel rank; returns the results of every sequence, in sample order.
 
-    Results are per token, or one for each sequence if `one_each`. By sample they reach roles of any layout; `place` belongs
-    to the role that made them.
+    Results are per token, or one per sequence if `one_each`. `place` belongs to the role that computed them. Collective.
     """
     ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
-        own = [sample for micro in micro_batches for sample in micro.samples]
-        lengths = [1 if one_each else int(batch.own_lengths[sample]) for sample in own]
+        samples = [sample for micro in micro_batches for sample in micro.samples]
+        lengths = [1 if one_each else int(batch.own_lengths[sample]) for sample in samples]
         source = place.source_of(data_rank)
         if place.rank == source:
-            flat = torch.cat([results[sample] for sample in own]).to(place.device)
+            flat = torch.cat([results[sample] for sample in samples]).to(place.device)
         else:
             flat = torch.empty(sum(lengths), dtype=torch.float32, device=place.device)
         with span("wait_ranks"):
             dist.broadcast(flat, src=source)
-            host = flat.cpu()  # on a GPU the host waits for it here
+            host = flat.cpu()  # here the host waits for a GPU
         ordered += host.split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
     return [by_sample[sample] for sample in range(len(batch.own_lengths))]

@@ -1,20 +1,18 @@
-"""Routers that send tokens where the rollout engine sent them.
+"""Router replay: routers send tokens to the experts that the rollout engine chose.
 
-A token near the border between two experts may go to one in the engine and to the other in the trainer, and its
-log-probability then jumps. Here the choice is the engine's; what each chosen expert counts for is still computed from the
-trainer's scores, and its gradient reaches the router.
+Otherwise a token near the border between two experts may go to different experts in engine and trainer, and its
+log-probability jumps. The experts' weights are still computed from the trainer's scores, so that the router has gradients.
 
-A router asks the object in its `router_replay` for the chosen experts. megatron-core's own (0.16 and 0.19) keeps all routers
-of a process in one list, whatever their role, and must be told whether a pass is a forward pass or recomputation. Here each
-router keeps what it replayed without gradients until recomputation asks again: the backward passes of a chunk come in the
-order of its forward passes, under every pipeline schedule.
+A router asks the object in its `router_replay` for the chosen experts. megatron-core's own object (0.16 and 0.19) keeps the
+routers of all roles in one list, and must be told whether a pass is recomputation. Here each router keeps the choices of a
+pass without gradients until recomputation asks again: the backward passes of a chunk come in the order of its forward passes
+under every pipeline schedule.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +29,14 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class _Router:
-    """What one router chooses by. `column` is its layer's number among those with experts; `counts` are fp64 sums that all
-    routers of the role share: tokens, tokens replayed, and of these the ones that the router would have sent elsewhere."""
+    """Chooses the experts of one router. `column` is its layer's number among the layers with experts; `counts` are fp64
+    sums that all routers of the role share: tokens, replayed tokens, and replayed tokens that the router would have sent to
+    other experts."""
 
     def __init__(self, column: int, counts: Tensor) -> None:
         self.column, self.counts = column, counts
         self.expected: Tensor | None = None  # [rows, experts a token], for the next forward pass
-        self.again: deque[Tensor] = deque()  # of micro-batches whose layer will be recomputed
+        self.again: deque[Tensor] = deque()  # choices of micro-batches whose layer will be recomputed
 
     def get_replay_topk(
         self,
@@ -47,46 +46,46 @@ class _Router:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the chosen experts; the name and the arguments are megatron-core's."""
+        """Return scores and numbers of the chosen experts; megatron-core calls this."""
         # scores [rows, experts] -> [rows, experts a token], twice
         assert default_compute_topk is not None
         if self.expected is None and not self.again:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         with torch.no_grad():
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        recorded = self._take(own)
-        chosen = torch.where(recorded >= 0, recorded, own)
+            _, default = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        recorded = self._take(default)
+        chosen = torch.where(recorded >= 0, recorded, default)
         return scores.gather(1, chosen), chosen
 
     def expect(self, routing: Tensor, recomputed: bool) -> None:
         """Replay `routing` [rows, experts a token] in the next forward pass, which takes gradients if `recomputed`."""
         self.expected, self.recomputed = routing, recomputed
 
-    def _take(self, own: Tensor) -> Tensor:
-        """What this pass replays. A training pass without gradients is one whose layer runs again in the backward pass."""
+    def _take(self, default: Tensor) -> Tensor:
+        """Return the choices to replay. A training pass without gradients runs again in the backward pass."""
         if self.expected is None:
             return self.again.popleft()
         recorded, self.expected = self.expected.long(), None
         if self.recomputed and not torch.is_grad_enabled():
             self.again.append(recorded)
-        assert recorded.shape == own.shape, f"routing {tuple(recorded.shape)}, router {tuple(own.shape)}"
+        assert recorded.shape == default.shape, f"routing {tuple(recorded.shape)}, router {tuple(default.shape)}"
         first = recorded[:, 0]
-        other = (recorded.sort(1).values != own.sort(1).values).any(1) & (first >= 0)
+        other = (recorded.sort(1).values != default.sort(1).values).any(1) & (first >= 0)
         self.counts += torch.stack([(first != PADDING).sum(), (first >= 0).sum(), other.sum()])
         return recorded
 
 
 class RouterReplay:
-    """The routers of a role's stage. `models` are its chunks.
+    """The routers of a role's stage, whose chunks are `models`.
 
-    Memory: a micro-batch's choices, 8 bytes a token, layer and chosen expert until its pass is over (until its backward pass
-    under recomputation); activations are thousands of bytes a token and layer.
+    It holds a micro-batch's choices, 8 bytes per token, layer and chosen expert, until the end of its forward pass (or its
+    backward pass under recomputation).
     """
 
     def __init__(self, models: Sequence[nn.Module], shape: ModelShape, place: Place) -> None:
-        assert shape.experts is not None, "the recipe's rules refuse it for a model without experts"
+        assert shape.experts is not None, "the recipe refuses router replay for a model without experts"
         layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
-        # Layers with experts, and experts a token: how `pack` lays the choices out.
+        # Layers with experts, and experts a token, for `pack`.
         self.choices = (len(layers), shape.experts.per_token)
         self._place = place
         self._counts = torch.zeros(3, dtype=torch.float64, device=place.device)
@@ -102,7 +101,7 @@ class RouterReplay:
     def expect(self, chunk: int, routing: Tensor) -> None:
         """Replay a micro-batch's `routing` [own slots, layers with experts, experts a token] in the chunk's next pass."""
         layout = self._place.layout
-        if layout.sequence_parallel:  # a router sees this tensor rank's slots alone
+        if layout.sequence_parallel:  # a router sees only this tensor rank's slots
             routing = routing.chunk(layout.tensor)[self._place.tensor_rank]
         training, routers = torch.is_grad_enabled(), self._chunks[chunk]
         # One transfer for all layers of the chunk: [layers, own slots, experts a token].
@@ -112,15 +111,15 @@ class RouterReplay:
             router.expect(chosen, training)
 
     def finish(self) -> None:
-        """To be called behind a pipeline run: nothing is left for the next one."""
+        """Clear what a pipeline run has left."""
         for router in (router for chunk in self._chunks for router in chunk):
             assert router.expected is None, f"layer {router.column} did not replay its last choices"
-            router.again.clear()  # of a layer whose gradient nobody needed
+            router.again.clear()  # a layer without a gradient was not recomputed
 
-    def take_figures(self) -> dict[str, Any]:
-        """Since the last call, over all tokens and layers: the share that was replayed, and of it the share where the
+    def take_metrics(self) -> dict[str, float]:
+        """Return, over all tokens and layers since the last call, the replayed share, and the share of it where the
         trainer's router would have chosen other experts. Collective over all ranks."""
-        # Tensor ranks without sequence parallelism count the same tokens, each of them as often: shares stay.
+        # Tensor ranks without sequence parallelism all count the same tokens, which changes no share.
         dist.all_reduce(self._counts)
         tokens, replayed, other = self._counts.tolist()
         self._counts.zero_()

@@ -1,4 +1,4 @@
-"""The metrics of a phase that a role ran: planned and executed shapes, losses and norms."""
+"""The metrics of a role's phase: planned and executed shapes, losses and norms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def schedule_metrics(
 ) -> dict[str, float]:
     """Return the planned and executed shapes of one phase, and the quality of its plan.
 
-    `ranks` holds what each data-parallel rank executed, a mini-batch at a time. Counts of micro-batches are one rank's (the
-    same on all), tokens and slots are summed over the data-parallel ranks.
+    `ranks` holds what each data-parallel rank executed, by mini-batch. Micro-batches are counted on one rank (all have as
+    many); tokens and slots are summed over the data-parallel ranks.
     """
     planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
     executed = [shapes for rank in ranks for shapes in rank]
@@ -39,9 +39,10 @@ def schedule_metrics(
 
 
 def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
-    """Return losses and norms as means over the updates of a phase, and everything else per token. Updates
-    that were refused count for none of them: they have no losses. Where all tokens of the others are masked nothing was
-    measured but the norms: no figure says 0, and a KL of 0 would steer `algorithm.kl.adaptive`."""
+    """Return losses and norms as means over the updates of a phase, and everything else per token. Collective.
+
+    Refused updates have no losses and do not count. If all tokens of the others are masked only the norms are returned: a
+    KL of 0 would steer `algorithm.kl.adaptive`."""
     counts: dict[str, float] = {
         f"{role}/skipped_updates": sum(update.skipped for update in updates),
         f"{role}/learning_rate": updates[-1].learning_rate,
@@ -62,15 +63,15 @@ def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Plac
         return metrics
     metrics[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
     if plan.phase == "actor_update":
-        # Against the log-probabilities before any update: the sampled tokens' under the weights that sampled them.
-        metrics["mismatch/logprob_max"] = max(one["mismatch_max"] for one in largest)
+        # The trainer's log-probabilities before any update, compared with the engine's.
+        metrics["mismatch/logprob_max"] = max(sums["mismatch_max"] for sums in largest)
         metrics["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
         if "mismatch_weight_sum" in total:
-            metrics["mismatch/weight_max"] = max(one["mismatch_weight_max"] for one in largest)
+            metrics["mismatch/weight_max"] = max(sums["mismatch_weight_max"] for sums in largest)
             metrics["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens
             metrics["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
         total.pop("ratio_drift_sum")
-        # Of the first update alone: behind it the ratio differs from 1 because the policy learns.
+        # Only of the first update: later the ratio differs from 1 because the policy learns.
         if first_counts and per_update[0]["tokens"]:
             metrics["actor/ratio_drift_max"] = largest[0]["ratio_drift_max"]
             metrics["actor/ratio_drift_mean"] = per_update[0]["ratio_drift_sum"] / per_update[0]["tokens"]

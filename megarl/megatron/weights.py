@@ -1,4 +1,4 @@
-"""Load a rank's Megatron shards from a Hugging Face directory; it reads its boxes, and holds them and one tensor more."""
+"""Load a rank's Megatron shards from a Hugging Face directory, reading only its boxes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def load_shards(
 ) -> None:
     """Fill this rank's parameters.
 
-    Padding rows become zero; a parameter that no segment covers must be filled by the caller (a value head). Raises
-    ValueError for a checkpoint that is not the one of `shape`, before anything is read of it.
+    Padding rows become zero; the caller fills parameters that no segment covers (a value head). Raises ValueError for a
+    checkpoint that does not fit `shape`, before reading any tensor.
     """
     stored = check_weights(directory, shape, critic)
     by_file: dict[Path, list[Segment]] = defaultdict(list)
@@ -34,21 +34,19 @@ def load_shards(
     with torch.no_grad():
         for parameter in shards.values():
             parameter.zero_()
-        for file, wanted in by_file.items():
+        for file, in_file in by_file.items():
             with safe_open(file, "pt") as handle:
-                for segment in wanted:
-                    box(shards[segment.parameter], segment).copy_(_read(handle, segment))
-
-
-def _read(handle: safe_open, segment: Segment) -> Tensor:
-    source = handle.get_slice(segment.name)
-    if len(source.get_shape()) == 1:
-        return source[segment.row0 : segment.row1].unsqueeze(1)
-    return source[segment.row0 : segment.row1, segment.col0 : segment.col1]
+                for segment in in_file:
+                    source, rows = handle.get_slice(segment.name), slice(segment.row0, segment.row1)
+                    is_vector = len(source.get_shape()) == 1
+                    # No name for the content, so that one tensor is held at a time.
+                    box(shards[segment.parameter], segment).copy_(
+                        source[rows].unsqueeze(1) if is_vector else source[rows, segment.col0 : segment.col1]
+                    )
 
 
 def box(parameter: Tensor, segment: Segment) -> Tensor:
-    """The view [rows, columns] of a local parameter that a segment names; a vector is a column."""
+    """Return the view [rows, columns] of a local parameter that a segment names; a vector is a column."""
     matrix = parameter.detach()
     matrix = matrix.unsqueeze(1) if matrix.dim() == 1 else matrix
     rows, columns = segment.row1 - segment.row0, segment.col1 - segment.col0
@@ -61,7 +59,7 @@ def load_score_head(weight: Tensor, directory: str | Path) -> None:
     if stored is None:
         raise ValueError(f"{directory}: the checkpoint has no tensor {SCORE!r}; a reward model is a sequence classifier")
     if stored.shape != tuple(weight.shape):
-        found, expected = (" x ".join(map(str, shape)) for shape in (stored.shape, weight.shape))
-        raise ValueError(f"{stored.file}: {SCORE} is {found}, expected {expected}: one label")
+        actual, expected = (" x ".join(map(str, shape)) for shape in (stored.shape, weight.shape))
+        raise ValueError(f"{stored.file}: {SCORE} is {actual}, expected {expected}: one label")
     with torch.no_grad(), safe_open(stored.file, "pt") as handle:
         weight.copy_(handle.get_tensor(SCORE))

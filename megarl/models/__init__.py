@@ -1,11 +1,11 @@
-"""The model families: what a Hugging Face `config.json` says of a decoder, and where each of its weights is held.
+"""The model families: how to read a decoder's `config.json`, and where each of its weights is held. No torch.
 
-Pure functions, no torch. A family is a file with a `FAMILY`, and a name in the list below.
+A family is a file with a `FAMILY`, listed below.
 """
 
 from megarl.models import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models.shape import Experts, LatentAttention, ModelShape
-from megarl.models.table import Family, Held, Weight
+from megarl.models.weight_table import Family, Held, Weight
 
 # By `model_type`.
 FAMILIES: dict[str, Family] = {

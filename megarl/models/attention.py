@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: one call of a varlen kernel where the device has one, else a call a sequence."""
+"""Causal attention over packed sequences: one call of a varlen kernel if the device has one, else one per sequence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  
 class Parts:
     """Which keys the queries of a micro-batch see, on the host.
 
-    A part is a run of this rank's rows that belong to one sequence. Its queries are the last rows of the keys that it sees.
-    `order` lists the pieces of all ranks' keys that each part sees; it is empty where each part sees its own rows alone.
+    A part is a run of this rank's rows of one sequence. Its queries are the last rows of the keys that it sees. `order`
+    lists the pieces of all ranks' keys that each part sees; it is empty if each part sees only its own rows.
     """
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
-    pieces: tuple[int, ...] = ()  # lengths into which the keys are cut
+    pieces: tuple[int, ...] = ()  # lengths of the pieces of the keys
     order: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -42,10 +42,10 @@ class Parts:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """What megarl's own attention is told of a micro-batch.
+    """A micro-batch as megarl's own attention needs it.
 
-    megatron-core is told no bounds (`cu_seqlens_q`): its rotation would loop over the sequences in Python, twice a layer.
-    Without bounds it rotates all rows at once, by the angle that each token has of its own (`DecoderModel._preprocess`).
+    There are no bounds (`cu_seqlens_q`), for which megatron-core's rotation would loop over the sequences in Python. Without
+    them it rotates all rows at once, by the angle of each token (`DecoderModel._preprocess`).
     """
 
     parts: Parts | None = None
@@ -53,24 +53,23 @@ class Packing(PackedSeqParams):
     key_bounds: Tensor | None = None  # [parts + 1] int32
 
     def __post_init__(self) -> None:
-        # megatron-core makes a table of this many angles; the tokens' own take its place.
+        # megatron-core makes a table of this many angles, which nothing reads.
         self.qkv_format, self.max_seqlen_q, self.max_seqlen_kv = "thd", 1, 1
 
 
-# Queries that share one mask. More of them cost memory, fewer cost calls.
+# Queries that share one mask: a larger block costs memory, a smaller one calls.
 BLOCK = 256
 
 
 class PackedAttention(nn.Module):
     """Causal attention over sequences laid end to end.
 
-    Each sequence attends to itself only, so the cost is the sum of the squared lengths, not the square of the sum; in a
-    layer with a window it is the sum of length x (window + `BLOCK`). `windows` are those of all layers of the model: how
-    many of the last tokens each token sees, itself included; 0 for all. Values may be narrower than queries and keys.
+    The cost is the sum of the squared lengths, or of length x (window + `BLOCK`) in a layer with a window. `windows` has the
+    window of each layer of the model: how many of the last tokens a token sees, itself included; 0 for all. Values may be
+    narrower than queries and keys.
 
-    Under context parallelism a rank has two chunks of each sequence, its own from the front and its own from the back, so
-    that every rank has the same work under a causal mask. Keys and values of all ranks are gathered, and their gradient is
-    summed and scattered.
+    Under context parallelism a rank has two chunks of each sequence, one from the front and one from the back, so that all
+    ranks have the same work. Keys and values of all ranks are gathered, and their gradient is summed and scattered.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class PackedAttention(nn.Module):
         assert isinstance(packing, Packing) and packing.parts is not None, "every micro-batch of megarl is packed"
         parts, value_dim = packing.parts, value.shape[-1]
         if value_dim < query.shape[-1]:
-            # Kernels that work in blocks want one width; any other would write out the square of each sequence.
+            # Block-wise kernels need one width; others would store the square of each sequence.
             value = F.pad(value, (0, query.shape[-1] - value_dim))
         if self.context_group.size() > 1:
             key, value = (
@@ -116,7 +115,7 @@ class PackedAttention(nn.Module):
             )
         attend = platform.current.varlen_attention(query.dtype, query.shape[-1])
         if attend is None:
-            # Not slice by slice: each slice's backward pass would write zeros for all other tokens of the micro-batch.
+            # split, since the backward pass of a slice would write zeros for all other tokens of the micro-batch.
             queries, keys, values = query.split(parts.query_lengths), _seen(key, parts), _seen(value, parts)
             output = torch.cat([self._attend(*rows) for rows in zip(queries, keys, values, strict=True)])
         else:
@@ -138,13 +137,13 @@ class PackedAttention(nn.Module):
         return output[..., :value_dim].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries [rows, heads, head_dim] of the last rows of one sequence, whose keys and values are given."""
+        """Attend with the queries [rows, heads, head_dim] of a sequence's last rows to its keys and values."""
         rows, length = len(query), len(key)
         blocks, first = [], 0
-        # Not is_causal for the last rows of a sequence: torch aligns that mask to the first key.
+        # torch aligns its causal mask to the first key, so it fits only if the queries are all rows.
         if rows == length:
             first = min(rows, self.window or rows)
-            if first == rows:  # whole: a slice's backward pass would copy
+            if first == rows:  # without a slice, whose backward pass would copy
                 return self._product(query, key, value, is_causal=True)
             blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
         for start_row in range(first, rows, BLOCK):
@@ -165,13 +164,13 @@ class PackedAttention(nn.Module):
 
 
 def _pieces(rows: Tensor, parts: Parts) -> list[Tensor]:
-    """The pieces of keys or values that the parts see, part by part."""
+    """Return the pieces of keys or values that the parts see, part by part."""
     pieces = rows.split(parts.pieces)
     return [pieces[number] for seen in parts.order for number in seen]
 
 
 def _seen(rows: Tensor, parts: Parts) -> Sequence[Tensor]:
-    """The keys or values that each part sees."""
+    """Return the keys or values that each part sees."""
     if not parts.order:
         return rows.split(parts.key_lengths)
     pieces = rows.split(parts.pieces)
@@ -179,9 +178,9 @@ def _seen(rows: Tensor, parts: Parts) -> Sequence[Tensor]:
 
 
 def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, keys]: 0 where one of the last `rows` tokens sees a key, minus infinity elsewhere.
+    """Return [rows, keys]: 0 where one of the last `rows` tokens sees a key, -inf elsewhere.
 
-    A corner of one mask that all blocks, sequences and layers share: autograd keeps each block's mask, and so keeps one.
+    All blocks, sequences and layers share one mask, of which this is a corner: autograd keeps the mask of each block.
     """
     corner = _last_rows(window + BLOCK if window else 1 << (keys - 1).bit_length(), window, dtype, device)
     return corner[-rows:, -keys:]
@@ -189,7 +188,7 @@ def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: tor
 
 @lru_cache(maxsize=8)
 def _last_rows(keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What the last `BLOCK` of `keys` tokens see."""
+    """Return the mask of the last `BLOCK` of `keys` tokens."""
     token = torch.arange(keys - BLOCK, keys, device=device).unsqueeze(1)
     key = torch.arange(keys, device=device)
     seen = key <= token

@@ -1,4 +1,4 @@
-"""From a Hugging Face `config.json` to a ModelShape: what families read alike."""
+"""Read a Hugging Face `config.json` into a ModelShape: the parts that families share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.models.shape import Experts, ModelShape
 
 
 def refuse(config: Mapping[str, Any], origin: str, *keys: str) -> None:
-    """Raises ValueError for the first of these switches that is on."""
+    """Raise ValueError for the first of these keys that is set."""
     for key in keys:
         if config.get(key):
             shown = "true" if config[key] is True else repr(config[key])
@@ -18,14 +18,14 @@ def refuse(config: Mapping[str, Any], origin: str, *keys: str) -> None:
 
 
 def whole_number(config: Mapping[str, Any], origin: str, key: str, least: int = 1) -> int:
-    """A size. Raises ValueError where it is none, KeyError where it is not there."""
+    """Return a size. Raises ValueError for another value, KeyError if it is missing."""
     size = config[key]
     if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise ValueError(f"{origin}: {key} = {size!r} must be a whole number of at least {least}")
     return size
 
 
-# Keys that vLLM or transformers act on and megarl does not, with the value under which they change nothing.
+# Keys that vLLM or transformers read and megarl does not, with the value that changes nothing.
 _UNREAD = {
     "is_causal": True, "logit_scale": 1.0, "bias": False, "dual_chunk_attention_config": None,
     "shared_expert_intermediate_size": 0, "index_topk": None, "partial_rotary_factor": 1.0, "compression_config": None,
@@ -33,16 +33,16 @@ _UNREAD = {
 
 
 def _refuse_unread(config: Mapping[str, Any], origin: str, neutral: Mapping[str, Any]) -> None:
-    """Raises ValueError for a key by which the engines would sample from another model than the trainer's."""
+    """Raise ValueError for a key that would make the engines' model differ from the trainer's."""
     for key, value in neutral.items():
         if config.get(key) not in (None, value):
             raise ValueError(
-                f"{origin}: {key} = {config[key]!r} is not supported: vLLM acts on it, and the trainer does not; take a "
-                "model without it, or remove the key where its weights do not need it"
+                f"{origin}: {key} = {config[key]!r} is not supported: vLLM acts on it, and the trainer does not; use a "
+                "model without it, or remove the key if its weights do not need it"
             )
 
 
-# What each scaling of the rotary embedding must say, and what it may leave out.
+# The required keys and the defaults of each scaling of the rotary embedding.
 _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "linear": (("factor",), {}),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), {}),
@@ -51,8 +51,8 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 def read_rope(config: Mapping[str, Any], origin: str, scalings: Sequence[str]) -> tuple[float, tuple[tuple[str, Any], ...]]:
-    """(base, scaling) of the rotary embedding; the latter with its `rope_type`, one of `scalings`, or empty. transformers 5
-    writes rope_parameters, 4 wrote rope_theta and rope_scaling. Raises ValueError for another scaling."""
+    """Return base and scaling of the rotary embedding; the scaling includes its `rope_type`, or is empty. transformers 5
+    writes rope_parameters, 4 wrote rope_theta and rope_scaling. Raises ValueError for a scaling not in `scalings`."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and old != new:
         raise ValueError(
@@ -94,8 +94,8 @@ def read_decoder(
     scalings: Sequence[str] = ("llama3",),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelShape:
-    """What every family says in the same words. `defaults` is what transformers, and with it vLLM, assumes where config.json
-    lacks a key. Raises ValueError for what no family supports."""
+    """Read the keys that families share; `defaults` are transformers' (and vLLM's) values of missing keys. Raises ValueError
+    for features that no family supports."""
     config = {**defaults, **config}
     refuse(config, origin, "use_sliding_window", "mlp_bias")
     _refuse_unread(config, origin, _UNREAD | {"qk_norm": qk_norm})
@@ -140,7 +140,7 @@ def read_decoder(
 
 
 def read_expert_counts(config: Mapping[str, Any], origin: str, *keys: str) -> tuple[int, int]:
-    """(experts, experts of a token); `keys` are the names that the first may have, the usual one first."""
+    """Return the numbers of experts and of experts per token; `keys` are names of the former, the usual one first."""
     key = next((key for key in keys if key in config), keys[0])
     count, chosen = whole_number(config, origin, key), whole_number(config, origin, "num_experts_per_tok")
     if chosen > count:

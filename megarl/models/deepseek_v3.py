@@ -12,9 +12,20 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.config import read_decoder, read_expert_counts, whole_number
-from megarl.models.decoder_weights import experts, matrix, router, swiglu, whole
 from megarl.models.shape import Experts, LatentAttention, ModelShape
-from megarl.models.table import Columns, Family, Held, Replicated, Rows, Weight
+from megarl.models.weight_table import (
+    Columns,
+    Family,
+    Held,
+    Replicated,
+    Rows,
+    Weight,
+    experts,
+    matrix,
+    router,
+    swiglu,
+    whole,
+)
 
 # Of the norms inside attention Hugging Face's model takes this whatever rms_norm_eps says, vLLM's takes rms_norm_eps.
 _EPSILON = 1e-6

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.config import read_decoder, refuse, whole_number
-from megarl.models.decoder_weights import attention, swiglu, whole
 from megarl.models.shape import ModelShape
-from megarl.models.table import Family, Weight
+from megarl.models.weight_table import Family, Weight, attention, swiglu, whole
 
 # What transformers assumes where config.json says nothing.
 _PATTERN = 6  # every so many layers sees everything
@@ -23,8 +22,8 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
     if activation != "gelu_pytorch_tanh":
         raise ValueError(f"{origin}: hidden_activation = {activation!r} is not supported; gelu_pytorch_tanh is")
     everywhere, local_theta = _read_ropes(config, origin)
-    own = {"rope_parameters": everywhere, "rope_scaling": None, "sliding_window": None, "layer_types": None}
-    shape = read_decoder({**config, **own}, origin, scalings=("linear",), qk_norm=True, defaults=_DEFAULTS)
+    overrides = {"rope_parameters": everywhere, "rope_scaling": None, "sliding_window": None, "layer_types": None}
+    shape = read_decoder({**config, **overrides}, origin, scalings=("linear",), qk_norm=True, defaults=_DEFAULTS)
     scalar = config.get("query_pre_attn_scalar", 256)
     if not isinstance(scalar, int | float) or scalar <= 0:
         raise ValueError(f"{origin}: query_pre_attn_scalar = {scalar!r} must be a number above 0")

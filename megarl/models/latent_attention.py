@@ -22,13 +22,13 @@ from megatron.core.transformer.module import MegatronModule  # isort: skip
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # isort: skip
 
-# Of the norms inside, in DeepSeek's own model and in Hugging Face's, whatever rms_norm_eps says.
+# Epsilon of the inner norms in DeepSeek's and Hugging Face's models, independent of rms_norm_eps.
 EPSILON = 1e-6
 
 
 @dataclass
 class LatentAttentionSubmodules:
-    """What differs between the local spec and Transformer Engine's."""
+    """The modules that differ between the local spec and Transformer Engine's."""
 
     core_attention: ModuleSpec | type
     column_parallel_linear: ModuleSpec | type
@@ -37,10 +37,10 @@ class LatentAttentionSubmodules:
 
 
 class LatentSelfAttention(MegatronModule):
-    """Keys and values are made from one short vector a token, `latent`; so are queries where `query_rank` is set.
+    """Attention with keys and values from one short vector per token; also queries if `query_rank` is set.
 
-    Down-projections are replicated over the tensor group, up-projections cut by heads. The rotary part of the keys is one
-    for all heads.
+    Down-projections are replicated over the tensor group, up-projections sharded by heads. All heads share the rotary part
+    of the keys.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LatentSelfAttention(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, rotary_pos_emb: Tensor,
         packed_seq_params: Any, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        # hidden_states [tokens, 1, hidden], of sequence parallelism [tokens / tensor, 1, hidden]; the same comes back
+        # hidden_states and result [tokens, 1, hidden], under sequence parallelism [tokens / tensor, 1, hidden]
         config = self.config
         again = config.recompute_modules if self.training and config.recompute_granularity == "selective" else ()
         if "mla_up_proj" in again:
@@ -130,7 +130,7 @@ class LatentSelfAttention(MegatronModule):
         else:
             query, _ = self.linear_q_proj(hidden)
         compressed, rotary_key = self.linear_kv_down_proj(hidden).split([latent.key_value_rank, latent.rotary_dim], -1)
-        # Each tensor rank uses the rotary keys for its own heads: their gradient is summed over the ranks.
+        # Each tensor rank uses the rotary keys for its heads, so their gradient is summed over the ranks.
         if self.config.sequence_parallel:
             rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.groups.tp)
         else:
@@ -145,15 +145,14 @@ class LatentSelfAttention(MegatronModule):
         return torch.cat([plain_query, rotary_query], -1), torch.cat([plain_key, rotary_key], -1), value.contiguous()
 
     def _apart(self, part: Tensor) -> Tensor:
-        # part [tokens, heads, rotary_dim]. Pairs come out apart, in queries as in keys: their products are the same.
+        # part [tokens, heads, rotary_dim]. Queries and keys are reordered alike, which keeps their products.
         return torch.cat([part[..., 0::2], part[..., 1::2]], -1) if self.latent.interleaved else part
 
 
 def latent_attention(shape: ModelShape, parts: MLASelfAttentionSubmodules, norm: type) -> ModuleSpec:
-    """The self-attention of a layer, from the parts of megatron-core's latent attention and the class of its norms.
+    """Return the self-attention of a layer, from the parts of megatron-core's latent attention and the class of its norms.
 
-    Not megatron-core's MLASelfAttention: it cannot be built where Transformer Engine is absent (0.16.1: it asks whether its
-    output layer is one of Transformer Engine's, a class that is then None).
+    megatron-core's MLASelfAttention cannot be built without Transformer Engine (0.16.1).
     """
-    own = LatentAttentionSubmodules(parts.core_attention, parts.linear_q_up_proj, parts.linear_proj, norm)
-    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=own)
+    submodules = LatentAttentionSubmodules(parts.core_attention, parts.linear_q_up_proj, parts.linear_proj, norm)
+    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=submodules)

@@ -1,4 +1,4 @@
-"""The modules that megarl puts into megatron-core's layer specs: norms, replicated layers, and what Gemma 3 adds."""
+"""Modules that megarl puts into megatron-core's layer specs: norms, replicated layers, and Gemma 3's additions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 class RMSNorm(nn.Module):
     """Root-mean-square norm in fp32, output in the input's type (Zhang & Sennrich 2019, eq. 4).
 
-    megatron-core's own torch wrapper refuses sequence parallelism; this one marks its weight instead, so that
-    `finalize_model_grads` sums its gradient over the tensor group. Under `layernorm_zero_centered_gamma` the factor is
-    1 + weight, applied in fp32 (Gemma).
+    megatron-core's torch wrapper refuses sequence parallelism; this norm marks its weight, so that `finalize_model_grads`
+    sums its gradient over the tensor group. Under `layernorm_zero_centered_gamma` the factor is 1 + weight in fp32 (Gemma).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -47,8 +46,8 @@ class RMSNorm(nn.Module):
 class ReplicatedLinear(nn.Module):
     """A linear layer without bias that every tensor rank holds whole.
 
-    Under sequence parallelism each rank runs its own rows, so its weight is marked like a norm's; without it the gradient
-    that comes back must be whole on every rank.
+    Under sequence parallelism each rank runs its own rows, so the weight is marked like a norm's; otherwise the gradient is
+    whole on every rank.
     """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
@@ -62,9 +61,9 @@ class ReplicatedLinear(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """A critic's output layer: one value a token, replicated over the tensor group.
+    """A critic's output layer: one value per token, replicated over the tensor group.
 
-    Every tensor rank sees all rows, under sequence parallelism too: its gradient is whole and is not summed.
+    Every tensor rank sees all rows, also under sequence parallelism, so that its gradient is whole.
     """
 
     def __init__(self, config: Any) -> None:
@@ -77,20 +76,20 @@ class ValueHead(nn.Module):
 
 
 class SandwichLayer(TransformerLayer):
-    """A layer that norms what attention and the feed-forward network return, before the residual is added."""
+    """A layer that norms the outputs of attention and feed-forward network before the residual is added."""
 
     def __init__(self, config: Any, *args: Any, norm: type[nn.Module] = RMSNorm, **more: Any) -> None:
         super().__init__(config, *args, **more)
         sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_self_attn_layernorm = norm(config, **sizes)
         self.post_mlp_layernorm = norm(config, **sizes)
-        # The two places where megatron-core (0.16 and 0.19) adds the residual, whatever made the output.
+        # megatron-core (0.16 and 0.19) adds the residual in these two functions.
         self.self_attn_bda: Any = _normed(self.post_self_attn_layernorm, self.self_attn_bda)
         self.mlp_bda: Any = _normed(self.post_mlp_layernorm, self.mlp_bda)
 
 
 def _normed(norm: nn.Module, make_add: Callable[..., Any]) -> Callable[..., Any]:
-    """megatron-core's bias-dropout-add, with a norm before it."""
+    """Put a norm before megatron-core's bias-dropout-add."""
 
     def make(training: bool, fused: bool) -> Callable[..., Tensor]:
         add = make_add(training, fused)
@@ -106,7 +105,7 @@ def _normed(norm: nn.Module, make_add: Callable[..., Any]) -> Callable[..., Any]
 
 
 class WindowedSelfAttention(SelfAttention):
-    """Self-attention of a model whose layers with a window have a rotary base of their own."""
+    """Self-attention of a model whose layers with a window have another rotary base."""
 
     def __init__(self, *args: Any, windows: Sequence[int], layer_number: int, **more: Any) -> None:
         super().__init__(*args, layer_number=layer_number, **more)
@@ -119,11 +118,6 @@ class WindowedSelfAttention(SelfAttention):
 
 
 def scale_embedding(embedding: nn.Module, scale: float, dtype: torch.dtype) -> None:
-    """Multiply what the embedding returns. In its own type: rounded to bf16 the factor is another one, and the model was
-    trained with that."""
+    """Multiply the embedding's output by a factor that is rounded to its type, as in the model's training."""
     rounded = float(torch.tensor(scale, dtype=dtype))
-
-    def scaled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output * rounded
-
-    embedding.register_forward_hook(scaled)
+    embedding.register_forward_hook(lambda module, inputs, output: output * rounded)

@@ -1,7 +1,7 @@
-"""What a weight is: a box in checkpoint coordinates, held by a rank in a parameter.
+"""Segments (rectangles of checkpoint tensors that a rank holds), and the layouts of trainer and engines. No torch.
 
-Everything that moves weights (load from a Hugging Face directory, save to one, sync into vLLM) describes both of its
-ends as segments, so one declarative table a model family serves all three. No torch here: `megarl check` reads it too.
+Loading from a Hugging Face directory, saving to one and syncing into vLLM describe both of their ends as segments, so that
+one weight table per model family serves all three.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """Tokens of a sequence are padded to a multiple of this: context parallelism cuts each into 2 chunks a rank."""
+        """Tokens of a sequence are padded to a multiple of this: context parallelism divides it into 2 chunks per rank."""
         if self.context == 1:
             return 1
         return max(2, self.token_multiple) * self.context * (self.tensor if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Tokens of a micro-batch are padded to a multiple of this: sequence parallelism cuts it over the tensor group."""
+        """Tokens of a micro-batch are padded to a multiple of this: sequence parallelism splits it over the tensor group."""
         if self.token_multiple > 1:
             return self.token_multiple * self.context * (self.tensor if self.sequence_parallel else 1)
         return self.tensor * self.context if self.sequence_parallel else 1
@@ -112,8 +112,8 @@ class RolloutLayout:
 
     worker = tensor_rank + tensor * (pipeline_rank + pipeline * data_rank), vLLM's order of all data-parallel ranks.
 
-    Data-parallel ranks of an engine hold the same weights but for experts, whose rows are sharded over the tensor ranks of
-    all of them; with `expert_parallel` each of these workers holds whole experts instead.
+    Data-parallel ranks of an engine hold the same weights except experts, whose rows are sharded over the tensor ranks of
+    all data-parallel ranks; with `expert_parallel` each of these workers holds whole experts instead.
     """
 
     tensor: int = 1
@@ -127,7 +127,7 @@ class RolloutLayout:
 
     @property
     def cuts_tokens(self) -> bool:
-        """Each tensor rank runs a part of the tokens of a layer with experts, so that it holds shared experts whole."""
+        """Whether tensor ranks divide the tokens of a layer with experts, and so hold shared experts whole."""
         return self.expert_parallel and self.tensor > 1 and self.data > 1
 
     def worker(self, tensor_rank: int, pipeline_rank: int = 0, data_rank: int = 0) -> int:

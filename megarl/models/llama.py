@@ -1,8 +1,7 @@
 """Llama 2 and 3, and what has their form (SmolLM2, TinyLlama)."""
 
 from megarl.models.config import read_decoder
-from megarl.models.decoder_weights import llama_layer, swiglu
-from megarl.models.table import Family
+from megarl.models.weight_table import Family, llama_layer, swiglu
 
 FAMILY = Family(
     model_type="llama",

@@ -1,24 +1,24 @@
-"""Where a Megatron rank holds each checkpoint tensor, by the weight table of its family."""
+"""The segments of checkpoint tensors that each Megatron rank holds, from the family's weight table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megarl.models import FAMILIES, ModelShape, Weight
-from megarl.models.decoder_weights import MEGATRON_VOCABULARY, embedding, final_norm, head
 from megarl.models.layout import Layout, Segment
+from megarl.models.weight_table import MEGATRON_VOCABULARY, embedding, final_norm, head
 
 
 def padded_vocab(shape: ModelShape, tensor: int) -> int:
-    """Rows of Megatron's embedding over all tensor ranks."""
+    """Return the rows of Megatron's embedding over all tensor ranks."""
     return MEGATRON_VOCABULARY.padded(shape.vocab, tensor)
 
 
 def chunk_layers(shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int) -> range:
-    """Global layer numbers, from 0, of one model chunk of a pipeline stage.
+    """Return the global layer numbers, from 0, of a model chunk of a pipeline stage.
 
-    A virtual pipeline deals the layers round: chunk 0 of every stage, then chunk 1 of every stage (Narayanan et al. 2021,
-    sec. 2.2.2). Without one the stage is its only chunk. `layout.stages` gives uneven chunks, in that order.
+    Chunk 0 of every stage comes first, then chunk 1 of every stage (Narayanan et al. 2021, sec. 2.2.2). `layout.stages`
+    gives uneven chunks in that order.
     """
     position, chunks = chunk * layout.pipeline + pipeline_rank, layout.pipeline * layout.virtual_pipeline
     sizes = layout.stages or (shape.num_layers // chunks,) * chunks
@@ -27,22 +27,21 @@ def chunk_layers(shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: i
 
 
 def stage_layers(shape: ModelShape, layout: Layout, pipeline_rank: int) -> list[int]:
-    """Global layer numbers, from 0, of one pipeline stage, chunk by chunk."""
+    """Return the global layer numbers, from 0, of a pipeline stage, chunk by chunk."""
     chunks = range(layout.virtual_pipeline)
     return [layer for chunk in chunks for layer in chunk_layers(shape, layout, pipeline_rank, chunk)]
 
 
 def chunk_prefix(layout: Layout, chunk: int) -> str:
-    """What stands before a parameter's name in its chunk, so that names differ between the chunks of a stage."""
+    """Return the prefix that makes parameter names differ between the chunks of a stage."""
     return f"chunk{chunk}." if layout.virtual_pipeline > 1 else ""
 
 
 def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -> list[Segment]:
-    """Every box that every trainer rank holds; replicas included, padding rows left out.
+    """Return the segments of all trainer ranks, with replicas and without padding rows.
 
-    `critic=True` leaves out the language-model head: a value head takes its place and no checkpoint has it.
-    Parameter names are those of the rank's own `GPTModel`, where layers count from 0; under a virtual pipeline a stage has
-    one for each chunk, and `chunk_prefix` comes first.
+    `critic=True` leaves out the language-model head. Parameter names are those of the rank's `GPTModel`, where layers count
+    from 0, after the `chunk_prefix`.
     """
     return [
         segment
@@ -63,26 +62,18 @@ def rank_segments(
     critic: bool = False,
     context_rank: int = 0,
 ) -> Iterator[Segment]:
-    """The boxes of one rank; ranks that differ in data or context only hold the same."""
+    """Yield the segments of a rank; ranks that differ only in data or context hold the same."""
     rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
     for chunk in range(layout.virtual_pipeline):
         prefix = chunk_prefix(layout, chunk)
-        for segment in _chunk_segments(shape, layout, pipeline_rank, chunk, rank, critic):
-            yield segment._replace(parameter=prefix + segment.parameter)
-
-
-def _chunk_segments(
-    shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, rank: int, critic: bool
-) -> Iterator[Segment]:
-    """The boxes of one chunk, by the parameter names of its own model."""
-    for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-        yield from weight_segments(layout, rank, name_prefix, parameter_prefix, weight)
+        for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
+            yield from weight_segments(layout, rank, name_prefix, prefix + parameter_prefix, weight)
 
 
 def chunk_weights(
     shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, critic: bool
 ) -> Iterator[tuple[str, str, Weight]]:
-    """The table's rows that one chunk holds: what stands before the checkpoint's name and the parameter's, and the row."""
+    """Yield the rows of the table that a chunk holds, each after its prefixes of the checkpoint's and parameter's names."""
     first = pipeline_rank == 0 and chunk == 0
     last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
     for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):
@@ -98,7 +89,7 @@ def chunk_weights(
 
 
 def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Segment]:
-    """What a rank holds of one row of the table, with what stands before its two names."""
+    """Yield a rank's segments of a row of the table, with the prefixes of its two names."""
     parameter, sharding = weight.megatron
     if not weight.experts:
         t = layout.coordinates(rank)[0]
@@ -118,7 +109,7 @@ def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefi
 
 
 def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of every parameter of one rank, padding included; a vector has one column. Without a value head."""
+    """Return (rows, columns) of every parameter of a rank, with padding; a vector has one column. Without a value head."""
     _, pipeline_rank, _, _ = layout.coordinates(rank)
     sizes: dict[str, tuple[int, int]] = {}
     for chunk in range(layout.virtual_pipeline):
@@ -132,7 +123,7 @@ def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool =
 
 
 def checkpoint_sizes(shape: ModelShape, critic: bool = False) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of every checkpoint tensor that the model reads; a vector has one column."""
+    """Return (rows, columns) of every checkpoint tensor that the model reads; a vector has one column."""
     sizes: dict[str, tuple[int, int]] = {}
     for prefix, _, weight in chunk_weights(shape, Layout(), 0, 0, critic):
         for expert in range(max(1, weight.experts)):

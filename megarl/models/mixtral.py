@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.config import read_decoder, read_expert_counts, refuse, whole_number
-from megarl.models.decoder_weights import experts, llama_layer, router
 from megarl.models.shape import Experts, ModelShape
-from megarl.models.table import Family, Weight
+from megarl.models.weight_table import Family, Weight, experts, llama_layer, router
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
@@ -16,9 +15,9 @@ DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_no
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:
     refuse(config, origin, "router_jitter_noise")
     count, chosen = read_expert_counts(config, origin, "num_local_experts")
-    # A softmax over the chosen experts alone is one over all of them, made to sum to 1.
-    found = Experts(count, chosen, whole_number(config, origin, "intermediate_size"), normalise=True)
-    return read_decoder(config, origin, experts=found, defaults=DEFAULTS)
+    # A softmax over the chosen experts equals one over all experts that is normalised over the chosen.
+    shape_of_experts = Experts(count, chosen, whole_number(config, origin, "intermediate_size"), normalise=True)
+    return read_decoder(config, origin, experts=shape_of_experts, defaults=DEFAULTS)
 
 
 def layer(shape: ModelShape, number: int) -> list[Weight]:

@@ -1,23 +1,23 @@
-"""From `model.path` to a Hugging Face directory on this machine, and the files in it."""
+"""Find the Hugging Face directory of `model.path`, and check and copy its files."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-# All but weights in other forms than safetensors.
+# Everything except weights in other formats than safetensors.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "*.md", "LICENSE*", "NOTICE*"]
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data",
             ".ot", ".npz", "adapter_config.json")  # fmt: skip
-# Each with at least one of these has a tokenizer.
+# A directory with any of these has a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def model_directory(path: str) -> Path:
-    """The directory itself, or the snapshot of a hub name (from the local cache where it is there).
+    """Return the directory itself, or the snapshot of a hub name, if possible from the local cache.
 
-    Raises ValueError naming `model.path` where neither is to be had.
+    Raises ValueError naming `model.path` if there is neither.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -31,14 +31,14 @@ def model_directory(path: str) -> Path:
 
 
 def check_fetched(file: str | Path) -> None:
-    """Raises ValueError for what Git writes in the place of a large file that Git LFS has not fetched."""
+    """Raise ValueError for a pointer that Git LFS has not replaced by the file."""
     path = Path(file)
     if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(_POINTER):
         raise ValueError(f"{path}: is a pointer of Git LFS, not the file itself; run `git lfs pull` in {str(path.parent)!r}")
 
 
 def check_has_tokenizer(directory: str | Path) -> None:
-    """Raises ValueError for a directory without a tokenizer, of which transformers would make an empty one of its own."""
+    """Raise ValueError for a directory without a tokenizer, for which transformers would make an empty one."""
     files = [file for pattern in _TOKENIZERS for file in Path(directory).glob(pattern)]
     if not files:
         raise ValueError(
@@ -50,7 +50,7 @@ def check_has_tokenizer(directory: str | Path) -> None:
 
 
 def copy_model_files(source: str | Path, target: str | Path) -> None:
-    """Copy all files of a Hugging Face directory but its weights: config, tokenizer, templates, code, licence."""
+    """Copy all files of a Hugging Face directory except weights: config, tokenizer, templates, code, licence."""
     source = Path(source)
     for file in sorted(source.rglob("*")):
         inside = file.relative_to(source)

@@ -1,4 +1,4 @@
-"""Which weights engines hold in blocks of FP8, and whether a plan leaves those blocks whole. Pure, without torch."""
+"""The weights that engines hold in FP8 blocks, and a check that a plan cuts no block. No torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megarl.models.vllm_weights import held, parameter_sizes, stage_weights
 BLOCK = 128
 SCALE_BYTES = 4
 ROUTER = "mlp.router.weight"
-# vLLM 0.32 hands its quantisation to the router of these models (`GateLinear` with a `quant_config`), and to no other's.
+# vLLM 0.32 quantises the routers of these models only (`GateLinear` with a `quant_config`).
 QUANTISED_ROUTERS = ("qwen3_moe",)
 
 
 def quantised_tensors(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of the checkpoint tensors that vLLM's `fp8_per_block` quantises: the linear weights of the layers,
-    each expert's too. Embedding, output head, norms and biases keep their format, and routers but those of some families."""
-    found = {}
+    """Return (rows, columns) of the checkpoint tensors that vLLM's `fp8_per_block` quantises: the linear weights of layers
+    and experts. Embedding, output head, norms, biases and most families' routers keep their format."""
+    sizes = {}
     for prefix, weight in stage_weights(shape, RolloutLayout(), 0):
         if _is_quantised(shape, prefix, weight):
             for expert in range(weight.experts or 1):
-                found[prefix + weight.name.format(expert=expert)] = (weight.rows, weight.columns)
-    return found
+                sizes[prefix + weight.name.format(expert=expert)] = (weight.rows, weight.columns)
+    return sizes
 
 
 def quantised_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of the parameters that one worker of an engine holds in blocks, as `parameter_sizes` has them."""
+    """Return (rows, columns) of the parameters that a worker holds in blocks, as in `parameter_sizes`."""
     stage, sizes = rollout.coordinates(worker)[1], parameter_sizes(shape, rollout, worker)
     rows = stage_weights(shape, rollout, stage)
     names = {prefix + held(weight).parameter for prefix, weight in rows if _is_quantised(shape, prefix, weight)}
@@ -36,13 +36,13 @@ def quantised_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int)
 
 
 def _is_quantised(shape: ModelShape, prefix: str, weight: Weight) -> bool:
-    """Of a row of the weight table; `prefix` is that of its layer, empty outside of the layers."""
+    # prefix: of the layer, empty outside of layers
     routes = weight.megatron.parameter == ROUTER and shape.family not in QUANTISED_ROUTERS
     return bool(prefix) and weight.columns > 1 and not routes
 
 
 def block_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix in blocks: its scales, and one byte an element."""
+    """Return the bytes of a matrix in blocks: its scales, and one byte per element."""
     return scale_bytes(rows, columns) + rows * columns
 
 
@@ -51,11 +51,11 @@ def scale_bytes(rows: int, columns: int) -> int:
 
 
 def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Every FP8 block must lie in one box of a trainer rank, which quantises it, and in one box of a worker, where it must
-    be a block of the worker's parameter too.
+    """Check that every FP8 block lies in one box of a trainer rank, which quantises it, and is a block of one worker's
+    parameter.
 
-    `sizes` are (rows, columns) of the checkpoint tensors to be quantised; boxes of others are passed over. Raises ValueError
-    naming the first box that cuts a block, and how many there are.
+    `sizes` are (rows, columns) of the quantised checkpoint tensors; other boxes are ignored. Raises ValueError naming the
+    first box that cuts a block, and their number.
     """
     cuts = [f"{_place('trainer rank', box)} cuts a block" for box in sources if _cuts(box, sizes)]
     for box in destinations:

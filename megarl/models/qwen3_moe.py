@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.config import read_decoder, read_expert_counts, whole_number
-from megarl.models.decoder_weights import experts, llama_layer, router, swiglu
 from megarl.models.shape import Experts, ModelShape
-from megarl.models.table import Family, Weight
+from megarl.models.weight_table import Family, Weight, experts, llama_layer, router, swiglu
 
 
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:

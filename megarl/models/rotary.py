@@ -13,10 +13,10 @@ from megarl.models import ModelShape
 
 
 def inverse_frequencies(shape: ModelShape) -> Tensor:
-    """RoPE's inverse frequencies [head_dim / 2] (Su et al. 2021, sec. 3.2.2), scaled where the model's are.
+    """Return RoPE's inverse frequencies [head_dim / 2] (Su et al. 2021, sec. 3.2.2) with the model's scaling.
 
-    Where layers with a window have a base of their own, theirs (never scaled) follow: [head_dim]. megatron-core hands all
-    layers the same angles, and `own_angles` takes a layer's.
+    If layers with a window have another base, their unscaled frequencies follow: [head_dim]. megatron-core passes all layers
+    the same angles, of which `own_angles` selects a layer's.
     """
     inverse = _plain(shape.head_dim, shape.rope_theta)
     scaling = dict(shape.rope_scaling)
@@ -28,7 +28,7 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
 
 
 def token_angles(frequencies: Tensor, positions: Tensor) -> Tensor:
-    """The angles of each token, [tokens, 1, 2 x frequencies], from its position [tokens]."""
+    """Return the angles of each token, [tokens, 1, 2 x frequencies], from its position [tokens]."""
     return torch.outer(positions.to(frequencies.dtype), frequencies).repeat(1, 2).unsqueeze(1)
 
 
@@ -39,9 +39,9 @@ def rotate(rows: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def own_angles(angles: Tensor, local: bool) -> Tensor:
-    """A layer's angles [tokens, 1, head_dim] of those that two kinds of layer share.
+    """Select a layer's angles [tokens, 1, head_dim] from those of both kinds of layers.
 
-    `token_angles` has repeated all frequencies once: [tokens, 1, 2 x (everything, local) x head_dim / 2].
+    `token_angles` returns [tokens, 1, 2 x (global, local) x head_dim / 2].
     """
     return angles.unflatten(-1, (2, 2, -1))[..., int(local), :].flatten(-2)
 
@@ -56,7 +56,7 @@ def _linear(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor
 
 
 def _llama3(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1's: long wavelengths are stretched, short ones are kept."""
+    """Llama 3.1's scaling: long wavelengths are stretched, short ones are kept."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     # 0 where the wavelength is longer than the original context over `low`, 1 where shorter than over `high`.
@@ -65,8 +65,8 @@ def _llama3(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor
 
 
 def _yarn(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """YaRN's (Peng et al. 2023, sec. 3.2): a dimension that turns more than `beta_fast` times in the original context is
-    kept, one that turns less than `beta_slow` times is stretched."""
+    """YaRN (Peng et al. 2023, sec. 3.2): dimensions that turn more than `beta_fast` times in the original context are kept,
+    those that turn less than `beta_slow` times are stretched."""
     dim, original = 2 * len(inverse), scaling["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
@@ -74,7 +74,7 @@ def _yarn(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
 
     low = max(math.floor(dimension(scaling["beta_fast"])), 0)
     high = min(math.ceil(dimension(scaling["beta_slow"])), dim - 1)
-    # Equal ends would divide by 0: the ramp is then a step.
+    # For equal ends the ramp is a step.
     stretched = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return (1 - stretched) * inverse + stretched * inverse / scaling["factor"]
 

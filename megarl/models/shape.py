@@ -1,4 +1,4 @@
-"""The sizes of a decoder, as its Hugging Face `config.json` gives them. No torch here: `megarl check` reads it too."""
+"""The sizes of a decoder from its Hugging Face `config.json`. No torch: `megarl check` reads it too."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Experts:
     scoring: str = "softmax"  # or "sigmoid"
     normalise: bool = False  # the chosen experts' weights sum to 1
     scale: float = 1.0  # factor of the chosen experts' weights
-    bias: bool = False  # a bias of each expert's score, for the choice alone
-    groups: int = 1  # experts are chosen from the best `chosen_groups` of so many groups
+    bias: bool = False  # a bias of each expert's score, used only for the choice
+    groups: int = 1  # experts are chosen from the best `chosen_groups` groups
     chosen_groups: int = 1
     first_dense: int = 0  # layers before the first one with experts
-    every: int = 1  # every so many layers has experts
+    every: int = 1  # one of this many layers has experts
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LatentAttention:
     """Multi-latent attention (DeepSeek-V2, sec. 2.1)."""
 
     key_value_rank: int
-    plain_dim: int  # of a head's queries and keys, without rotary embedding
-    rotary_dim: int  # with it
+    plain_dim: int  # dimensions of a head's queries and keys without rotary embedding
+    rotary_dim: int  # dimensions with rotary embedding
     value_dim: int
     query_rank: int = 0  # 0: queries are not compressed
     interleaved: bool = True  # rotary dimensions 2 i and 2 i + 1 are a pair; otherwise i and i + rotary_dim / 2
@@ -40,13 +40,13 @@ class LatentAttention:
 
     @property
     def key_dim(self) -> int:
-        """Of a head's queries and keys."""
+        """Dimensions of a head's queries and keys."""
         return self.plain_dim + self.rotary_dim
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder, in the words of its `config.json`."""
+    """The sizes and features of a decoder."""
 
     family: str
     num_layers: int
@@ -69,24 +69,23 @@ class ModelShape:
     attention_scale: float | None = None  # factor of queries with keys; None for head_dim ** -0.5
     activation: str = "silu"  # or "gelu_tanh"; of the gate
     norm_offset: bool = False  # norms multiply by 1 + weight
-    sandwich_norms: bool = False  # attention's and the feed-forward network's outputs are normed, too
+    sandwich_norms: bool = False  # also norm the outputs of attention and of the feed-forward network
     embedding_scale: float = 1.0  # factor of the embedding's rows
-    windows: tuple[int, ...] = ()  # of each layer: how many of the last tokens a token sees; 0 for all; empty for all layers
-    local_rope_theta: float | None = None  # of the layers with a window, where not rope_theta
+    windows: tuple[int, ...] = ()  # of each layer: how many of the last tokens a token sees, 0 for all; empty: all see all
+    local_rope_theta: float | None = None  # of the layers with a window, if it is not rope_theta
 
     @property
     def has_own_attention(self) -> bool:
-        """Its core attention is megarl's on a GPU, too, as Transformer Engine's is not fitted to the family (windows, latent
-        attention)."""
+        """Whether it uses megarl's core attention also on a GPU (windows, latent attention)."""
         return self.latent is not None or bool(self.windows)
 
     def has_experts(self, layer: int) -> bool:
-        """A layer, counted from 0, has experts in place of one feed-forward network."""
+        """Return whether a layer, counted from 0, has experts instead of one feed-forward network."""
         experts = self.experts
         return experts is not None and layer >= experts.first_dense and (layer + 1) % experts.every == 0
 
     def active_rows(self, layer: int) -> int:
-        """Rows, of `hidden` columns each, of a layer's feed-forward matrices that one token passes."""
+        """Return the rows, of `hidden` columns each, of the feed-forward matrices that a token passes in a layer."""
         experts = self.experts
         if experts is None or not self.has_experts(layer):
             return 3 * self.ffn
@@ -109,7 +108,7 @@ class ModelShape:
         if kind not in FAMILIES:
             raise ValueError(f"{origin}: model_type = {kind!r} is not supported; one of {sorted(FAMILIES)}")
         family = FAMILIES[kind]
-        # A reward model has a score in the place of the vocabulary.
+        # A reward model is a sequence classifier.
         known = (family.architecture, family.architecture.replace("CausalLM", "SequenceClassification"))
         named = config.get("architectures")
         if named and not set(named) <= set(known):

@@ -1,7 +1,4 @@
-"""Compare the safetensors files of a Hugging Face directory with what the model needs.
-
-Only headers are read, never weights, and without torch: `megarl check` answers from here.
-"""
+"""Check a Hugging Face directory's safetensors files and tokenizer against the model. Reads only headers, without torch."""
 
 from __future__ import annotations
 
@@ -36,16 +33,15 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(directory: str | Path) -> dict[str, Stored]:
-    """Every tensor of a directory by its name, none for a directory without safetensors.
+    """Return every tensor of a directory by name; none for a directory without safetensors.
 
-    Where there is an index its files count and no others, and where there is a `model.safetensors` that one. Raises
-    ValueError naming the file for one that is missing, torn or no safetensors, and for a tensor that is not where the index
-    says.
+    Reads the files of the index, or else `model.safetensors`, or else all files. Raises ValueError for a file that is
+    missing or damaged, and for a tensor that is not in the file of the index.
     """
     directory = Path(directory)
     index = directory / INDEX
     if not index.is_file():
-        # Publishers put other forms of the same weights beside it, an adapter's or those of their own loader.
+        # Other files may hold other forms of the same weights.
         only = directory / "model.safetensors"
         files = [only] if only.is_file() else sorted(directory.glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in _tensors_of(file)}
@@ -54,16 +50,16 @@ def stored_tensors(directory: str | Path) -> dict[str, Stored]:
         names = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: is no index of safetensors files: {type(error).__name__} {error}") from error
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for place in names:
         if not (directory / place).is_file():
             name = next(name for name, file in places.items() if file == place)
             raise ValueError(f"{index}: names the file {place!r}, for {name!r} and others, which is not there")
-        found.update(_tensors_of(directory / place))
+        tensors.update(_tensors_of(directory / place))
     for name, place in places.items():
-        if name not in found or found[name].file.name != Path(place).name:
+        if name not in tensors or tensors[name].file.name != Path(place).name:
             raise ValueError(f"{directory / place}: has no tensor {name!r}, which {INDEX} says is there")
-    return found
+    return tensors
 
 
 def _tensors_of(file: Path) -> Iterator[tuple[str, Stored]]:
@@ -77,15 +73,15 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def has_weights(directory: str | Path) -> bool:
-    """The directory has safetensors, or says that it has."""
+    """Return whether the directory has safetensors or an index of them."""
     return (Path(directory) / INDEX).is_file() or any(Path(directory).glob("*.safetensors"))
 
 
 def check_weights(directory: str | Path, shape: ModelShape, critic: bool = False, score: bool = False) -> dict[str, Stored]:
-    """The directory's tensors, once they are all that the model asks for, of its shapes, and nothing else. A critic asks
-    for no head; with `score` it asks for a classifier's of one label.
+    """Return the directory's tensors if they are exactly those of the model, with its shapes. A critic needs no head;
+    `score` needs a classifier's head of one label.
 
-    Raises ValueError naming file, tensor, what is expected and what is found; of many alike the first, and how many.
+    Raises ValueError naming file, tensor and both shapes; of several faults of a kind the first, and their number.
     """
     stored = stored_tensors(directory)
     if not stored:
@@ -122,10 +118,10 @@ def _misshaped(stored: Mapping[str, Stored], sizes: Mapping[str, tuple[int, int]
 def _extra(
     stored: Mapping[str, Stored], sizes: Mapping[str, tuple[int, int]], shape: ModelShape, critic: bool
 ) -> Iterator[str]:
-    # A tied head may be written out beside the embedding.
+    # A tied model's file may hold the head as well.
     heads = _HEADS if critic else _HEADS[:1] if shape.tied else ()
-    own = (pattern.replace("NUM_LAYERS", str(shape.num_layers)) for pattern in FAMILIES[shape.family].harmless)
-    harmless = re.compile("|".join((*_NO_WEIGHTS, *heads, *own)))
+    family = (pattern.replace("NUM_LAYERS", str(shape.num_layers)) for pattern in FAMILIES[shape.family].harmless)
+    harmless = re.compile("|".join((*_NO_WEIGHTS, *heads, *family)))
     extra = [name for name in stored if name not in sizes and not harmless.search(name)]
     if extra:
         tensor = stored[extra[0]]
@@ -136,7 +132,7 @@ def _extra(
 
 
 def _size(shape: tuple[int, ...]) -> tuple[int, int]:
-    """As the weight table counts: a vector has one column."""
+    """Return (rows, columns); a vector has one column."""
     if len(shape) not in (1, 2):
         return (0, 0)
     return shape[0], shape[1] if len(shape) == 2 else 1
@@ -151,15 +147,14 @@ def _more(names: list[str]) -> str:
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a `tokenizer.json` with their numbers: all of them, and those among them that were added to the model's
-    own, special ones or a user's."""
+    """The tokens of a `tokenizer.json` with their ids, and which of them were added (special or by a user)."""
 
     tokens: dict[str, int]
     added: set[str]
 
 
 def read_vocabulary(directory: str | Path) -> Vocabulary:
-    """A directory's tokens; none without `tokenizer.json`. Raises ValueError for a file that is no tokenizer."""
+    """Read a directory's tokens; none without `tokenizer.json`. Raises ValueError for a file that is no tokenizer."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         return Vocabulary({}, set())
@@ -176,14 +171,14 @@ def read_vocabulary(directory: str | Path) -> Vocabulary:
 
 
 def check_tokenizer(directory: str | Path, shape: ModelShape) -> None:
-    """Raises ValueError for a `tokenizer.json` of another model: the embedding has no row for a token of its own vocabulary.
+    """Raise ValueError for a `tokenizer.json` of another model, with a token beyond the embedding.
 
-    Added tokens may be beyond, as the one for pictures is in Gemma's text models: prompts that hold such a token are refused
-    one by one. Other forms of tokenizers are not read.
+    Added tokens may be beyond it, as Gemma's token for pictures is; prompts with such a token are refused one by one. Other
+    kinds of tokenizer files are not read.
     """
     tokens, added = read_vocabulary(directory)
-    own = ((token, number) for token, number in tokens.items() if token not in added)
-    token, last = max(own, key=lambda pair: pair[1], default=("", -1))
+    original = ((token, number) for token, number in tokens.items() if token not in added)
+    token, last = max(original, key=lambda pair: pair[1], default=("", -1))
     if last >= shape.vocab:
         raise ValueError(
             f"{Path(directory) / 'tokenizer.json'}: token {token!r} has the id {last}, expected at most {shape.vocab - 1}: "

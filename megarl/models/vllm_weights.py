@@ -1,7 +1,6 @@
-"""Where each worker of a vLLM engine holds each checkpoint tensor, by the weight table of its family (vLLM 0.32).
+"""The segments of checkpoint tensors that each worker of a vLLM engine holds, from the family's weight table (vLLM 0.32).
 
-Megatron's stages and vLLM's differ, so a stage here is vLLM's own split (`vllm.distributed.utils.get_pp_indices`, unless
-its environment says otherwise), and experts are sharded as its `FusedMoEParallelConfig.make` says.
+Stages are vLLM's (`vllm.distributed.utils.get_pp_indices`), and experts are sharded as in `FusedMoEParallelConfig.make`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.models import FAMILIES, Held, ModelShape, Weight
-from megarl.models.decoder_weights import VLLM_VOCABULARY, embedding, final_norm, head
 from megarl.models.layout import RolloutLayout, Segment
+from megarl.models.weight_table import VLLM_VOCABULARY, embedding, final_norm, head
 
 
 class Share(NamedTuple):
-    """What a worker holds of a weight: of its `experts` (or of itself, one) each the part of `rank` among `ranks`."""
+    """A worker's share of a weight: shard `rank` of `ranks` of each of `experts` (one, for other weights)."""
 
     ranks: int
     rank: int
@@ -23,24 +22,24 @@ class Share(NamedTuple):
 
 
 def held(weight: Weight) -> Held:
-    """Where vLLM holds a weight. Raises ValueError where its family's table does not say."""
+    """Return where vLLM holds a weight. Raises ValueError if the family's table does not say."""
     if weight.vllm is None:
         raise ValueError(f"no weight table says where vLLM holds {weight.name}; weight_sync.mode: checkpoint asks for none")
     return weight.vllm
 
 
 def is_mapped(shape: ModelShape) -> bool:
-    """Whether the family's table says where vLLM holds its weights."""
+    """Return whether the family's table says where vLLM holds its weights."""
     return all(weight.vllm is not None for _, weight in stage_weights(shape, RolloutLayout(), 0))
 
 
 def padded_vocab(shape: ModelShape) -> int:
-    """Rows of vLLM's embedding over all tensor ranks; rows from `shape.vocab` on are padding."""
+    """Return the rows of vLLM's embedding over all tensor ranks; rows from `shape.vocab` on are padding."""
     return VLLM_VOCABULARY.padded(shape.vocab, 1)
 
 
 def vllm_segments(shape: ModelShape, rollout: RolloutLayout) -> list[Segment]:
-    """Every box that every worker of one engine holds; padding rows left out.
+    """Return the segments of all workers of an engine, without padding rows.
 
     Raises ValueError for a layout that cannot shard the model.
     """
@@ -49,8 +48,8 @@ def vllm_segments(shape: ModelShape, rollout: RolloutLayout) -> list[Segment]:
 
 
 def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> dict[str, tuple[int, int]]:
-    """(rows, columns) of each parameter of one worker, padding included; a vector has one column, and the experts of a
-    layer that the worker holds stand one below the other."""
+    """Return (rows, columns) of each parameter of a worker, with padding; a vector has one column, and a worker's experts
+    are stacked."""
     sizes: dict[str, tuple[int, int]] = {}
     for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
         parameter, sharding = held(weight)
@@ -61,13 +60,13 @@ def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> d
 
 
 def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
-    """The boxes of one worker, in the order of the model's forward pass."""
+    """Yield the segments of a worker, in the order of the forward pass."""
     for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
         yield from weight_segments(prefix, weight, rollout, worker)
 
 
 def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
-    """What a worker holds of one row of the table; `prefix` stands before both of its names."""
+    """Yield a worker's segments of a row of the table; `prefix` precedes both of its names."""
     parameter, sharding = held(weight)
     ranks, rank, experts = weight_share(weight, rollout, worker)
     pieces = list(sharding.pieces(weight.rows, weight.columns, ranks, rank))
@@ -80,26 +79,26 @@ def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker:
 
 
 def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
-    """Parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage though only the first or the
-    last one reads them. No plan sends them."""
+    """Return parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage, though only the first
+    or last stage reads them. No plan sends them."""
     ends = {held(weight).parameter for weight in (embedding(shape), final_norm(shape), head(shape))}
     return ends - {held(weight).parameter for _, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1])}
 
 
 def fixed_tensors(shape: ModelShape) -> set[str]:
-    """Checkpoint names of the tensors that no update moves."""
+    """Return the checkpoint names of tensors that no update moves."""
     return {prefix + weight.name for prefix, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed}
 
 
 def fixed_parameters(shape: ModelShape) -> list[str]:
-    """Patterns of vLLM's names of the parameters that no update moves and no plan sends, one for each kind."""
+    """Return patterns of vLLM's names of parameters that no update moves and no plan sends."""
     weights = [weight for _, weight in stage_weights(shape, RolloutLayout(), 0) if weight.fixed]
     return sorted({f"*.{weight.name if weight.vllm is None else weight.vllm.parameter}" for weight in weights})
 
 
 def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
-    """Global layer numbers, from 0, of one stage: even, and each layer that is left over goes to one of the stages before
-    the last, from the back."""
+    """Return the global layer numbers, from 0, of a stage. Remaining layers go to the stages before the last, from the
+    back."""
     even, left = divmod(num_layers, pipeline)
     sizes = [even + (pipeline - 1 - left <= stage < pipeline - 1) for stage in range(pipeline)]
     first = sum(sizes[:pipeline_rank])
@@ -107,19 +106,18 @@ def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
 
 
 def held_experts(count: int, ranks: int, rank: int) -> range:
-    """The experts that one of `ranks` holds whole: intervals, one longer where some are left over, on the first ranks."""
+    """Return the experts that a rank holds whole: intervals, longer by one on the first ranks if some remain."""
     each, left = divmod(count, ranks)
     first = rank * each + min(rank, left)
     return range(first, first + each + (rank < left))
 
 
 def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
-    """What a worker holds of a weight of its stage.
+    """Return a worker's share of a weight of its stage.
 
-    All workers of a stage, data-parallel ones too, share the experts of a layer: by expert parallelism, or each expert by
-    its rows. Under expert parallelism over tensor and data-parallel ranks vLLM splits a layer's tokens over the tensor
-    ranks, and each rank holds the shared experts whole (`ParallelConfig.use_sequence_parallel_moe`, true of the default
-    all-to-all).
+    All workers of a stage, over data-parallel ranks, share the experts of a layer: by expert parallelism, or by the rows of
+    each expert. Under expert parallelism over tensor and data-parallel ranks vLLM divides a layer's tokens over the tensor
+    ranks, and each rank holds the shared experts whole (`ParallelConfig.use_sequence_parallel_moe`).
     """
     tensor_rank, _, data_rank = rollout.coordinates(worker)
     if weight.experts:
@@ -133,7 +131,7 @@ def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
 
 
 def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int) -> Iterator[tuple[str, Weight]]:
-    """The table's rows that one stage reads, with what stands before their names."""
+    """Yield the rows of the table that a stage reads, after the prefix of their names."""
     first, last = pipeline_rank == 0, pipeline_rank == rollout.pipeline - 1
     if first:
         yield "", embedding(shape)
@@ -142,13 +140,13 @@ def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int)
             yield f"model.layers.{layer}.", weight
     if last:
         yield "", final_norm(shape)
-    # A tied head is the embedding, of which the last stage has a copy of its own.
+    # A tied head is the embedding, of which the last stage has a copy.
     if last and not (shape.tied and first):
         yield "", head(shape)
 
 
 def check_layout(shape: ModelShape, rollout: RolloutLayout) -> None:
-    """Raises ValueError naming the key of the `rollout` section that cannot shard the model."""
+    """Raise ValueError naming the key of the `rollout` section that cannot shard the model."""
     _check_tensor(shape, rollout)
     if rollout.pipeline > shape.num_layers:
         raise ValueError(f"rollout.pipeline = {rollout.pipeline} must be at most the {shape.num_layers} layers")
@@ -183,7 +181,7 @@ def _check_tensor(shape: ModelShape, rollout: RolloutLayout) -> None:
 
 
 def _cut_rows(shape: ModelShape, rollout: RolloutLayout) -> list[int]:
-    """Rows of the feed-forward networks that every tensor rank holds a part of, routed experts aside."""
+    """Return the rows of the feed-forward networks that tensor ranks divide, without routed experts."""
     dense = not all(shape.has_experts(layer) for layer in range(shape.num_layers))
     shared = shape.experts is not None and shape.experts.shared_ffn and not rollout.cuts_tokens
     return [shape.ffn] * dense + ([shape.experts.shared_ffn] if shared and shape.experts else [])

@@ -1,6 +1,6 @@
 """What is supported, read off the family registry and the recipe's sections, so that the table follows the code.
 
-`megarl check --features` prints it, the README shows it, and tests/recipe/test_features.py keeps the two equal. No torch.
+`megarl check --features` prints it, docs/features.md shows it, tests/recipe/test_features.py compares. No torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.recipe.weight_sync_section import WeightSyncSection
 DATA = "data (what the others leave of `trainer.ranks`, with a distributed optimizer)"
 
 
-DEVICES = "CPU and gloo: what CI tests; CUDA, NCCL and Transformer Engine: what has run is in `docs/gpu.md`"
+DEVICES = "CPU and gloo: what CI tests; CUDA, NCCL and Transformer Engine: what has run is in `docs/results.md`"
 
 
 # Options that ask for nothing, or leave the choice to megarl.
@@ -78,7 +78,7 @@ def features() -> list[Feature]:
 
 
 def markdown(rows: list[Feature]) -> str:
-    """The table as the README has it."""
+    """The table as docs/features.md has it."""
     lines = ["| feature | recipe key | supported |", "| --- | --- | --- |"]
     return "\n".join([*lines, *(f"| {row.area} | {f'`{row.key}`' if row.key else ''} | {row.values} |" for row in rows)])
 

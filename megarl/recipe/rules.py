@@ -41,7 +41,7 @@ from megarl.recipe.violation import Violation, Violations
 from megarl.recipe.watchdog_section import watchdog_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 
-# What `megarl check` says of the GPU path, and docs/gpu.md until `benchmarks/gpu.py` has recorded a run.
+# What `megarl check` says of the GPU path, and docs/results.md until `benchmarks/gpu.py` has recorded a run.
 NOT_RUN = "not yet run on a GPU"
 # Rules that read neither a model nor a data-parallel size.
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
@@ -116,5 +116,5 @@ def not_checked(recipe: Recipe) -> list[str]:
     """What the rules could not look at, a line each: files of the recipe's models, and the path of a GPU."""
     lines = [missing_files(key, path) for key, path in recipe.model_paths.items()]
     if recipe.device is not None and recipe.device.kind == "gpu":
-        lines.append(f"megarl's GPU path: {NOT_RUN}; docs/gpu.md lists what has")
+        lines.append(f"megarl's GPU path: {NOT_RUN}; docs/results.md lists what has")
     return [line for line in lines if line is not None]

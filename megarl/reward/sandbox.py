@@ -1,34 +1,35 @@
-"""Programs in a sandbox: what may run how long, and what became of it. `sandbox_keeper.py` is what keeps it."""
+"""Run programs in a sandbox: limits, outcomes, and the seccomp filter. `sandbox_keeper.py` is the process that keeps it."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
+import platform
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.reward.sandbox_filter import filter_program
-
 KEEPER = Path(__file__).with_name("sandbox_keeper.py")
-# What a sandbox takes to come up and to go, beyond the time of its programs, on a machine that is busy.
+# Time to start and stop a sandbox on a busy machine, beyond the time of its programs.
 GRACE_S = 20.0
-# What can become of a program; all but the first score 0.
+# Outcomes of a program; all but the first score 0.
 REASONS = ("passed", "failed", "wall_time", "cpu_time", "memory", "files", "processes", "output")
 
 
 class SandboxFault(RuntimeError):
-    """The sandbox has failed, and not the program in it: nothing is known of the program."""
+    """The sandbox failed, so that nothing is known of its program."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """`wall_s` is of all programs of a call together, all else of each: `cpu_s` and `memory_bytes` of each of its processes
-    (the latter also of all of them, as far as it is resident), `file_bytes` of all its files, `output_bytes` of what it
-    writes to standard output and standard error."""
+    """Limits of a call's programs: `wall_s` for all together, the others for each program. `cpu_s` and `memory_bytes` limit
+    each process (and the resident memory of all together), `file_bytes` all files, `output_bytes` standard output and
+    standard error together."""
 
     wall_s: float
     cpu_s: int
@@ -40,8 +41,8 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Program:
-    """Python code. It passes where it writes `output` for `input`, blanks at the ends of lines aside; without an output,
-    where it comes to its end without an error."""
+    """Python code. It passes if it writes `output` for `input` (blanks at line ends do not count); without an output, if it
+    ends without an error."""
 
     code: str
     input: str = ""
@@ -49,29 +50,29 @@ class Program:
 
 
 def run_programs(programs: Sequence[Program], limits: SandboxLimits, stop_at_failure: bool = False) -> list[str]:
-    """One of REASONS for each program, in order; fewer where it stops at a failure. Each finds an empty working directory.
+    """Return one of REASONS for each program, in order; fewer with `stop_at_failure`. Each has an empty working directory.
 
-    Raises SandboxFault where a sandbox could not be made, or gave no answer.
+    Raises SandboxFault if the sandbox could not be made or gave no answer.
     """
     try:
         steps = filter_program()
     except ValueError as error:
         raise SandboxFault(str(error)) from error
-    asked = {
+    request = {
         "filter": steps.hex(),
         "parent": os.getpid(),
-        # Its folder without links, its own link as it is: next to it an environment's Python finds the environment.
+        # The folder is resolved and the file is not: a virtual environment's Python finds its environment by that link.
         "python": os.path.join(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable)),
         "readable": [os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)],
         "limits": asdict(limits),
         "programs": [asdict(program) for program in programs],
         "stop_at_failure": stop_at_failure,
     }
-    # An empty environment: a program cannot read what is not there. `-I -S` starts fastest.
+    # An empty environment, which a program cannot read secrets from. `-I -S` starts fastest.
     command = [sys.executable, "-I", "-S", str(KEEPER)]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked).encode(), capture_output=True, timeout=limits.wall_s + GRACE_S, env={}
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=limits.wall_s + GRACE_S, env={}
         )
     except subprocess.TimeoutExpired as error:
         raise SandboxFault(f"the sandbox gave no answer within {limits.wall_s + GRACE_S:g} s") from error
@@ -99,7 +100,7 @@ _ESCAPES = (
 
 @functools.cache
 def refusal() -> str | None:
-    """Why this machine has no sandbox, and what helps; None where it has one, which is tried out."""
+    """Return why this machine has no sandbox, and what helps; None if a trial run works."""
     help_ = (
         "code runs in namespaces, which need Linux 5.14 and user.max_user_namespaces > 0 (on Ubuntu also "
         "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined --security-opt "
@@ -112,3 +113,83 @@ def refusal() -> str | None:
         return f"{fault}; {help_}"
     wrong = [f"{what} ({reason})" for (what, _), reason in zip(checks, reasons, strict=True) if reason != "passed"]
     return f"{'; '.join(wrong)}; {help_}" if wrong else None
+
+
+# The seccomp filter of sandboxed programs, as a BPF program (linux/filter.h, linux/seccomp.h). It denies memory that no
+# process's resident size shows, access to other processes, and calls that often had vulnerabilities. It is written by hand,
+# since pyseccomp has had no release since 2021 and needs libseccomp.
+# The architecture's number in linux/audit.h, and its column in the tables below.
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+NEWEST = 462  # mseal, of Linux 6.10; later calls do not exist for a program
+NONE = None  # aarch64 has no such call
+
+# Denied for all arguments: numbers on x86-64 and aarch64, from asm/unistd_64.h and asm-generic/unistd.h.
+DENIED: dict[str, tuple[int | None, int | None]] = {
+    # Memory outside of the address space, or that outlives a mapping.
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "io_setup": (206, 0),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "inotify_init": (253, NONE),
+    "inotify_init1": (294, 26), "fanotify_init": (300, 262), "seccomp": (317, 277), "landlock_create_ruleset": (444, 444),
+    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "modify_ldt": (154, NONE),
+    # Sockets of all families, also vsock, which no network namespace confines; descriptors in flight.
+    "socket": (41, 198), "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    # Other processes.
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440), "kcmp": (312, 272), "move_pages": (279, 239), "migrate_pages": (256, 238),
+    # Namespaces, mounts and the kernel's own.
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "syslog": (103, 116), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+}  # fmt: skip
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
+F_NOTIFY, F_SETPIPE_SZ = 1026, 1031
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_THP_DISABLE = 4, 22, 41
+AF_UNIX = 1
+# Call, argument, and the test of its lower half: denied if all of these bits are set, if it is one of these values, or if it
+# is none of them.
+ARGUMENTS: tuple[tuple[str, tuple[int, int], int, str, tuple[int, ...]], ...] = (
+    ("mmap", (9, 222), 3, "bits", (MAP_SHARED | MAP_ANONYMOUS,)),
+    ("mmap", (9, 222), 3, "bits", (MAP_HUGETLB,)),
+    ("prlimit64", (302, 261), 0, "other", (0,)),
+    ("socketpair", (53, 199), 0, "other", (AF_UNIX,)),
+    ("fcntl", (72, 25), 1, "one", (F_NOTIFY, F_SETPIPE_SZ)),
+    ("prctl", (157, 167), 0, "one", (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_THP_DISABLE)),
+)
+
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, ALU|AND|K, JMP|JEQ|K, JMP|JGE|K, RET|K
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data, of a little-endian machine
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+REFUSE, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+
+
+def filter_program(machine: str | None = None) -> bytes:
+    """Return the filter's instructions for a machine of `platform.machine()`, by default this one.
+
+    Raises ValueError for an architecture that is not in the tables.
+    """
+    machine = machine or platform.machine()
+    if machine not in ARCHITECTURES:
+        raise ValueError(f"no filter of system calls for {machine}; there are some for {', '.join(ARCHITECTURES)}")
+    architecture, column = ARCHITECTURES[machine]
+    steps = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, KILL),  # int 0x80 on x86-64 has other numbers
+        (LOAD, 0, 0, NUMBER_AT),
+        (AT_LEAST, 0, 1, NEWEST + 1),  # also the x32 ABI
+        (RETURN, 0, 0, UNKNOWN),
+    ]
+    for numbers in DENIED.values():
+        if (number := numbers[column]) is not None:
+            steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    for _, called, argument, test, values in ARGUMENTS:
+        body: list[tuple[int, int, int, int]] = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)]
+        for value in values:
+            if test == "bits":
+                body.append((AND, 0, 0, value))
+            body += [(EQUAL, 1, 0, value) if test == "other" else (EQUAL, 0, 1, value), (RETURN, 0, 0, REFUSE)]
+        steps += [(EQUAL, 0, len(body) + 1, called[column]), *body, (LOAD, 0, 0, NUMBER_AT)]
+    steps.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -1,14 +1,14 @@
-"""Runs programs where they can do no harm: started by `megarl.reward.sandbox` as a script, with the standard library alone.
+"""Run programs in a sandbox; `megarl.reward.sandbox` starts this script, which uses only the standard library.
 
-Four processes. The keeper makes namespaces (user, process ids, mounts, network) and dies with its parent. Its child is the
-watcher, process 1 in there: it builds a root of its own, runs the programs one after the other, and adds up what each holds.
-Each program has namespaces of its own below (process ids, mounts, IPC), whose process 1 starts it and tells the watcher how
-it ended: no program can name the watcher, and with the end of its process 1 the kernel ends whatever it has left, however it
-was forked. The programs run as an unprivileged user without capabilities, behind a filter of system calls.
+There are four processes. The keeper makes namespaces (user, process ids, mounts, network) and dies with its parent. Its
+child, the watcher, is process 1 there: it builds a new root, runs the programs one after the other, and adds up the memory
+of each. Each program has further namespaces (process ids, mounts, IPC), whose process 1 starts it and reports its end. So
+no program can name the watcher, and with its process 1 the kernel ends everything that it has started. Programs run as an
+unprivileged user without capabilities, behind a filter of system calls.
 
-Reads one JSON document from standard input and writes one to standard output: `{"reasons": [...]}`, one word for each
-program, or `{"fault": "..."}`. Needs Linux 5.14: before, processes of an unprivileged user were counted over the whole
-machine, and mounts could not be made read-only with all below them.
+Reads a JSON document from standard input and writes one to standard output: `{"reasons": [...]}`, one for each program, or
+`{"fault": "..."}`. Needs Linux 5.14, which counts processes of an unprivileged user by namespace and can make mounts
+read-only with all below them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,11 +46,11 @@ HOME = "/sandbox"  # the working directory of a program: a memory file system of
 PROGRAM = f"{HOME}/program.py"
 DEVICES = ("null", "full", "random", "urandom")  # not zero, which maps as shared memory
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-LOOK_S = 0.01  # how often the watcher looks how many processes there are
-FULL_LOOK_S = 0.05  # and what a single one holds, whose address space has a limit of its own; several are added up each time
-LOOK_SHARE = 0.2  # of the watcher's time, at most, in which it looks
-DESCRIPTORS = 64  # of a process
-# What the watcher counts for kernel memory that belongs to no page of a process: a pipe and a socket as if they were full.
+LOOK_S = 0.01  # between two counts of the processes
+FULL_LOOK_S = 0.05  # between two checks of a single process, whose address space is limited; several are always checked
+LOOK_SHARE = 0.2  # largest share of the watcher's time for checks
+DESCRIPTORS = 64  # per process
+# Kernel memory that the watcher counts, outside of a process's pages: pipes and sockets count as full.
 PIPE_BYTES, SOCKET_BYTES, MAPPING_BYTES = 1 << 16, 212992, 512  # of a socket net.core.wmem_default
 INODE_BYTES, LOCK_LIST_BYTES = 1 << 14, 1 << 15
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -58,13 +58,13 @@ HOLDS_GIL = ctypes.PyDLL(None, use_errno=True)
 
 
 def main() -> int:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     answer: dict[str, Any] = {"fault": "the sandbox's first process gave no answer"}
     ours, theirs = os.pipe()
     try:
-        _enter_namespaces(asked["parent"])
+        _enter_namespaces(request["parent"])
         if (child := os.fork()) == 0:
-            _first_process(asked, theirs)
+            _watch_programs(request, theirs)
         os.close(theirs)
         with os.fdopen(ours, "rb") as answers:
             if words := answers.read():
@@ -80,20 +80,20 @@ def main() -> int:
 
 
 def _enter_namespaces(parent: int) -> None:
-    """The next child is process 1 of a world of its own. Raises OSError where the kernel does not allow it.
+    """Make the next child process 1 of new namespaces. Raises OSError if the kernel does not allow it.
 
-    Root there is root here, so that it can bring in files that only root may read, and programs then run as nobody; an
-    ordinary user is nobody from the start. A helper that stays outside writes that down, as only it may.
+    Root stays root there, to mount files that only root may read, and programs run as nobody; an ordinary user is nobody
+    from the start. Only a helper outside of the new namespace may write these user ids.
     """
-    keeper, (asked, ask) = os.getpid(), os.pipe()
+    keeper, (reader, writer) = os.getpid(), os.pipe()
     helper = os.fork()
     if helper == 0:
-        os.close(ask)
-        os._exit(_write_maps(keeper) if os.read(asked, 1) else 1)
-    os.close(asked)
+        os.close(writer)
+        os._exit(_write_maps(keeper) if os.read(reader, 1) else 1)
+    os.close(reader)
     _checked("unshare", LIBC.unshare(NEW_USER | NEW_PIDS | NEW_MOUNTS | NEW_NETWORK))
-    os.write(ask, b"x")
-    os.close(ask)
+    os.write(writer, b"x")
+    os.close(writer)
     if os.waitpid(helper, 0)[1] != 0:
         raise OSError("the user ids of the new namespace could not be written")
     _die_with_parent()
@@ -102,13 +102,14 @@ def _enter_namespaces(parent: int) -> None:
 
 
 def _write_maps(process: int) -> int:
-    """The exit status of the helper."""
+    """Write the user ids of a new namespace; returns the exit status of the helper."""
     proc, is_root = Path(f"/proc/{process}"), os.geteuid() == 0
     try:
         if not is_root:
             (proc / "setgroups").write_text("deny", encoding="utf-8")
-        for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-            (proc / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n" if is_root else f"{NOBODY} {own} 1\n", encoding="utf-8")
+        for name, number in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+            ids = f"0 0 1\n{NOBODY} {NOBODY} 1\n" if is_root else f"{NOBODY} {number} 1\n"
+            (proc / name).write_text(ids, encoding="utf-8")
     except OSError:
         return 1
     return 0
@@ -118,10 +119,10 @@ def _die_with_parent() -> None:
     _checked("prctl", LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
-def _checked(what: str, result: int) -> None:
+def _checked(call: str, result: int) -> None:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 # The root of its own -------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _restrict(target: str, attributes: int, below: bool) -> None:
-    """No writing, no set-uid, no devices: here, or also in all mounts below."""
+    """Forbid writing, set-uid or devices in a mount, and with `below` in all mounts below it."""
     settings = struct.pack("=QQQQ", attributes, 0, 0, 0)  # struct mount_attr
     flags = ctypes.c_uint(AT_RECURSIVE if below else 0)
     done = LIBC.syscall(MOUNT_SETATTR, -1, target.encode(), flags, settings, ctypes.c_size_t(len(settings)))
@@ -141,16 +142,16 @@ def _restrict(target: str, attributes: int, below: bool) -> None:
 
 
 def _build_root(readable: Sequence[str]) -> None:
-    """System libraries and Python, read-only; nothing else of this machine. No program will make namespaces, in which it
-    could mount what no limit is kept for."""
+    """Build a root with system libraries and Python, read-only, and nothing else. Namespaces are forbidden, so that no
+    program can mount a file system without a limit."""
     _mount("", "/", "", MS_REC | MS_PRIVATE)
     Path("/proc/sys/user/max_user_namespaces").write_text("0", encoding="utf-8")
-    found = {path: os.open(path, os.O_PATH) for path in _outermost(path for path in readable if os.path.exists(path))}
+    folders = {path: os.open(path, os.O_PATH) for path in _outermost(path for path in readable if os.path.exists(path))}
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path) and os.path.isdir(path)}
     devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
-    root = tempfile.gettempdir()  # whatever lies there is opened already
+    root = tempfile.gettempdir()  # files below it are opened already
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path, opened in found.items():
+    for path, opened in folders.items():
         if path not in links:
             _bind(opened, root + path, is_folder=os.path.isdir(f"/proc/self/fd/{opened}"))
             _restrict(root + path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, below=True)
@@ -168,12 +169,12 @@ def _build_root(readable: Sequence[str]) -> None:
     _checked("umount", LIBC.umount2(b".", MNT_DETACH))
     os.chdir("/")
     _restrict("/", ATTR_RDONLY, below=False)
-    for opened in (*found.values(), *devices.values()):
+    for opened in (*folders.values(), *devices.values()):
         os.close(opened)
 
 
-def _outermost(paths: Iterator[str]) -> list[str]:
-    """Without those that lie in another one."""
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Leave out paths that lie in another one."""
     kept: list[str] = []
     for path in sorted(set(paths)):
         if not any(path.startswith(f"{above}/") for above in kept):
@@ -191,48 +192,48 @@ def _bind(opened: int, target: str, is_folder: bool) -> None:
 # The programs ----------------------------------------------------------------------------------------------------------
 
 
-def _first_process(asked: dict[str, Any], answers: int) -> None:
-    """The watcher, process 1 of the keeper's namespaces. Does not return."""
+def _watch_programs(request: dict[str, Any], answers: int) -> None:
+    """Be the watcher, process 1 of the keeper's namespaces. Does not return."""
     try:
         _die_with_parent()
-        _build_root([*SYSTEM, *asked["readable"]])
-        end = time.monotonic() + asked["limits"]["wall_s"]
-        answer: dict[str, Any] = {"reasons": _run_all(asked, end)}
-    except BaseException as error:  # the parent says it; there is nobody else to
+        _build_root([*SYSTEM, *request["readable"]])
+        end = time.monotonic() + request["limits"]["wall_s"]
+        answer: dict[str, Any] = {"reasons": _run_all(request, end)}
+    except BaseException as error:  # the parent reports it
         answer = {"fault": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):
         os.write(answers, json.dumps(answer).encode())
     os._exit(0)
 
 
-def _run_all(asked: dict[str, Any], end: float) -> list[str]:
-    limits, reasons = asked["limits"], []
-    for program in asked["programs"]:
+def _run_all(request: dict[str, Any], end: float) -> list[str]:
+    limits, reasons = request["limits"], []
+    for program in request["programs"]:
         if time.monotonic() > end:
             reasons.append("wall_time")
             continue
         code = program["code"].encode(errors="replace")
         page = resource.getpagesize()
-        room = limits["file_bytes"] + -(-(len(code) + 128) // page) * page  # its own code takes none of it
-        inodes = 16 + limits["file_bytes"] // INODE_BYTES  # each takes memory that no size counts
+        room = limits["file_bytes"] + -(-(len(code) + 128) // page) * page  # the program's own code does not count
+        inodes = 16 + limits["file_bytes"] // INODE_BYTES  # the size of the file system does not count them
         size = f"size={room},nr_inodes={inodes},mode=700,uid={NOBODY},gid={NOBODY}"
         _mount("tmpfs", HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
         try:
-            reasons.append(_run(program, code, asked, end))
+            reasons.append(_run(program, code, request, end))
         finally:
             _checked("umount", LIBC.umount2(HOME.encode(), MNT_DETACH))
-        if asked["stop_at_failure"] and reasons[-1] != "passed":
+        if request["stop_at_failure"] and reasons[-1] != "passed":
             break
     return reasons
 
 
-def _run(program: dict[str, Any], code: bytes, asked: dict[str, Any], end: float) -> str:
-    """What became of one program: `passed`, `failed`, or the limit that it ran into.
+def _run(program: dict[str, Any], code: bytes, request: dict[str, Any], end: float) -> str:
+    """Run a program and return `passed`, `failed`, or the limit that it hit.
 
-    A program without an expected output must come to its end: a line behind it says so in a pipe, with a word that no
-    other run has. Raises OSError where its namespaces could not be made.
+    A program without an expected output must run to its end, where an added line writes a random proof to a pipe. Raises
+    OSError if its namespaces could not be made.
     """
-    proof, limits = secrets.token_hex(16), asked["limits"]
+    proof, limits = secrets.token_hex(16), request["limits"]
     pipes = {name: os.pipe() for name in ("stdout", "stderr", "proof", "status")}
     if program["output"] is None:
         code += f"\n__import__('os').write({pipes['proof'][1]}, b'{proof}')\n".encode()
@@ -242,11 +243,11 @@ def _run(program: dict[str, Any], code: bytes, asked: dict[str, Any], end: float
     os.write(given, program["input"].encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
     fcntl.fcntl(given, F_ADD_SEALS, ALL_SEALS)
-    # A fork without what Python does around one: this process has one thread.
+    # clone instead of Python's fork: this process has one thread.
     flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | signal.SIGCHLD
     process = HOLDS_GIL.syscall(CLONE[os.uname().machine], ctypes.c_ulong(flags), *[ctypes.c_ulong(0)] * 4)
     if process == 0:
-        _start(asked, given, {name: ends[1] for name, ends in pipes.items()})
+        _start(request, given, {name: ends[1] for name, ends in pipes.items()})
     _checked("clone", process)
     for descriptor in (given, *(ends[1] for ends in pipes.values())):
         os.close(descriptor)
@@ -256,45 +257,45 @@ def _run(program: dict[str, Any], code: bytes, asked: dict[str, Any], end: float
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)  # and with it whatever the program has left
-    said, told = (_rest(pipes[name][0]) for name in ("proof", "status"))
+        os.waitpid(process, 0)  # ends everything that the program has started
+    written_proof, status = (_rest(pipes[name][0]) for name in ("proof", "status"))
     for ends in pipes.values():
         os.close(ends[0])
-    ending: dict[str, Any] = json.loads(told) if told else {"status": -signal.SIGKILL, "cpu_s": 0.0}
+    ending: dict[str, Any] = json.loads(status) if status else {"status": -signal.SIGKILL, "cpu_s": 0.0}
     if "fault" in ending:
         raise OSError(ending["fault"])
     if stopped:
         return stopped
     if reason := _limit_hit(ending["status"], texts["stderr"], ending["cpu_s"], limits):
         return reason
-    right = (
-        said == proof.encode()
+    is_right = (
+        written_proof == proof.encode()
         if program["output"] is None
         else _lines(texts["stdout"]) == _lines(program["output"].encode(errors="replace"))
     )
-    return "passed" if ending["status"] == 0 and right else "failed"
+    return "passed" if ending["status"] == 0 and is_right else "failed"
 
 
 def _rest(pipe: int) -> bytes:
-    """What is in a pipe that nobody writes to any more, or that the program holds no end of."""
+    """Return what is left in a pipe."""
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
         return os.read(pipe, 1 << 12)
     return b""
 
 
-def _start(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
-    """Process 1 of a program's namespaces: start it, and say how it ended, or why it could not be started."""
+def _start(request: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
+    """Be process 1 of a program's namespaces: start it, and report how it ended or why it did not start."""
     status = pipes["status"]
     ending: dict[str, Any] = {}
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a process 1 that is no signal at all, from inside
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores it from inside
         _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # before anything else of this machine
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # the first process to be killed
         _checked("prctl", LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
         _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
         if (program := os.fork()) == 0:
-            _become_program(asked, given, pipes)
+            _become_program(request, given, pipes)
         for descriptor in (given, pipes["stdout"], pipes["stderr"], pipes["proof"]):
             os.close(descriptor)
         while True:
@@ -309,16 +310,16 @@ def _start(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn
     os._exit(0)
 
 
-def _become_program(asked: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
-    """Standard streams, the proof's pipe and nothing else."""
+def _become_program(request: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
+    """Become the program, with standard streams and the pipe of the proof."""
     try:
         for number, descriptor in enumerate((given, pipes["stdout"], pipes["stderr"])):
             os.dup2(descriptor, number)
         os.set_inheritable(pipes["proof"], True)
         os.chdir(HOME)
-        _confine(asked["limits"], bytes.fromhex(asked["filter"]))
-        python = asked["python"]
-        # No user site, no directory of the program on its path, no bytecode beside it.
+        _confine(request["limits"], bytes.fromhex(request["filter"]))
+        python = request["python"]
+        # No user site, no script directory on the path, no bytecode files.
         os.execve(python, [python, "-s", "-P", "-B", PROGRAM], _environment(python))
     except BaseException as error:  # whatever it is, the keeper must hear of it
         os.write(pipes["status"], json.dumps({"fault": f"{type(error).__name__}: {error}"}).encode())
@@ -329,16 +330,16 @@ def _become_program(asked: dict[str, Any], given: int, pipes: dict[str, int]) ->
 def _environment(python: str) -> dict[str, str]:
     path = f"{os.path.dirname(python)}:/usr/local/bin:/usr/bin:/bin"
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # Threads share one heap, else each would reserve 64 MiB of the address space.
+    # Threads share one heap; each heap reserves 64 MiB of the address space.
     one_thread["MALLOC_ARENA_MAX"] = "1"
-    # One order of sets in every run: a reward is to be the same again.
+    # Sets have the same order in every run, so that rewards repeat.
     return {"PATH": path, "HOME": HOME, "TMPDIR": HOME, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"} | one_thread
 
 
 def _confine(limits: dict[str, Any], steps: bytes) -> None:
-    """In the child that becomes the program."""
+    """Set limits, user and system call filter in the process that becomes the program."""
     cpu_s = limits["cpu_s"]
-    # Keeper, watcher and process 1 count, where they are the same user.
+    # Keeper, watcher and process 1 count if they have the same user.
     processes = limits["processes"] + (0 if os.geteuid() == 0 else 3)
     for limit, most in (
         (resource.RLIMIT_CPU, cpu_s),
@@ -353,7 +354,7 @@ def _confine(limits: dict[str, Any], steps: bytes) -> None:
     ):
         resource.setrlimit(limit, (most, most))
     os.setsid()
-    # A huge page of which one part is left counts as that part alone.
+    # A huge page would count only by the part that is in use.
     _checked("prctl", LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0))
     if os.geteuid() == 0:
         os.setgroups([])
@@ -369,7 +370,7 @@ def _confine(limits: dict[str, Any], steps: bytes) -> None:
 
 
 def _watch(process: int, streams: dict[int, str], texts: dict[str, bytes], limits: dict[str, Any], end: float) -> str:
-    """Read into `texts` until the program has ended, or a limit ends it: the limit or ""."""
+    """Read into `texts` until the program has ended or passed a limit; returns the limit or ""."""
     has_ended, look_at = os.pidfd_open(process), 0.0
     with selectors.DefaultSelector() as selector:
         selector.register(has_ended, selectors.EVENT_READ, "")
@@ -400,7 +401,7 @@ def _watch(process: int, streams: dict[int, str], texts: dict[str, bytes], limit
 
 
 def _read(stream: int, texts: dict[str, bytes], name: str, most: int) -> bool:
-    """Take what is there, until it is too much. False where nothing will come any more."""
+    """Read what is available, up to a limit; returns False at the end of the stream."""
     while sum(map(len, texts.values())) <= most:
         try:
             more = os.read(stream, 1 << 16)
@@ -413,9 +414,9 @@ def _read(stream: int, texts: dict[str, bytes], name: str, most: int) -> bool:
 
 
 def _over(processes: Sequence[str], most: int) -> str:
-    """The limit that the processes are over: `memory`, `files` for a list of file locks that is none of a program, or "".
+    """Return the limit that the processes passed: `memory`, `files` for an excessive list of file locks, or "".
 
-    Pages that forked processes share are counted once, which takes long and is done only where it matters.
+    Pages that forked processes share count once; that is slow, and done only if a plain sum is above the limit.
     """
     with open("/proc/locks", "rb") as locks:
         if len(locks.read(LOCK_LIST_BYTES)) == LOCK_LIST_BYTES:
@@ -423,7 +424,7 @@ def _over(processes: Sequence[str], most: int) -> str:
     pages, kernel = 0, 0
     pipes: set[str] = set()
     for process in processes:
-        # It has ended, or it is not the program's yet but a copy of its process 1.
+        # It has ended, or is still a copy of process 1.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             kernel += MAPPING_BYTES * Path(f"/proc/{process}/maps").read_bytes().count(b"\n")
             status = sizes(f"/proc/{process}/status")
@@ -444,14 +445,14 @@ def _over(processes: Sequence[str], most: int) -> str:
 
 
 def sizes(path: str) -> dict[str, int]:
-    """The lines of a file of /proc that are sizes, in bytes."""
+    """Return the sizes in a file of /proc, in bytes."""
     lines = (line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines())
     return {words[0][:-1]: int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
 
 
 def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any]) -> str:
-    """Which limit has ended a program that ended by itself; "" for none. Python says some in its last line alone, but where
-    its processes share standard error, another one may have said half of its traceback behind that."""
+    """Return the limit that made a program end; "" for none. Python names it in the last line of a traceback, which part of
+    another process's traceback may follow."""
     lines = errors.decode(errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "Traceback "))), "")
     if status in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= 0.9 * limits["cpu_s"]:
@@ -464,7 +465,7 @@ def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any])
 
 
 def _lines(text: bytes) -> list[bytes]:
-    """Lines without blanks at their ends, and without empty ones at the end of all."""
+    """Split into lines without trailing blanks, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

@@ -99,12 +99,9 @@ class Service:
         )
         try:
             values = _rewards(await retrying(self._post, content), len(texts))
-        except (httpx.HTTPError, Busy) as error:
-            return [self._masked("unreachable", error, prompts)] * len(texts)
-        except Refused as error:
-            return [self._masked("refused", error, prompts)] * len(texts)
-        except Unusable as error:
-            return [self._masked("unusable", error, prompts)] * len(texts)
+        except (httpx.HTTPError, Busy, Refused, Unusable) as error:
+            reason = {Refused: "refused", Unusable: "unusable"}.get(type(error), "unreachable")
+            return [self._masked(reason, error, prompts)] * len(texts)
         reason = "answered" if retrying.statistics["attempt_number"] == 1 else "retried"
         scores = []
         for value, prompt in zip(values, prompts, strict=True):
@@ -158,9 +155,9 @@ def as_json(value: Any) -> Any:
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
         return int(value)
     if isinstance(value, Mapping):
-        return {as_text(key): as_json(one) for key, one in value.items()}
+        return {as_text(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     return as_text(value)
 
 
@@ -211,7 +208,7 @@ def _proxy(url: str) -> str | None:
             try:
                 read[key] = httpx.Proxy(value if "://" in value else f"http://{value}")
             except (httpx.InvalidURL, ValueError) as error:
-                name = next(one for one in (f"{key}_proxy", f"{key.upper()}_PROXY") if os.environ.get(one))
+                name = next(name for name in (f"{key}_proxy", f"{key.upper()}_PROXY") if os.environ.get(name))
                 value = value.rpartition("@")[2]  # a password is before that
                 raise ValueError(
                     f"the environment variable {name} is {value!r}, which is no URL of a proxy; write it as "

@@ -17,8 +17,7 @@ from functools import partial
 
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
-from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient
-from megarl.reward.outage import is_outage
+from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.reward.sandbox import SandboxFault, refusal
 from megarl.reward.verifiers import Term, TextScore, load_terms, read_answer, score_terms
 
@@ -60,15 +59,15 @@ class VerifierProcess:
         reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
         if isinstance(reply, ChildDeath) and not reply.cause:  # its server has died; the client starts another one
             reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
-        if reply is not None:
-            self.close()
-        if isinstance(reply, ChildDeath):
-            if reply.cause in ("memory", "processes"):
-                raise ValueError(f"phase reward: loading the verifiers took more than {self._limit(reply.cause)}")
-            raise RuntimeError(f"phase reward: the verifiers were not loaded: their process {reply.description}")
-        if reply is not None:
+        self._is_loaded = reply is None
+        if reply is None:
+            return
+        self.close()
+        if not isinstance(reply, ChildDeath):
             raise ValueError(reply)
-        self._is_loaded = True
+        if reply.cause in ("memory", "processes"):
+            raise ValueError(f"phase reward: loading the verifiers took more than {self._limit(reply.cause)}")
+        raise RuntimeError(f"phase reward: the verifiers were not loaded: their process {reply.description}")
 
     async def score_task(
         self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float, answers: bool = False

@@ -1,11 +1,12 @@
-"""Score a completion's text: named verifiers, and functions given as `module:function`.
+"""Score a completion's text: named verifiers, tests of code, and functions given as `module:function`.
 
-A verifier gives a number for a text and its prompt, or raises; it never guesses 0 for a text that it could not judge. It
-keeps no time limit: its caller does (megarl/reward/verifier_process.py).
+A verifier returns a number for a text and its prompt, or raises; it never returns 0 for a text that it could not judge. Its
+caller keeps the time limit (megarl/reward/verifier_process.py).
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import math
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import MAX_PREC, Context, Decimal
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import referencing
@@ -28,11 +29,27 @@ from megarl.recipe.reward_section import (
     SchemaRewardSection,
     part_names,
 )
-from megarl.reward.code import ScoreWithReason, code_verifier, programs_of
+from megarl.reward.sandbox import Program, SandboxLimits, refusal, run_programs
+
+
+class ScoreWithReason(NamedTuple):
+    """A verifier's score of a text, and the reason, which the metrics count."""
+
+    value: float
+    reason: str
+
 
 Verifier = Callable[[str, Prompt], float | ScoreWithReason]
 # Reads the answer out of a text, for a vote; None if the text has none.
 Reader = Callable[[str], str | None]
+
+# Language and lines of a fenced block, of any language: the end of a block must not be taken for the start of another.
+BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"py|python[\d.]*", re.IGNORECASE)
+FORMS = (
+    "Python code with an assert or a call, a list of such codes, a list of {input, output} objects, or an object with the "
+    "lists inputs and outputs"
+)
 # The lines of a fenced block, with or without text around it.
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
@@ -153,17 +170,21 @@ def load_function(target: str) -> Verifier:
     return function
 
 
-def pattern_verifier(pattern: str) -> Verifier:
-    """1 if `pattern` matches somewhere in the text; with a group `answer`, if its last match holds the answer there."""
+def pattern_verifier(pattern: str) -> tuple[Verifier, Reader | None]:
+    """Return a verifier that gives 1 if `pattern` matches somewhere in the text; with a group `answer`, if the answer is
+    that of the last match, which the reader returns."""
     expression = re.compile(pattern)
 
-    def match(text: str, prompt: Prompt) -> float:
+    def last_answer(text: str) -> str | None:
         matches = list(expression.finditer(text))
-        if not matches or "answer" not in expression.groupindex:
-            return float(bool(matches))
-        return float((matches[-1]["answer"] or "").strip() == prompt.answer.strip())
+        return (matches[-1]["answer"] or "").strip() if matches else None
 
-    return match
+    if "answer" not in expression.groupindex:
+        return lambda text, prompt: float(expression.search(text) is not None), None
+    return (
+        lambda text, prompt: float(last_answer(text) == prompt.answer.strip()),
+        lambda text: last_answer(text) or None,
+    )
 
 
 def schema_verifier(schema: dict[str, Any]) -> Verifier:
@@ -174,7 +195,7 @@ def schema_verifier(schema: dict[str, Any]) -> Verifier:
     def allowed(text: str, prompt: Prompt) -> float:
         blocks = FENCED.findall(text)
         try:
-            document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_no_json)
+            document = json.loads(blocks[0] if len(blocks) == 1 else text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):  # no JSON, or nested too deeply
             return 0.0
         return float(validator.is_valid(document))  # a schema that refers to itself without end raises
@@ -182,13 +203,76 @@ def schema_verifier(schema: dict[str, Any]) -> Verifier:
     return allowed
 
 
-def _no_json(constant: str) -> None:
-    """Refuse NaN and the infinities, which Python's parser takes and JSON does not have."""
+def _refuse_constant(constant: str) -> None:
+    """Refuse NaN and the infinities, which Python's parser accepts and JSON does not have."""
     raise ValueError(f"{constant} is no JSON")
 
 
-def _whole(text: str) -> str | None:
-    return text.strip() or None
+def code_verifier(section: CodeRewardSection) -> Callable[[str, Prompt], ScoreWithReason]:
+    """Return a verifier that gives 1, 0 or the share of tests passed, with the reason of the first test that did not pass.
+
+    Raises ValueError if this machine has no sandbox. The verifier raises SandboxFault if the sandbox fails.
+    """
+    if (reason := refusal()) is not None:
+        raise ValueError(f"reward kind code: this machine has no sandbox: {reason}")
+    limits = SandboxLimits(
+        wall_s=section.timeout_s,
+        cpu_s=section.cpu_s,
+        memory_bytes=section.memory_mib << 20,
+        file_bytes=section.files_mib << 20,
+        processes=section.processes,
+        output_bytes=section.output_kib << 10,
+    )
+
+    def judge(text: str, prompt: Prompt) -> ScoreWithReason:
+        programs = programs_of(code_of(text), prompt)
+        reasons = run_programs(programs, limits, stop_at_failure=section.credit == "all")
+        share = reasons.count("passed") / len(programs)
+        value = share if section.credit == "share" else float(share == 1.0)
+        return ScoreWithReason(value, next((reason for reason in reasons if reason != "passed"), "passed"))
+
+    return judge
+
+
+def code_of(text: str) -> str:
+    """Return the last fenced block of Python, or else the last block without a language (other languages often hold what the
+    code prints), or else the whole text."""
+    blocks = BLOCK.findall(text)
+    python = [lines for language, lines in blocks if PYTHON.fullmatch(language)]
+    unnamed = [lines for language, lines in blocks if not language]
+    return (python or unnamed or [text])[-1]
+
+
+def programs_of(code: str, prompt: Prompt) -> list[Program]:
+    """Return one program per test in the prompt's answer. Raises ValueError for an answer that holds no tests."""
+    try:
+        tests: Any = json.loads(prompt.answer)
+    except ValueError:
+        tests = prompt.answer  # then it is Python code
+    if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
+            tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    programs = [_program(code, test) for test in (tests if isinstance(tests, list) else [tests])]
+    if not programs or None in programs:
+        raise ValueError(
+            f"reward kind code: the answer of prompt {prompt.index} ({prompt.question!r}) is {prompt.answer!r}, which holds "
+            f"no tests; needed is {FORMS}"
+        )
+    return [program for program in programs if program is not None]
+
+
+def _program(code: str, test: Any) -> Program | None:
+    """Return None for a value that is no test, or a test that every code would pass."""
+    if isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
+        return Program(code, test["input"], test["output"])
+    if not isinstance(test, str):
+        return None
+    try:
+        parts = list(ast.walk(ast.parse(test)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    return Program(f"{code}\n\n{test}") if any(isinstance(part, ast.Assert | ast.Call) for part in parts) else None
 
 
 def _last_number(text: str) -> str | None:
@@ -203,19 +287,11 @@ def _expression(text: str) -> str | None:
     return str(expressions[0]) if expressions else None
 
 
-def _named_answer(pattern: str) -> Reader | None:
-    expression = re.compile(pattern)
-    if "answer" not in expression.groupindex:
-        return None
-
-    def read(text: str) -> str | None:
-        matches = list(expression.finditer(text))
-        return ((matches[-1]["answer"] or "").strip() or None) if matches else None
-
-    return read
-
-
-READERS: dict[str, Reader] = {"exact": _whole, "last_number": _last_number, "math_verify": _expression}
+READERS: dict[str, Reader] = {
+    "exact": lambda text: text.strip() or None,
+    "last_number": _last_number,
+    "math_verify": _expression,
+}
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
 # Checks of a prompt's answer that run before anything is scored. math_verify has none: its parsing has no time limit, so it
 # may only run where a deadline is kept.
@@ -244,7 +320,7 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
         if isinstance(spec, FunctionRewardSection):
             verifier = load_function(spec.target)
         elif isinstance(spec, PatternRewardSection):
-            verifier, reader = pattern_verifier(spec.pattern), _named_answer(spec.pattern)
+            verifier, reader = pattern_verifier(spec.pattern)
         elif isinstance(spec, SchemaRewardSection):
             verifier = schema_verifier(spec.json_schema)
         elif isinstance(spec, CodeRewardSection):

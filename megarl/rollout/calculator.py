@@ -1,4 +1,4 @@
-"""An example with a tool: a question of arithmetic, and a calculator that the policy may ask before it answers."""
+"""An example with a tool: a question of arithmetic, and a calculator that the policy may use before it answers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megarl.reward.verifiers import numbers
 from megarl.rollout.environment import Environment, Messages, Observation, ToolCall, Turn, environment, write_call
 
 MAX_CHARACTERS = 200
-# What is asked and calculated before the question, of which a model that was never shown a tool learns how it is called.
+# Examples before the question, for a model that was not trained on tool calls.
 EXAMPLES = ("27*41", "63*15", "35*86", "74*29")
-LONGEST = 10**15  # from here on an integer is said in ten digits, too
+LONGEST = 10**15  # from here on an integer is rounded to ten digits
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -25,9 +25,9 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 @environment
 class Calculator(Environment):
-    """Answers calls of the tool `calculator`. A turn without a call is the answer: its last number is compared with that of
-    the row's answer. `call_cost` is taken off for each call. So many `examples`, each a question, the call, its result and
-    the answer, stand before the row's question."""
+    """Answers calls of the tool `calculator`. A turn without a call is the answer: its last number is compared with the
+    row's answer. Each call costs `call_cost`. `examples` is the number of examples (a question, the call, its result and the
+    answer) before the row's question."""
 
     tools = {
         "calculator": {
@@ -48,18 +48,19 @@ class Calculator(Environment):
         self._examples, self._question_field = EXAMPLES[:examples], question_field
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Messages | None:
-        """The row's own prompt, or its question behind the examples. Raises ValueError where its answer is no number."""
-        wanted = numbers(str(row[self._field]))
-        if len(wanted) != 1:
+        """Return the row's question after the examples, or None without examples. Raises ValueError if the answer is no
+        number."""
+        answers = numbers(str(row[self._field]))
+        if len(answers) != 1:
             raise ValueError(f"field {self._field!r} is {row[self._field]!r}; one number is needed")
-        self._wanted = wanted[0]
+        self._answer = answers[0]
         if not self._examples:
             return None
         shown = [message for expression in self._examples for message in self._shown(expression)]
         return [*shown, {"role": "user", "content": str(row[self._question_field])}]
 
     def _shown(self, expression: str) -> list[dict[str, str]]:
-        """An example: as the questions of reasoning-gym's `basic_arithmetic` are put, and `step` answers."""
+        """Return an example, with a question as in reasoning-gym's `basic_arithmetic`."""
         result = _text(calculate(expression))
         return [
             {"role": "user", "content": f"Calculate {expression.replace('*', ' * ')}."},
@@ -69,24 +70,23 @@ class Calculator(Environment):
         ]
 
     def step(self, turn: Turn) -> Observation:
-        """What a call comes to, or the end with 1 for a right answer."""
+        """Return the result of a call, or the end with reward 1 for a right answer."""
         if turn.call is None:
-            found = numbers(turn.text)
-            return Observation(reward=float(bool(found) and found[-1] == self._wanted), done=True)
+            answers = numbers(turn.text)
+            return Observation(reward=float(bool(answers) and answers[-1] == self._answer), done=True)
         try:
-            said = _text(calculate(turn.call.arguments["expression"]))
+            result = _text(calculate(turn.call.arguments["expression"]))
         except ZeroDivisionError:
-            said = "error: division by zero"
+            result = "error: division by zero"
         except OverflowError:
-            said = "error: the result is too large"
+            result = "error: the result is too large"
         except ValueError as error:
-            said = f"error: {error}"
-        return Observation([{"role": self.tool_role, "content": said}], reward=0.0 - self._cost)
+            result = f"error: {error}"
+        return Observation([{"role": self.tool_role, "content": result}], reward=0.0 - self._cost)
 
 
 def calculate(expression: str) -> Fraction:
-    """The value of numbers with + - * / and brackets. Raises ValueError for anything else, without repeating it, and
-    ZeroDivisionError."""
+    """Evaluate numbers with + - * / and brackets. Raises ValueError for anything else, and ZeroDivisionError."""
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -107,7 +107,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _text(value: Fraction) -> str:
-    """Exact where that is short. Raises OverflowError for what no float holds."""
+    """Write a value, exactly if it is a short integer. Raises OverflowError beyond the range of floats."""
     if value.denominator == 1 and abs(value) < LONGEST:
         return str(value.numerator)
     return f"{float(value):.10g}"

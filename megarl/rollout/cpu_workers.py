@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class RoutingRecorder:
         for module in runner.get_model().modules():
             if isinstance(module, MoERunner):
                 assert isinstance(module.router, BaseRouter), f"{type(module.router).__name__} has no capture function"
-                module.router.set_capture_fn(self._capture(module.layer_id))
+                module.router.set_capture_fn(partial(self._chosen.__setitem__, module.layer_id))
                 num_experts = module.router.global_num_experts
                 self._dtype = np.dtype(np.uint8 if num_experts <= 256 else np.int16)
         runner.execute_model = self._run
@@ -120,14 +121,8 @@ class RoutingRecorder:
             whole[start : start + len(part)] = part[: covered - start]
         return whole.tobytes(), whole.shape
 
-    def _capture(self, layer: int) -> Any:
-        def keep(chosen: torch.Tensor) -> None:
-            self._chosen[layer] = chosen
-
-        return keep
-
     def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        self._chosen = {}
+        self._chosen.clear()
         result = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             self._keep(scheduled)

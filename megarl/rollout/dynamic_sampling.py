@@ -1,6 +1,6 @@
-"""The rounds of rollouts and rewards of a step: one, or under `algorithm.dynamic_sampling` as many as it takes.
+"""The rounds of rollouts and rewards of a step: one, or as many as `algorithm.dynamic_sampling` needs.
 
-Every rank has the same lengths and rewards, so that all of them go on to a further round, or none, and choose alike.
+Every rank has the same lengths and rewards, so that all ranks choose the same groups and start the same rounds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megarl.algorithm.informative import choose_groups, informative_groups
+from megarl.algorithm.advantage import choose_groups, informative_groups
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult
 from megarl.rollout.groups import RolloutBatch, join_rollouts
 
 
 class SampledRounds:
-    """Takes a step's rounds, each of `phases.rollout.prompts` groups, and makes a batch of as many of them."""
+    """Collects the rounds of a step, each of `phases.rollout.prompts` groups, and chooses as many groups for the batch."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._section, self._wanted = recipe.algorithm.dynamic_sampling, recipe.phases.rollout.prompts
@@ -31,27 +31,26 @@ class SampledRounds:
 
     @property
     def complete(self) -> bool:
-        """Whether no further round is needed, or allowed."""
+        """Whether there are enough informative groups, or rounds."""
         if self._section is None:
             return len(self._rollouts) == 1
         return len(self._rollouts) == self._section.max_rounds or int(self._informative.sum()) >= self._wanted
 
     def add(self, rollouts: RolloutBatch, scored: RewardResult) -> None:
-        """One more round."""
+        """Add a round."""
         self._rollouts.append(rollouts)
         self._scored.append(scored)
         counted = scored.valid & np.isfinite(scored.rewards)
         if self._masks_truncated:
             counted &= np.array([reason != "length" for reason in rollouts.finish_reasons])
         members = (-1, self._size)
-        found = informative_groups(
+        informative = informative_groups(
             torch.from_numpy(scored.rewards).reshape(members), torch.from_numpy(counted).reshape(members)
         )
-        self._informative = torch.cat([self._informative, found])
+        self._informative = torch.cat([self._informative, informative])
 
     def chosen(self) -> tuple[RolloutBatch, RewardResult, dict[str, float]]:
-        """The step's rollouts and rewards, `phases.rollout.prompts` groups in the order of their prompts, and what became of
-        the others."""
+        """Return the rollouts and rewards of the chosen groups in the order of their prompts, and metrics of the others."""
         if self._section is None:
             return self._rollouts[0], self._scored[0], {}
         groups = choose_groups(self._informative, self._wanted)
@@ -61,12 +60,12 @@ class SampledRounds:
         valid = np.concatenate([scored.valid for scored in self._scored])
         informative = int(self._informative.sum())
         used = int(self._informative[groups].sum())
-        tokens = sum(int(one.own_lengths.sum()) for one in self._rollouts)
-        played = [one.episodes for one in self._rollouts if one.episodes is not None]
+        tokens = sum(int(batch.own_lengths.sum()) for batch in self._rollouts)
+        played = [batch.episodes for batch in self._rollouts if batch.episodes is not None]
         sampled: dict[str, float] = {}
         if played:
             failures, malformed = (
-                np.concatenate([getattr(one, name) for one in played]) for name in ("failures", "malformed")
+                np.concatenate([getattr(episodes, name) for episodes in played]) for name in ("failures", "malformed")
             )
             sampled = {
                 "rollout/sampled_failed_share": float((failures != "").mean()),
@@ -85,7 +84,7 @@ class SampledRounds:
 
 
 def _join_rewards(parts: Sequence[RewardResult], samples: Sequence[int]) -> RewardResult:
-    """The rewards of `samples`, counted through all parts; counts and seconds are of everything that was scored."""
+    """Join the rewards of `samples`, numbered through all parts; counts and seconds cover everything that was scored."""
     place = {sample: number for number, sample in enumerate(samples)}
     failures: dict[int, str] = {}
     start = 0

@@ -212,7 +212,12 @@ class RolloutEngine:
         if variable is not None:
             # Before anything asks the driver. Ray 2.60 leaves the node's list unchanged for an actor without GPUs.
             os.environ[variable] = visible_devices(os.environ.get(variable), self._settings.place.devices)
-        self._bind()
+        load = self._settings.load
+        if load is not None and (cores := engine_cores(sorted(os.sched_getaffinity(0)), load, self._settings.position)):
+            bind(cores)  # also all processes that vLLM starts
+            threads = worker_threads(cores, self._settings.layout.workers)
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that start a new Python
+            torch.set_num_threads(threads)  # for processes that are forked
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -241,18 +246,6 @@ class RolloutEngine:
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids, shared_files = _own_processes()
         return EngineProcess(platform.node(), machine(), pids, shared_files, max_concurrent)
-
-    def _bind(self) -> None:
-        """Bind the engine, and all processes that vLLM starts for it, to its cores of this node."""
-        load, workers = self._settings.load, self._settings.layout.workers
-        if load is None:
-            return
-        cores = engine_cores(sorted(os.sched_getaffinity(0)), load, self._settings.position)
-        if cores:
-            bind(cores)
-            threads = worker_threads(cores, workers)
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that start a new Python
-            torch.set_num_threads(threads)  # for processes that are forked
 
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Drop what is left of the last batch, queue a new one and generate. A batch that `continues` the sequences of the

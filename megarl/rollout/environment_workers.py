@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from megarl.recipe.environment_section import EnvironmentSection
-from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient
-from megarl.reward.outage import is_outage
+from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.rollout import RolloutError
 from megarl.rollout import environment as interface
 from megarl.rollout.environment import (

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.observations import Observations
 from megarl.data.sample import Prompt
-from megarl.data.tokenizer import prompt_tokenizer
+from megarl.data.tokenizer import Observations, prompt_tokenizer
 from megarl.recipe import Recipe
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.rollout import RolloutError
@@ -149,10 +148,6 @@ class Episodes:
     def waits(self, engine: int) -> bool:
         """Say whether an environment of an engine's episodes has not answered yet."""
         return self._num_waiting[engine] > 0
-
-    def have_begun(self, engine: int) -> bool:
-        """Say whether any episode of an engine had a turn."""
-        return any(episode.turns for episode in self.episodes if episode.engine == engine)
 
     def requests(self, engine: int) -> dict[int, GroupRequest]:
         """Return the requests of an engine's next turn by episode; empty if all its episodes have ended."""

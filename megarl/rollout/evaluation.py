@@ -1,13 +1,20 @@
-"""The held-out prompts of a run, and what rank 0 finds out by them."""
+"""Evaluation on held-out prompts: during a run, and as `megarl eval`, where rollout engines run alone."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import math
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +23,24 @@ import numpy as np
 from megarl.algorithm.pass_at import Estimate, majority, mean_reward, pass_at
 from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt
+from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
+from megarl.models import ModelShape
+from megarl.models.model_files import model_directory
+from megarl.planner.placement import EnginePlace
+from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.recipe.data_section import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.reward.workers import add_episodes
-from megarl.rollout.pool import Sampling
+from megarl.recipe.sizes import with_engine_sizes
+from megarl.reward.service import services_of
+from megarl.reward.verifiers import check_answer, load_terms
+from megarl.reward.workers import RewardWorkers, add_episodes
+from megarl.rollout.pool import Sampling, open_pool
 from megarl.telemetry.clock import span
+from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
 logger = logging.getLogger(__name__)
-# Beyond the number of any step: the completions of an evaluation are those of no step, and the same draws in each evaluation
-# of a run, so that the difference of two is less a matter of luck.
+# Beyond the number of any step. All evaluations of a run have the same draws, which makes their differences less noisy.
 DRAW = 2**31
 
 
@@ -34,8 +49,8 @@ class Evaluation:
     """Rewards and answers of each prompt's completions, in the order of the prompts."""
 
     prompts: Sequence[Prompt]
-    rewards: Sequence[np.ndarray]  # of each prompt float [completions], NaN for one that could not be computed
-    answers: Sequence[Sequence[str | None]] | None  # None where no part of the reward reads one
+    rewards: Sequence[np.ndarray]  # of each prompt float [completions], NaN if masked
+    answers: Sequence[Sequence[str | None]] | None  # None if no part of the reward reads answers
     lengths: np.ndarray  # int [all completions]
     truncated: np.ndarray  # bool [all completions]
     num_left_out: int
@@ -43,22 +58,22 @@ class Evaluation:
     num_bad_rows: int
 
     def estimates(self, section: EvaluationSection) -> dict[str, Estimate]:
-        """By name, the mean reward first."""
-        known = [~np.isnan(one) for one in self.rewards]
-        rewards = [one[valid] for one, valid in zip(self.rewards, known, strict=True)]
-        found = {"mean": mean_reward(rewards)}
+        """Return the estimates by name, the mean reward first."""
+        known = [~np.isnan(values) for values in self.rewards]
+        rewards = [values[valid] for values, valid in zip(self.rewards, known, strict=True)]
+        estimates = {"mean": mean_reward(rewards)}
         for k in section.pass_at:
-            found[f"pass_at_{k}"] = pass_at(rewards, k, section.pass_reward)
+            estimates[f"pass_at_{k}"] = pass_at(rewards, k, section.pass_reward)
         if self.answers is not None and section.completions > 1:
             answers = [
                 [answer for answer, valid in zip(given, mask, strict=True) if valid]
                 for given, mask in zip(self.answers, known, strict=True)
             ]
-            found[f"majority_at_{section.completions}"] = majority(rewards, answers, section.pass_reward)
-        return found
+            estimates[f"majority_at_{section.completions}"] = majority(rewards, answers, section.pass_reward)
+        return estimates
 
     def figures(self, section: EvaluationSection) -> dict[str, float]:
-        """`evaluation/...`: each estimate with half of its confidence interval, and what it rests on."""
+        """Return the metrics `evaluation/...`: each estimate with half of its confidence interval, and counts."""
         figures: dict[str, float] = {}
         for name, estimate in self.estimates(section).items():
             figures |= {f"evaluation/{name}": estimate.value, f"evaluation/{name}_error": estimate.error}
@@ -67,64 +82,64 @@ class Evaluation:
             "evaluation/num_left_out": self.num_left_out,
             "evaluation/num_dropped": self.num_dropped,
             "evaluation/num_bad_rows": self.num_bad_rows,
-            "evaluation/num_masked": int(sum(np.isnan(one).sum() for one in self.rewards)),
+            "evaluation/num_masked": int(sum(np.isnan(values).sum() for values in self.rewards)),
             "evaluation/completion_length_mean": float(self.lengths.mean()),
             "evaluation/truncated_share": float(self.truncated.mean()),
         }
 
     def said(self, section: EvaluationSection) -> str:
-        """One line for a person."""
+        """Return one line for a person."""
         shown = [
-            f"{name.replace('_at_', '@')} {one.value:.3f}" + ("" if np.isnan(one.error) else f" ±{one.error:.3f}")
-            for name, one in self.estimates(section).items()
+            f"{name.replace('_at_', '@')} {mean.value:.3f}" + ("" if np.isnan(mean.error) else f" ±{mean.error:.3f}")
+            for name, mean in self.estimates(section).items()
         ]
         return f"{', '.join(shown)} on {len(self.prompts)} held-out prompts"
 
     def write(self, file: Path) -> None:
-        """A line for each prompt; atomic."""
+        """Write a JSON line for each prompt, atomically."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(file.name + ".partial")
-        with beside.open("w", encoding="utf-8") as lines:
+        partial = file.with_name(file.name + ".partial")
+        with partial.open("w", encoding="utf-8") as lines:
             for number, prompt in enumerate(self.prompts):
                 rewards = [None if np.isnan(reward) else float(reward) for reward in self.rewards[number]]
                 line: dict[str, Any] = {"question": prompt.question, "answer": prompt.answer, "rewards": rewards}
                 if self.answers is not None:
                     line["answers"] = list(self.answers[number])
                 lines.write(json.dumps(line) + "\n")
-        os.replace(beside, file)
+        os.replace(partial, file)
 
 
 @dataclass
 class Judged:
-    """What came of the first prompts, round by round."""
+    """The results of the first prompts, round by round."""
 
     num_prompts: int = 0
     rewards: list[np.ndarray] = field(default_factory=list)
     answers: list[list[str | None]] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    failures: list[tuple[int, str]] = field(default_factory=list)  # of each masked completion its prompt's number, and why
+    failures: list[tuple[int, str]] = field(default_factory=list)  # prompt number and reason of each masked completion
 
 
 class HeldOut:
-    """Prompts that a run is measured by; none is among those that it trains on. Raises ValueError where nothing is left."""
+    """The prompts of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
-    def __init__(self, recipe: Recipe, asked: PromptStream, trained_on: PromptStream) -> None:
-        """`asked` is a stream of `held_out_data`."""
+    def __init__(self, recipe: Recipe, held_out: PromptStream, trained_on: PromptStream) -> None:
+        """`held_out` is a stream of `held_out_data`."""
         assert recipe.evaluation is not None
         self.section = recipe.evaluation
         seen = {_content(prompt) for prompt in trained_on.every()}
-        every = list(asked.every())
+        every = list(held_out.every())
         kept = [prompt for prompt in every if _content(prompt) not in seen]
         if not kept:
             raise ValueError(
                 f"evaluation.prompts: all {len(every)} are among the training prompts, and nothing is held out; "
                 "give others, or another seed to a generator"
             )
-        self.num_left_out, self.num_dropped = len(every) - len(kept), asked.num_dropped
-        self.num_bad_rows = asked.num_bad_rows
+        self.num_left_out, self.num_dropped = len(every) - len(kept), held_out.num_dropped
+        self.num_bad_rows = held_out.num_bad_rows
         self.prompts = kept[: self.section.max_prompts]
-        # As many sequences at a time as a step has, for which the engines' memory and rollout.timeout_s are meant.
+        # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
         self._at_a_time = max(1, recipe.num_sequences // self.section.completions)
 
     def go_on(
@@ -135,8 +150,8 @@ class HeldOut:
         step: int,
         resync: Callable[[Sequence[int]], None] | None = None,
     ) -> bool:
-        """Have the engines answer the next prompts under the weights that they have, and score what they say: one round,
-        whose deadlines are those of a step. Returns whether there are more. Raises what rollouts and rewards raise."""
+        """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
+        whether prompts are left. Raises what rollouts and rewards raise."""
         completions = self.section.completions
         prompts = self.prompts[judged.num_prompts : judged.num_prompts + self._at_a_time]
         with span("wait_engines"):
@@ -144,19 +159,19 @@ class HeldOut:
         with span("wait_rewards"):
             scored = rewards.score(batch.payload, prompts, len(batch), completions, answers=completions > 1)
             scored = add_episodes(scored, batch.episodes)
-        judged.failures += [(judged.num_prompts + one // completions, why) for one, why in scored.failures.items()]
+        judged.failures += [(judged.num_prompts + sample // completions, why) for sample, why in scored.failures.items()]
         judged.num_prompts += len(prompts)
         judged.rewards += list(scored.rewards.reshape(len(prompts), completions))
         judged.lengths.append(batch.completion_lengths)
         judged.reasons += batch.finish_reasons
         if scored.answers is not None:
             judged.answers += [scored.answers[first : first + completions] for first in range(0, len(batch), completions)]
-        rollouts.take_times()  # of no step
+        rollouts.take_times()  # drop them: they belong to no step
         return judged.num_prompts < len(self.prompts)
 
     def result(self, judged: Judged) -> Evaluation:
-        """What all rounds say together; a warning names the first completion that could not be scored, and why."""
-        assert judged.num_prompts == len(self.prompts), "there are more"
+        """Return the evaluation of all rounds; a warning names the first completion that could not be scored."""
+        assert judged.num_prompts == len(self.prompts), "prompts are left"
         for number, why in judged.failures[:1]:
             logger.warning(
                 "evaluation: %d completions masked; one of held-out prompt %d: %s", len(judged.failures), number, why
@@ -167,12 +182,104 @@ class HeldOut:
         return Evaluation(self.prompts, judged.rewards, judged.answers or None, lengths, truncated, *counts)
 
 
+def open_data(
+    recipe: Recipe, directory: Path, started: datetime
+) -> tuple[Any, Callable[..., PromptStream], tuple[int, ...]]:
+    """Return the tokenizer, a function that makes streams of prompts from `data`, and the tokens that end a completion.
+
+    Raises ValueError for a reward that does not load, and for an invalid service.
+    """
+    tokenizer = prompt_tokenizer(str(directory), recipe.data.template_options, started)
+    services_of(recipe.verifiers)  # raises for an invalid service
+    judge, num_tokens = partial(check_answer, load_terms(recipe.verifiers)), ModelShape.from_directory(directory).vocab
+    stream = partial(PromptStream, seed=recipe.run.seed, tokenizer=tokenizer, num_tokens=num_tokens, judge=judge)
+    return tokenizer, stream, stop_token_ids(str(directory), tokenizer, num_tokens)
+
+
 def held_out_data(recipe: Recipe) -> DataSection:
-    """`data`, with the held-out prompts in place of the others."""
+    """Return `data` with the held-out prompts instead of the training prompts."""
     assert recipe.evaluation is not None
     return recipe.data.model_copy(update={"prompts": recipe.evaluation.prompts, "curriculum": None})
 
 
 def _content(prompt: Prompt) -> bytes:
-    """What tells prompts apart, in little memory: training sets are large."""
+    """Return a digest of a prompt, which is small: training sets are large."""
     return hashlib.blake2b(np.asarray(prompt.token_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+
+
+def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
+    """Evaluate the weights of `model` (a Hugging Face directory or hub name), or of the last checkpoint of `run`, or of
+    `model.path`. Raises ValueError for errors that a user can fix, RolloutError if engines fail."""
+    if recipe.evaluation is None:
+        raise ValueError(
+            "evaluation: the recipe has no such section; add one, as "
+            "`evaluation: {prompts: {kind: jsonl, path: held_out.jsonl, prompt_field: question, answer_field: answer}}`"
+        )
+    recipe = with_engine_sizes(recipe, platform.total_bytes)
+    with ExitStack() as stack:
+        if run is not None and model is None:
+            directory = _exported(run, stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-")))
+        else:
+            directory = model_directory(model or recipe.model.path)
+        started = (RunDirectory.of(recipe) if run is None else RunDirectory(run)).first_start
+        _, stream, stops = open_data(recipe, directory, started)
+        held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))
+        places = engine_places(recipe, platform.num_devices)
+        rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, places=places)
+        stack.callback(rollouts.shutdown)
+        rollouts.start()
+        rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=False)
+        stack.callback(rewards.close)
+        judged = Judged()
+        while held_out.go_on(judged, rollouts, rewards, 0):
+            print(f"{judged.num_prompts} of {len(held_out.prompts)} prompts", file=sys.stderr, flush=True)
+        return held_out.result(judged)
+
+
+def engine_places(recipe: Recipe, num_devices: int | None) -> tuple[EnginePlace, ...]:
+    """Place as many of the recipe's engines as fit this machine's devices, or all of them on CPUs. Raises ValueError if none
+    fits."""
+    workers = recipe.rollout.layout.workers
+    devices = recipe.rollout.engines * workers if num_devices is None else num_devices
+    fitting = min(recipe.rollout.engines, devices // workers)
+    if not fitting:
+        raise ValueError(
+            f"an engine takes {workers} devices (rollout.tensor x pipeline x data), and this machine has {devices}; "
+            f"override them, as rollout.tensor={devices}"
+        )
+    return tuple(EnginePlace(0, tuple(range(number * workers, (number + 1) * workers))) for number in range(fitting))
+
+
+def report(recipe: Recipe, evaluation: Evaluation, as_json: bool) -> str:
+    """Return what the command prints."""
+    assert recipe.evaluation is not None
+    figures = evaluation.figures(recipe.evaluation)
+    if as_json:
+        finite = {key: value if math.isfinite(value) else None for key, value in figures.items()}
+        return json.dumps(finite, indent=2)
+    masked, left_out = figures["evaluation/num_masked"], figures["evaluation/num_left_out"]
+    unused = figures["evaluation/num_dropped"] + figures["evaluation/num_bad_rows"]
+    lines = [
+        evaluation.said(recipe.evaluation),
+        f"completions of {figures['evaluation/completion_length_mean']:.1f} tokens, "
+        f"{figures['evaluation/truncated_share']:.1%} of them cut at rollout.max_new_tokens",
+    ]
+    lines += [f"{masked:.0f} completions could not be scored and count for nothing"] if masked else []
+    lines += [f"{left_out:.0f} prompts left out, which are among the training prompts"] if left_out else []
+    lines += [f"{unused:.0f} prompts left out, longer than data.max_prompt_tokens or bad rows"] if unused else []
+    return "\n".join(lines)
+
+
+def _exported(run: Path, out: str) -> Path:
+    """Export the run's last checkpoint as a Hugging Face directory. Raises ValueError if there is none."""
+    if latest_checkpoint(run / "checkpoints") is None:
+        raise ValueError(
+            f"{run / 'checkpoints'} holds no complete checkpoint; give --model DIR, or a recipe for its model.path"
+        )
+    # In another process, since an export starts a process group, which vLLM does not expect.
+    target = Path(out) / "model"
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.megatron.export", str(run), str(target)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise ValueError(f"{run}: its last checkpoint could not be exported; the error is printed above")
+    return target

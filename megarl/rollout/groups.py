@@ -1,4 +1,4 @@
-"""What a rollout returns: metadata of every sample for rank 0, and the tokens for the ranks that fetch them.
+"""The result of a rollout: metadata and metrics for rank 0, and the tokens for the ranks that fetch them.
 
 The tokens wait in Ray's object store. An ObjectRef that a process sends to another outside of Ray is pinned for the life of
 its owner, so every step would leak its batch. A small named actor (`GroupStore`) hands the references out inside Ray
@@ -16,6 +16,7 @@ import ray
 
 from megarl.cluster.ray_cluster import NAMESPACE
 from megarl.data.sample import Completion, Sample
+from megarl.planner.lengths import QUANTILES
 from megarl.recipe import Recipe
 
 
@@ -241,6 +242,32 @@ class RolloutBatch:
             executed=executed,
             own_lengths=flat(group.own_lengths for group in facts),
         )
+
+
+def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Return lengths, truncation, observations of episodes, and the sizes that the engines ran."""
+    lengths = rollouts.completion_lengths
+    metrics: dict[str, float] = {
+        "rollout/completion_length_mean": float(lengths.mean()),
+        "rollout/completion_length_max": int(lengths.max()),
+        **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in QUANTILES},
+        "rollout/prompt_length_mean": float(rollouts.prompt_lengths.mean()),
+        "rollout/truncated_share": float(np.mean([reason == "length" for reason in rollouts.finish_reasons])),
+        "rollout/version": int(rollouts.last_version.min()),
+        "tokens/prompt": int(rollouts.prompt_lengths.sum()),
+        "tokens/completion": int(lengths.sum()),
+        "schedule/rollout/prompts": rollouts.executed.prompts,
+        "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
+        **rollouts.metrics,
+    }
+    if rollouts.episodes is None:
+        return metrics
+    observed = int(lengths.sum() - rollouts.own_lengths.sum())
+    return metrics | rollouts.episodes.metrics() | {
+        "rollout/own_length_mean": float(rollouts.own_lengths.mean()),
+        "rollout/observation_tokens": observed,
+        "rollout/observation_share": observed / int(lengths.sum()),
+    }  # fmt: skip
 
 
 def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> RolloutBatch:

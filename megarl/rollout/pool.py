@@ -327,35 +327,28 @@ class EnginePool:
             except SyncError as error:
                 refused[index] = error
                 again.append(index)
-        for index in self._at_fault(refused, restarted):
+        # A refusal does not count if another process failed first or the engine's leader was restarted. If that excuses
+        # every engine, all count: else a sync might never end.
+        at_fault = [
+            index
+            for index, error in refused.items()
+            if not isinstance(error, SyncAborted) and self._manifest.leaders[index] not in restarted
+        ]
+        for index in at_fault if at_fault or restarted else list(refused):
             self._refusals[index] = self._refusals.get(index, 0) + 1
             if self._refusals[index] > self._recipe.weight_sync.retries:
                 kind = SyncLate if isinstance(refused[index], SyncLate) else SyncError
                 failure = failure or kind(f"{self._engines[index].name}, phase weight_sync: {refused[index]}")
         if failure is not None:  # raised only after the others have received what they can
             raise failure
-        return tuple(again), self._sync_metrics()
-
-    def _at_fault(self, refused: dict[int, SyncError], restarted: set[int]) -> list[int]:
-        """Return the engines whose refusal of a version counts. It does not if another process failed first, or if the
-        engine's leader was restarted. If that excuses every engine, all count: else a sync might never end."""
-        leaders = self._manifest.leaders
-        at_fault = [
-            index
-            for index, error in refused.items()
-            if not isinstance(error, SyncAborted) and leaders[index] not in restarted
-        ]
-        return at_fault if at_fault or restarted else list(refused)
-
-    def _sync_metrics(self) -> dict[str, float]:
         reports = [report for report in self._reports.values() if "received_bytes" in report]
         if not reports:
-            return {}
+            return tuple(again), {}
         metrics = {f"sync/{key}": max(report[key] for report in reports) for key in reports[0]}
         for key in ("received_bytes", "in_flight"):
             metrics[f"sync/{key}"] = sum(report[key] for report in reports)
         metrics["sync/bytes_per_s"] = metrics["sync/received_bytes"] / len(reports) / metrics["sync/transfer_s"]
-        return metrics
+        return tuple(again), metrics
 
     def shutdown(self) -> None:
         """End all engines, and Ray if `start` started it; safe after a failure and more than once."""
@@ -430,7 +423,8 @@ class EnginePool:
             return {}
         advance_work(episodes.take_num_ended())
         work[index] = episodes.requests(index)
-        return self._submit(self._engines[index], work[index], continues=episodes.have_begun(index))
+        continues = any(episode.turns for episode in episodes.episodes if episode.engine == index)
+        return self._submit(self._engines[index], work[index], continues)
 
     def _submit(
         self, engine: EngineHandle, requests: dict[int, GroupRequest], continues: bool = False

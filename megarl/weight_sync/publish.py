@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.models import ModelShape
-from megarl.models.decoder_weights import embedding
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import chunk_prefix, parameter_sizes
 from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import is_mapped
+from megarl.models.weight_table import embedding
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes

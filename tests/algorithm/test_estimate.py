@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from megarl.algorithm import advantage
-from megarl.algorithm.estimate import ADVANTAGES, Scored, check_advantage, estimate, explained_variance
-from megarl.algorithm.mismatch import mismatch_weights
-from megarl.algorithm.overlong import overlong_penalties
+from megarl.algorithm.estimate import (
+    ADVANTAGES,
+    Scored,
+    check_advantage,
+    estimate,
+    explained_variance,
+    overlong_penalties,
+)
+from megarl.algorithm.policy import mismatch_weights
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_section import AlgorithmSection, GaeSection, GroupSection
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithm import group_advantages
-from megarl.algorithm.informative import choose_groups, informative_groups
+from megarl.algorithm.advantage import choose_groups, informative_groups
 from megarl.data.sample import Completion, Sample
 from megarl.reward.workers import RewardResult
 from megarl.rollout.dynamic_sampling import SampledRounds

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithm import kl, loss_weights, value_loss
-from megarl.algorithm.kl import adapted
+from megarl.algorithm.control import adapted
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 LONGEST = 9

@@ -68,7 +68,7 @@ def test_a_stream_goes_on_from_a_saved_state_bit_for_bit(files, parts, curriculu
         assert as_tuples(ours) == as_tuples(theirs) and [one.origin for one in ours] == [one.origin for one in theirs]
         learn(whole, ours)
         learn(resumed, theirs)
-    assert whole.state() == resumed.state() and whole.figures() == resumed.figures()
+    assert whole.state() == resumed.state() and whole.metrics() == resumed.metrics()
     assert pickle.dumps(pickle.loads(saved)) == saved, "a state is not changed by whoever restores it"
 
 
@@ -91,7 +91,7 @@ def test_each_part_has_epochs_of_its_own(files):
         epochs = [tuple(own[first : first + size]) for first in range(0, 20, size)]
         assert all(sorted(epoch) == [f"{size}:{row}" for row in range(size)] for epoch in epochs)
         assert len(set(epochs)) > 1, "every epoch has an order of its own"
-    assert mixed.figures()["data/part_0_epochs"] == 10 and mixed.figures()["data/part_1_epochs"] == 4
+    assert mixed.metrics()["data/part_0_epochs"] == 10 and mixed.metrics()["data/part_1_epochs"] == 4
     assert as_tuples(stream(files, [(2, 1.0), (5, 1.0)], seed=4).take(40)) != as_tuples(prompts)
     assert [prompt.index for prompt in prompts] == list(range(40))
 
@@ -132,7 +132,7 @@ def test_a_stream_takes_what_is_in_bounds_and_says_so(files):
     one.learn(first, np.array([rates[prompt.origin[1]] for prompt in first], float).ravel(), valid)
     assert [prompt.origin[1] for prompt in one.take(9)] == [1, 3, 4] * 3
     assert [prompt.origin[1] for prompt in one.take(5)] == [0, 1, 2, 3, 4], "all come back"
-    figures = one.figures()
+    figures = one.metrics()
     assert figures["data/num_passed_over"] == 6 and figures["data/epochs"] == 5
     assert figures["data/num_with_pass_rate"] == 4 and figures["data/num_in_bounds"] == 2
 
@@ -142,7 +142,7 @@ def test_where_nothing_is_in_bounds_there_is_still_a_next_prompt(files):
     first = one.take(3)
     one.learn(first, np.zeros(6), np.ones(6, bool))
     assert {prompt.origin[1] for prompt in one.take(3)} == {0, 1, 2}
-    assert one.figures()["data/num_passed_over"] == 15
+    assert one.metrics()["data/num_passed_over"] == 15
 
 
 def test_messages_are_of_a_part_and_its_own_rows(tmp_path):

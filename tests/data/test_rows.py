@@ -46,7 +46,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(mixed, caplo
     judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
     stream = PromptStream(section(mixed, on_bad_row="skip"), 0, byte_tokenizer(), 300, judge)
     assert {prompt.question for prompt in stream.take(3)} == {"q0", "q1", "q2"}
-    assert stream.figures() == {"data/num_rows": 3, "data/num_dropped": 0, "data/num_bad_rows": 6, "data/epochs": 1.0}
+    assert stream.metrics() == {"data/num_rows": 3, "data/num_dropped": 0, "data/num_bad_rows": 6, "data/epochs": 1.0}
     assert "line 2: not JSON" in caplog.text and "(more are only counted)" in caplog.text
     assert len(caplog.records) == 3
 
@@ -105,8 +105,8 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
 @pytest.mark.parametrize(
     ("chat", "system_prompt", "said"),
     [
-        ([*CHAT, {"role": "assistant", "content": "3"}], None, "last message is of the role 'assistant'.*cut it off"),
-        ([*CHAT, {"role": "model", "content": "3"}], None, "last message is of the role 'model'"),
+        ([*CHAT, {"role": "assistant", "content": "3"}], None, "last message has the role 'assistant'.*remove it"),
+        ([*CHAT, {"role": "model", "content": "3"}], None, "last message has the role 'model'"),
         (
             [{"role": "system", "content": "T"}, *CHAT],
             "S",
@@ -188,7 +188,7 @@ def test_a_text_of_a_table_that_is_not_utf_8_is_a_bad_row(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
     for source in (jsonl(tmp_path / "rows.parquet", "parquet"), hugging_face(tmp_path / "saved")):
-        with pytest.raises(ValueError, match="row 1: a text of it is not UTF-8"):
+        with pytest.raises(ValueError, match="row 1: a text is not UTF-8"):
             rows_of(source, seed=0)
         assert [row.question for row in rows_of(source, seed=0, bad=BadRows("skip"))] == ["good"]
 

@@ -95,7 +95,7 @@ def storages_between_phases(directory: str, precision: str) -> dict[str, list[in
     found["between"] = sizes()
     with trained.present():
         found["forward"] = sizes()
-    with pytest.raises(AssertionError, match="weights are away"):
+    with pytest.raises(AssertionError, match="weights are offloaded"):
         trained.forward(batch, mini_batch)
     with trained.present(), pytest.raises(AssertionError, match="optimizer is away"):
         trained.update(batch, mini_batch, objective_of("actor", 100))

@@ -196,17 +196,17 @@ def test_experts_are_read_from_what_either_transformers_writes() -> None:
 
 def test_the_page_on_adding_a_model_is_true() -> None:
     """Its example is a file of the package, its rows run, and it names every sharding, part and test that there is."""
-    from megarl.models import decoder_weights, table
+    from megarl.models import weight_table
 
     root = Path(__file__).parents[2]
     page = (root / "docs" / "add-a-model.md").read_text()
     example, row = (part.split("```")[0] for part in page.split("```python\n")[1:])
     assert example == (root / "megarl" / "models" / "qwen3.py").read_text()
     exec(compile(row, "docs/add-a-model.md", "exec"), {})
-    shardings = {name for name, value in vars(table).items() if isinstance(value, type) and hasattr(value, "pieces")}
+    shardings = {name for name, value in vars(weight_table).items() if isinstance(value, type) and hasattr(value, "pieces")}
     assert {name for name in shardings - {"Sharding"} if f"| `{name}()` |" not in page} == set()
     named = page.split("families share: ")[1].split(".")[0]
-    assert all(callable(vars(decoder_weights)[name.strip(" `\n")]) for name in named.split(","))
+    assert all(callable(vars(weight_table)[name.strip(" `\n")]) for name in named.split(","))
     for file in ("tests/tiny_models.py", "tests/megatron/test_golden.py", "tests/weight_sync/test_families.py"):
         assert file in page and (root / file).is_file()
     assert (

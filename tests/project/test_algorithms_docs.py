@@ -1,4 +1,4 @@
-"""docs/algorithms.md names what the recipe takes, and no more."""
+"""docs/algorithms.md names every value and key of the recipe, with the objective of its paper."""
 
 import re
 import typing
@@ -23,7 +23,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
 def rows(title: str) -> dict[str, str]:
-    """Lines of the table below a heading, by the name in their first column."""
+    """Return the lines of the table below a heading, by the name in their first column."""
     (part,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
     lines = {name: line for line in part.splitlines() for name in re.findall(r"^\| `(\w+)` \|", line)}
     for line in lines.values():  # formula and source; a loss without keys has none to name
@@ -38,10 +38,10 @@ def test_every_advantage_has_a_row() -> None:
 
 def test_every_policy_loss_has_a_row_with_its_keys() -> None:
     sections = {kinds(section)[0]: section for section in sections_of(PolicyLossSection)}
-    found = rows("Policy losses")
-    assert set(found) == set(sections)
+    losses = rows("Policy losses")
+    assert set(losses) == set(sections)
     for kind, section in sections.items():
-        assert re.findall(r"`(\w+)`", found[kind].split("|")[3]) == [key for key in section.model_fields if key != "kind"]
+        assert re.findall(r"`(\w+)`", losses[kind].split("|")[3]) == [key for key in section.model_fields if key != "kind"]
 
 
 def of_tokens(pieces: list[list[float]]) -> float:
@@ -61,7 +61,7 @@ def of_sequences(pieces: list[list[float]]) -> float:
     return fmean(piece[0] for piece in pieces)
 
 
-# Of each paper's objective how it takes the losses of a sequence's tokens together; gspo's and gmpo's are of sequences.
+# How each paper's objective combines the losses of a sequence's tokens; gspo and gmpo have one loss per sequence.
 OBJECTIVES: dict[str, tuple[str, Callable[[list[list[float]]], float]]] = {
     "grpo": ("clip", of_means), "dr_grpo": ("clip", lambda pieces: sum(map(sum, pieces)) / (len(pieces) * LONGEST)),
     "rloo": ("policy_gradient", of_sums), "remax": ("policy_gradient", of_sums), "gspo": ("gspo", of_sequences),
@@ -70,11 +70,11 @@ OBJECTIVES: dict[str, tuple[str, Callable[[list[list[float]]], float]]] = {
 
 
 def test_the_aggregation_of_a_row_makes_the_objective_of_its_paper() -> None:
-    found = rows("Advantages") | rows("Policy losses")
-    said = {name: re.findall(r"`aggregation: (\w+)`", line) for name, line in found.items()}
-    assert {name for name, one in said.items() if one} == set(OBJECTIVES)
+    lines = rows("Advantages") | rows("Policy losses")
+    aggregations = {name: re.findall(r"`aggregation: (\w+)`", line) for name, line in lines.items()}
+    assert {name for name, names in aggregations.items() if names} == set(OBJECTIVES)
     for name, (kind, objective) in OBJECTIVES.items():
-        (aggregation,) = said[name]
+        (aggregation,) = aggregations[name]
         losses = of_paper(kind, OPTIONS[kind][0], tokens())
         pieces = [losses[end - length : end] for length, end in zip(LENGTHS, accumulate(LENGTHS), strict=True)]
         weights = loss_weights(torch.tensor(LENGTHS), torch.ones(len(LENGTHS), dtype=torch.bool), aggregation, LONGEST)
@@ -96,15 +96,15 @@ def test_every_key_is_named() -> None:
     assert set(keys_of(AlgorithmSection)) - named - {"kind"} == set()
 
 
-def test_the_functions_of_ones_own_run_as_they_are_written() -> None:
+def test_the_user_functions_of_the_page_run() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    made: dict[str, typing.Any] = {}
-    exec(code, made)
+    names: dict[str, typing.Any] = {}
+    exec(code, names)
     rewards, valid = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
-    assert made["centred"](rewards, torch.zeros(3), valid).tolist() == [-0.5, 0.5, 7.5]
+    assert names["centred"](rewards, torch.zeros(3), valid).tolist() == [-0.5, 0.5, 7.5]
     old, new, ones = torch.tensor([-1.0, -1.0]), torch.tensor([-1.05, -2.0]), torch.ones(2)
     tokens = SimpleNamespace(logprobs=new, old_logprobs=old, advantages=2 * ones)
-    loss, beyond = made["bounded"](tokens, 0.1)
+    loss, beyond = names["bounded"](tokens, 0.1)
     assert beyond.tolist() == [False, True] and loss.tolist() == pytest.approx([2.1, 0.0])
 
 
@@ -113,9 +113,9 @@ def test_every_other_choice_is_named() -> None:
     assert set(rows("Aggregation")) == set(aggregations)
     for title, section in (("KL:", KlSection), ("The engine is not the trainer", MismatchSection)):
         (part,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
-        said = {word for span in re.findall(r"`([^`]+)`", part) for word in re.findall(r"\w+", span)}
+        words = {word for span in re.findall(r"`([^`]+)`", part) for word in re.findall(r"\w+", span)}
         for key, field in section.model_fields.items():
             choices = {choice for choice in typing.get_args(field.annotation) if isinstance(choice, str)}
-            assert choices <= said, f"{title} {key}: {choices - said}"
+            assert choices <= words, f"{title} {key}: {choices - words}"
     assert all(f"`algorithm.{key}`" in TEXT for key in ("kl", "overlong", "mismatch", "dynamic_sampling", "early_stop"))
     assert all(f"`{key}" in TEXT for key in ("critic.warmup_steps", "reference.refresh_every", "min_lr_share"))

@@ -1,4 +1,4 @@
-"""The feature table says what the code supports: it is read off the code, the README repeats it, and tests back its rows."""
+"""The feature table says what the code supports: it is read off the code, and docs/features.md repeats it."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from megarl.recipe.role_sections import ActorSection
 from tests.megatron import test_golden as test_engine_golden
 from tests.tiny_models import save_tiny_model
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
 
 
-def test_the_readme_has_the_table_that_check_prints():
-    assert markdown(features()) in README, (
-        "write the table that megarl.recipe.feature_table.markdown(features()) gives into README.md"
+def test_the_page_has_the_table_that_check_prints():
+    assert markdown(features()) in PAGE, (
+        "write the table that megarl.recipe.feature_table.markdown(features()) gives into docs/features.md"
     )
     done = CliRunner().invoke(app, ["check", "--features"])
     assert done.exit_code == 0

@@ -18,9 +18,9 @@ from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import CodeRewardSection
-from megarl.reward import code, sandbox
-from megarl.reward.code import code_of, code_verifier, programs_of
+from megarl.reward import sandbox, verifiers
 from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
+from megarl.reward.verifiers import code_of, code_verifier, programs_of
 from megarl.reward.workers import RewardWorkers
 from tests.recipe_cases import edited, make_folder, write
 from tests.reward.test_workers import model, payload  # noqa: F401
@@ -220,7 +220,7 @@ def test_limits_score_zero_and_are_counted(model):  # noqa: F811
 
 def test_without_a_sandbox_no_code_runs(monkeypatch):
     assert doctor_checks.check_sandbox().severity == Severity.OK
-    for module in (code, doctor_checks):
+    for module in (verifiers, doctor_checks):
         monkeypatch.setattr(module, "refusal", lambda: "unshare: not permitted; code runs in namespaces")
     with pytest.raises(ValueError, match="reward kind code: this machine has no sandbox: unshare"):
         code_verifier(CodeRewardSection(kind="code"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.reward import sandbox_filter, sandbox_keeper
+from megarl.reward import sandbox, sandbox_keeper
 from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
 
 MIB = 1 << 20
@@ -25,8 +25,8 @@ LIMITS = {"wall_s": 60.0, "cpu_s": 20, "memory_bytes": 128 * MIB, "file_bytes": 
           "output_bytes": 1 << 16}  # fmt: skip
 # Found in a process's name, in files and in sockets.
 MARK = os.environ.get("MEGARL_TEST_MARK") or f"x{secrets.token_hex(5)}"
-NUMBERS = {name: columns[sandbox_filter.ARCHITECTURES[platform.machine()][1]]
-           for name, columns in sandbox_filter.DENIED.items()}  # fmt: skip
+NUMBERS = {name: columns[sandbox.ARCHITECTURES[platform.machine()][1]]
+           for name, columns in sandbox.DENIED.items()}  # fmt: skip
 BEGIN = f"""import ctypes, errno, fcntl, mmap, os, resource, signal, socket, sys, threading, time
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.prctl(15, b'{MARK}', 0, 0, 0)

@@ -24,7 +24,7 @@ from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import FunctionRewardSection, PatternRewardSection, SchemaRewardSection, VerifierSection
 from megarl.reward import fork_server, verifier_process
-from megarl.reward.outage import is_outage
+from megarl.reward.fork_server import is_outage
 from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.workers import RewardWorkers, Scorer
 from tests.sink_cases import wait_for

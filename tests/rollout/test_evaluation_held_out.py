@@ -12,8 +12,7 @@ from megarl.data.sample import Prompt
 from megarl.planner.placement import EnginePlace
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.rollout.evaluation import Evaluation
-from megarl.rollout.evaluation_command import engine_places, evaluate, report
+from megarl.rollout.evaluation import Evaluation, engine_places, evaluate, report
 from megarl.telemetry.run_directory import RunDirectory
 from tests.rollout_cases import recipe, save_model
 

@@ -94,7 +94,7 @@ def train_with_a_broken_weight(recipe: str, before: str) -> str:
 
     def broken(pipeline: Any, number: int) -> Any:
         if number == 2 and pipeline.rank == 1:
-            pipeline.parts.actor.models[-1].decoder.final_layernorm.weight.data[0] = math.nan
+            pipeline.parts.roles["actor"].models[-1].decoder.final_layernorm.weight.data[0] = math.nan
         return function(pipeline, number)
 
     with mock.patch.object(Trainer, before, broken), pytest.raises(NotFinite) as failure:
@@ -145,7 +145,7 @@ def test_a_masked_sample_keeps_its_place_with_dummy_tokens_and_counts_for_nothin
 def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
     for policy, wrong, said in (
         ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples\)"),
-        ("skip", [0, 1], "no other sample counts"),
+        ("skip", [0, 1], "no other sample is valid"),
     ):
         batch = batch_of(2)
         batch.rewards[wrong] = np.inf

@@ -1,0 +1,319 @@
+"""The rows of a family's weight table: a checkpoint tensor, and how Megatron and vLLM shard it over their ranks.
+
+A tensor is a matrix of `rows` x `columns`; a vector of n elements is an [n, 1] matrix, and a parameter of more dimensions is
+a matrix of its last dimension. In a fused parameter of `total` rows before sharding, `before` rows precede the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from megarl.models.shape import ModelShape
+
+
+class Piece(NamedTuple):
+    """A rectangle of the tensor (half-open) and where it starts in the rank's parameter."""
+
+    row0: int
+    row1: int
+    col0: int
+    col1: int
+    local_row: int
+    local_col: int
+
+
+class Sharding(Protocol):
+    """A way to shard a tensor over `ranks`."""
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        """Yield the rectangles of the tensor that `rank` holds, without padding."""
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        """Return (rows, columns) of the parameter on a rank, with padding and the other parts of a fused parameter."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank holds the whole tensor."""
+
+    before: int = 0
+    total: int = 0
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        yield Piece(0, rows, 0, columns, self.before, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return self.total or rows, columns
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Equal intervals of rows. The parts of a fused parameter are sharded before they are stacked."""
+
+    before: int = 0
+    total: int = 0
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        share = rows // ranks
+        yield Piece(rank * share, (rank + 1) * share, 0, columns, self.before // ranks, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return (self.total or rows) // ranks, columns
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Equal intervals of columns."""
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        share = columns // ranks
+        yield Piece(0, rows, rank * share, (rank + 1) * share, 0, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return rows, columns // ranks
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Equal intervals of rows, padded to a multiple of `unit` in total or, with `each_rank`, on each rank."""
+
+    unit: int
+    each_rank: bool
+
+    def padded(self, rows: int, ranks: int) -> int:
+        unit = self.unit * ranks if self.each_rank else self.unit
+        return -(-rows // unit) * unit
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        share = self.padded(rows, ranks) // ranks
+        start, stop = rank * share, min((rank + 1) * share, rows)
+        if start < stop:
+            yield Piece(start, stop, 0, columns, 0, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return self.padded(rows, ranks) // ranks, columns
+
+
+@dataclass(frozen=True)
+class InterleavedRows:
+    """A fused parameter that is sharded as a whole: blocks of `height` rows of the tensor are `stride` rows apart, the first
+    after `before` rows, and a rank holds an equal interval of all `total` rows.
+
+    With more ranks than blocks a block spans several ranks. Megatron fuses queries, keys and values in this way, group by
+    group: [queries of the group | key | value].
+    """
+
+    height: int
+    stride: int
+    before: int
+    total: int
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        share = self.total // ranks
+        start, stop = rank * share, (rank + 1) * share
+        for block in range(max(0, (start - self.before) // self.stride), rows // self.height):
+            fused = block * self.stride + self.before
+            if fused >= stop:
+                return
+            low, high = max(fused, start), min(fused + self.height, stop)
+            if low < high:
+                row = block * self.height + low - fused
+                yield Piece(row, row + high - low, 0, columns, low - start, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return self.total // ranks, columns
+
+
+@dataclass(frozen=True)
+class FusedHeads:
+    """vLLM's fused [queries | keys | values] of the rank; key-value heads have copies if there are more ranks than such
+    heads. `part` is 0, 1 or 2."""
+
+    part: int
+    heads: int
+    groups: int
+    size: int  # rows of a head
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+        queries, keys = self.heads // ranks, max(1, self.groups // ranks)
+        first = rank * queries if self.part == 0 else rank // max(1, ranks // self.groups) * keys
+        count = queries if self.part == 0 else keys
+        before = (0, queries, queries + keys)[self.part]
+        yield Piece(first * self.size, (first + count) * self.size, 0, columns, before * self.size, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return (self.heads // ranks + 2 * max(1, self.groups // ranks)) * self.size, columns
+
+
+class Held(NamedTuple):
+    """The parameter of one side (Megatron or vLLM) that holds a checkpoint tensor, and its sharding."""
+
+    parameter: str
+    sharding: Sharding
+
+
+class Weight(NamedTuple):
+    """A checkpoint tensor and where Megatron and vLLM hold it.
+
+    Names of a layer's weights are relative to the layer (`self_attn.o_proj.weight`). With `experts` the row stands for that
+    many tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks
+    them in one parameter. Without `vllm` whole tensors go to vLLM's own loader (`weight_sync.mode: checkpoint`). No update
+    moves a `fixed` tensor, and no weight sync sends it. A `shared` tensor belongs to an expert that every token passes.
+    """
+
+    name: str
+    rows: int
+    columns: int  # 1 of a vector
+    megatron: Held
+    vllm: Held | None
+    experts: int = 0
+    fixed: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of decoder.
+
+    `read` makes a ModelShape from a `config.json` and the file's name for errors; it raises ValueError for unsupported
+    features. `layer` returns the weights of a layer by its number, grouped by vLLM module, in the order of the forward pass.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Mapping[str, Any], str], ModelShape]
+    layer: Callable[[ModelShape, int], list[Weight]]
+    # Regular expressions of checkpoint names to ignore; NUM_LAYERS stands for the number of layers.
+    harmless: tuple[str, ...] = ()
+
+
+# The weights of the parts of decoders, which families combine. Megatron's names are those of megatron-core's local layer
+# spec, vLLM's those of its fused parameters (0.32). Both pad the vocabulary, so that tensor ranks hold the same number of
+# rows.
+MEGATRON_VOCABULARY = PaddedRows(8, each_rank=True)
+VLLM_VOCABULARY = PaddedRows(64, each_rank=False)
+
+
+def whole(name: str, rows: int, megatron: str, columns: int = 1, vllm: str = "") -> Weight:
+    """A tensor that every tensor rank holds whole; by default a vector."""
+    return Weight(name, rows, columns, Held(megatron, Replicated()), Held(vllm or name, Replicated()))
+
+
+def matrix(name: str, rows: int, columns: int, sharding: Sharding, megatron: str, vllm: str = "") -> Weight:
+    """A tensor that is a parameter of its own on both sides, sharded in the same way."""
+    return Weight(name, rows, columns, Held(megatron, sharding), Held(vllm or name, sharding))
+
+
+def attention(shape: ModelShape) -> list[Weight]:
+    """Grouped-query attention with one fused projection of queries, keys and values."""
+    columns = shape.heads * shape.head_dim
+    weights = _fused(shape, "weight", shape.hidden)
+    if shape.qkv_bias:
+        weights += _fused(shape, "bias", 1)
+    if shape.qk_norm:
+        for which in "qk":
+            parameter = f"self_attention.{which}_layernorm.weight"
+            weights.append(whole(f"self_attn.{which}_norm.weight", shape.head_dim, parameter))
+    projection = "self_attention.linear_proj.weight"
+    return [*weights, matrix("self_attn.o_proj.weight", shape.hidden, columns, Columns(), projection)]
+
+
+def _fused(shape: ModelShape, kind: str, columns: int) -> list[Weight]:
+    size, queries = shape.head_dim, shape.heads // shape.groups
+    stride, total = (queries + 2) * size, (shape.heads + 2 * shape.groups) * size
+    weights = []
+    # (part, heads a group, heads of the group before it)
+    for number, (part, heads, before) in enumerate((("q", queries, 0), ("k", 1, queries), ("v", 1, queries + 1))):
+        weights.append(
+            Weight(
+                f"self_attn.{part}_proj.{kind}",
+                shape.groups * heads * size,
+                columns,
+                Held(f"self_attention.linear_qkv.{kind}", InterleavedRows(heads * size, stride, before * size, total)),
+                Held(f"self_attn.qkv_proj.{kind}", FusedHeads(number, shape.heads, shape.groups, size)),
+            )
+        )
+    return weights
+
+
+def swiglu(hidden: int, ffn: int, name: str = "mlp", megatron: str = "mlp") -> list[Weight]:
+    """A gated feed-forward network [gate | up], down; `name` and `megatron` are the prefixes of its parts."""
+    return [
+        *(
+            Weight(
+                f"{name}.{part}_proj.weight",
+                ffn,
+                hidden,
+                Held(f"{megatron}.linear_fc1.weight", Rows(before, 2 * ffn)),
+                Held(f"{name}.gate_up_proj.weight", Rows(before, 2 * ffn)),
+            )
+            for part, before in (("gate", 0), ("up", ffn))
+        ),
+        matrix(f"{name}.down_proj.weight", hidden, ffn, Columns(), f"{megatron}.linear_fc2.weight"),
+    ]
+
+
+def router(name: str, count: int, hidden: int) -> Weight:
+    """The scores of the experts, called `name` in the checkpoint and in vLLM."""
+    return whole(name, count, "mlp.router.weight", hidden)
+
+
+def experts(
+    name: str, count: int, hidden: int, ffn: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Weight]:
+    """Experts that are gated feed-forward networks; `parts` are the checkpoint's names of gate, up and down, `name` is their
+    prefix (`mlp.experts`) there and in vLLM."""
+    gate, up, down = (f"{name}.{{expert}}.{part}.weight" for part in parts)
+    megatron, vllm = "mlp.experts.local_experts.{expert}.", f"{name}.routed_experts."
+    return [
+        *(
+            Weight(
+                part,
+                ffn,
+                hidden,
+                Held(megatron + "linear_fc1.weight", Rows(before, 2 * ffn)),
+                Held(vllm + "w13_weight", Rows(before, 2 * ffn)),
+                count,
+            )
+            for part, before in ((gate, 0), (up, ffn))
+        ),
+        Weight(
+            down,
+            hidden,
+            ffn,
+            Held(megatron + "linear_fc2.weight", Columns()),
+            Held(vllm + "w2_weight", Columns()),
+            count,
+        ),
+    ]
+
+
+def llama_layer(shape: ModelShape, feed_forward: list[Weight]) -> list[Weight]:
+    """A layer with norms only before attention and before the feed-forward network."""
+    return [
+        whole("input_layernorm.weight", shape.hidden, "input_layernorm.weight"),
+        *attention(shape),
+        whole("post_attention_layernorm.weight", shape.hidden, "pre_mlp_layernorm.weight"),
+        *feed_forward,
+    ]
+
+
+def embedding(shape: ModelShape) -> Weight:
+    """The input embedding, which is also the head of a tied model."""
+    return _vocabulary(shape, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
+
+
+def final_norm(shape: ModelShape) -> Weight:
+    return whole("model.norm.weight", shape.hidden, "decoder.final_layernorm.weight")
+
+
+def head(shape: ModelShape) -> Weight:
+    """The output head, which reads the embedding in a tied model."""
+    name = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+    return _vocabulary(shape, name, "output_layer.weight")
+
+
+def _vocabulary(shape: ModelShape, name: str, megatron: str) -> Weight:
+    return Weight(name, shape.vocab, shape.hidden, Held(megatron, MEGATRON_VOCABULARY), Held(name, VLLM_VOCABULARY))
