@@ -166,7 +166,7 @@ def test_fp8_blocks_of_all_ranks_make_the_blocks_of_the_worker(tmp_path: Path, t
     for seed, model in enumerate(models):
         torch.manual_seed(seed)
         hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes)).save_pretrained(model)
-    form = {"transport": transport, "wire": wire, "quantization": "fp8", "bucket_bytes": 1 << 16}
+    form: dict[str, Any] = {"transport": transport, "wire": wire, "quantization": "fp8", "bucket_bytes": 1 << 16}
     settings, layout = settings_of(RolloutLayout(2), precision="bf16", **form), Layout(tensor=2, pipeline=2)
     answers = run_ranks(publish_and_read, layout.ranks, [*models, models[1]], layout, settings, ["here"])
     whole_bytes = sum(2 * tensor.numel() for tensor in checkpoint(Path(models[0])).values())
