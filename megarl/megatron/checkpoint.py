@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -209,7 +208,10 @@ class _Into(DefaultLoadPlanner):
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return narrow_tensor_by_index(self._target, read_item.dest_offsets, read_item.lengths)
+        part = self._target
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dimension, offset, length)
+        return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """The tensor is a view of the target."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 from megarl.telemetry.clock import PhaseClock, start_span, stop_span
 from megarl.telemetry.progress import advance_work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import suppress
 
 from megarl.telemetry.stacks import mark_from_environment
 
@@ -16,5 +17,5 @@ def register() -> None:
     mark_from_environment("" if multiprocessing.parent_process() is None else multiprocessing.current_process().name)
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration raises
+    with suppress(ValueError):  # vLLM refuses a second registration in one process
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.weight_sync.receiver", "WeightReceiver")
