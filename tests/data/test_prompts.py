@@ -75,24 +75,6 @@ def test_jsonl_and_parquet_give_the_same_rows(tmp_path, sums):
     assert rows_of(jsonl(tmp_path / "sums.parquet", "parquet"), seed=0) == rows
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"prompt": "a", "answer": ', r"bad.jsonl, line 2: not JSON"),
-        ('["a", "b"]', r"bad.jsonl, line 2: a row is an object of named fields, this is list"),
-        ('{"promt": "a", "answer": "b"}', r"line 2: no field 'prompt' .*prompt_field.*did you mean 'promt'"),
-        ('{"prompt": "a", "answer": null}', r"line 2: field 'answer' is None"),
-        ('{"prompt": "a", "answer": [1]}', r"line 2: field 'answer' is \[1\]"),
-        ('{"prompt": " ", "answer": "b"}', r"line 2: field 'prompt' is empty"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_line_and_key(tmp_path, line, said):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "fine", "answer": "1"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=said):
-        rows_of(jsonl(path), seed=0)
-
-
 def test_missing_empty_and_mistaken_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"data.prompts.path is '.*nowhere.jsonl', which is no file"):
         rows_of(jsonl(tmp_path / "nowhere.jsonl"), seed=0)

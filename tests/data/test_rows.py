@@ -54,7 +54,10 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(mixed, caplo
 @pytest.mark.parametrize(
     ("row", "said"),
     [
+        ('{"prompt": "a", "answer": ', r"rows.jsonl, line 2: not JSON"),
         ("[3]", r"line 2: a row is an object"),
+        ({"prompt": "a", "answer": None}, r"line 2: field 'answer' is None"),
+        ({"prompt": " ", "answer": "b"}, r"line 2: field 'prompt' is empty"),
         ({"prompt": "x", "answers": "1"}, r"line 2: no field 'answer' .*prompts.answer_field.*did you mean 'answers'"),
         ({"prompt": {"a": 1}, "answer": "1"}, r"line 2: field 'prompt' is {'a': 1}; a text or a number"),
         ({"prompt": "x", "answer": ["y"]}, r"line 2: field 'answer' is \['y'\].*data.answer_format: json"),
@@ -269,13 +272,6 @@ def test_a_data_set_that_is_not_there_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="data.prompts.path is '.*empty', from which no data set loads"):
         rows_of(hugging_face(tmp_path / "empty"), seed=0)
-
-
-def test_a_bad_row_says_whether_it_is_fatal():
-    bad = BadRows("skip")
-    bad.add(ValueError("one"))
-    bad.add(ValueError("two"))
-    assert (bad.count, bad.first) == (2, "one")
 
 
 PART = {"kind": "jsonl", "path": "qa.jsonl", "prompt_field": "q", "answer_field": "a"}

@@ -97,7 +97,7 @@ def storages_between_phases(directory: str, precision: str) -> dict[str, list[in
         found["forward"] = sizes()
     with pytest.raises(AssertionError, match="weights are offloaded"):
         trained.forward(batch, mini_batch)
-    with trained.present(), pytest.raises(AssertionError, match="optimizer is away"):
+    with trained.present(), pytest.raises(AssertionError, match="optimizer is offloaded"):
         trained.update(batch, mini_batch, objective_of("actor", 100))
     with trained.present(training=True):
         found["again"] = sizes()

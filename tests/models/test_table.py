@@ -163,6 +163,7 @@ def test_stages_name_the_layers_of_each_chunk_in_the_model_s_order() -> None:
     layout = Layout(pipeline=2, virtual_pipeline=2, stages=(1, 3, 2, 2))
     chunks = [list(megatron.chunk_layers(shape, layout, stage, chunk)) for chunk in (0, 1) for stage in (0, 1)]
     assert chunks == [[0], [1, 2, 3], [4, 5], [6, 7]]
+    assert megatron.stage_layers(shape, layout, 1) == [1, 2, 3, 6, 7]
 
 
 @pytest.mark.parametrize(

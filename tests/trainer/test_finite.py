@@ -110,8 +110,8 @@ def test_broken_weights_are_named_on_every_rank_and_never_saved(folder: Path, be
     first, second = run_ranks(train_with_a_broken_weight, 2, str(recipe), before)
     assert first == second and "(rank 1: decoder.final_layernorm.weight)" in first
     if before == "step":
-        assert first.startswith("phase actor_logprob: logprobs of sample 0 are nan at completion token 0, from rank 1 ")
-        assert "(16 of 16 samples): the actor's weights are broken" in first
+        assert first.startswith("phase actor_logprob: logprobs of sample 0 are nan at completion token 0 (")
+        assert "data-parallel rank 0, rank 1; 16 of 16 samples): the actor's weights are broken" in first
     else:
         assert first.startswith("checkpoint of step 2: the actor's weights or moments are not finite")
     saved = sorted(path.name for path in (folder / "runs" / f"broken-{before}" / "checkpoints").iterdir())
