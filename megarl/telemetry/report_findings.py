@@ -31,7 +31,7 @@ IDLE = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A row of the table below, which docs/reading-a-run.md shows too.
+    """A row of the table below, which docs/reading-a-run.md shows too (tests/telemetry/test_report.py).
 
     `metric` is a key of metrics.jsonl, with `<phase>` or `<role>` as placeholders; `says` may contain `{value}` and
     `{phase}`; `do` is what to change. For advice on time, `lost` turns a value into the lost part of the phase, or of the
@@ -208,17 +208,6 @@ def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:
         says = f"ranks wait {lost:.0%} of a step for one of them, each time another one"
         do = "a `max_tokens` micro-batch, which balances work better"
     return [Finding("idle/straggler_s", "time", says, do, lost)]
-
-
-def markdown() -> str:
-    """Return the table for docs/reading-a-run.md; the idle shares have another table there."""
-    rows = ["| metric | warns | what to do |", "| --- | --- | --- |"]
-    for advice in ADVICE:
-        if not advice.metric.startswith("idle/"):
-            unit = {"useful_share": " padding", "imbalance": " lost to it"}.get(advice.metric.rsplit("/", 1)[-1], "")
-            warns = f"above {format(advice.above, advice.form)}{unit}" + (", in any step" if advice.any_step else "")
-            rows.append(f"| `{advice.metric}` | {warns} | {advice.do} |")
-    return "\n".join(rows)
 
 
 # The three answers ------------------------------------------------------------------------------------------------------

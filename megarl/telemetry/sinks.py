@@ -279,7 +279,7 @@ class Relay:
         sink: Sink | None = None
         try:
             sink = self._open_sink()
-        except Exception as error:
+        except Exception as error:  # a library of a service raises anything
             self._fail(f"not opened: {type(error).__name__}: {error}")
         while not isinstance(item := self._calls.get(), int):
             step, content, call = item
@@ -288,12 +288,12 @@ class Relay:
                 if step > self._memory.step:
                     self._memory.keep(step=step)
                 call(sink)
-            except Exception as error:
+            except Exception as error:  # a library of a service raises anything
                 self._fail(f"step {step}: {content} not written: {type(error).__name__}: {error}")
         try:
             if sink is not None:
                 sink.close(item)
-        except Exception as error:
+        except Exception as error:  # a library of a service raises anything
             self._fail(f"not closed: {type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from megarl.cluster.agent import judge, main
-from megarl.cluster.agent_nodes import STORE_GONE, OtherNodes, Outcome
+from megarl.cluster.agent import STORE_GONE, OtherNodes, Outcome, judge, main
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from tests.ports import unused_port
 from tests.ranks import run_ranks
