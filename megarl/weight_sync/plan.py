@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from megarl.models import ModelShape, Weight
-from megarl.models.decoder_weights import head
 from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
+from megarl.models.weight_table import head
 from megarl.weight_sync.boxes import Boxes, megatron_boxes, vllm_boxes
 
 # Compare so many pairs of boxes at once: a large model's comparison stays within a few hundred MB.
