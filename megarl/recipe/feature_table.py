@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 
 from megarl.models import FAMILIES
 from megarl.models.layout import RolloutLayout
+from megarl.recipe.load import kinds, sections_of
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.role_sections import ActorSection
 from megarl.recipe.section import Section
-from megarl.recipe.structure import kinds, sections_of
 from megarl.recipe.trainer_section import TrainerSection
 from megarl.recipe.weight_sync_section import WeightSyncSection
 

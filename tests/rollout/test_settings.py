@@ -14,9 +14,9 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import recipe_yaml
+from megarl.recipe.phase_table import engine_lines
 from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
 from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
-from megarl.recipe.table import engine_lines
 from megarl.rollout import RolloutError
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.planner_cases import forecast_of, write_qwen
