@@ -36,8 +36,8 @@ from megarl.models.layout import Layout
 from megarl.models.megatron_weights import stage_layers
 from megarl.planner import activations
 from megarl.planner.roles import PlannedRole, adapter_weights, stage_weights, trained_expert_weights, trained_weights
+from megarl.schedule.phase_plan import most_rows_behind_prompts
 from megarl.schedule.schedule import Schedule, in_micro_batch
-from megarl.schedule.share import most_rows_behind_prompts
 
 _FP32 = 4
 # Share of the allocator's memory that fragmentation keeps from tensors that come and go: 15 % on average over eight language

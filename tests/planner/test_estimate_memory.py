@@ -29,8 +29,8 @@ from megarl.planner.device_memory import (
 )
 from megarl.planner.roles import PlannedRole, stage_weights
 from megarl.recipe.role_sections import FreezeSection, MemorySection
+from megarl.schedule.phase_plan import most_rows_behind_prompts
 from megarl.schedule.schedule import Schedule, in_micro_batch
-from megarl.schedule.share import most_rows_behind_prompts
 from tests.memory_cases import CASES, HEADS, MODELS, Case, measure
 from tests.planner_cases import planned_role
 
