@@ -229,11 +229,14 @@ def estimated_bytes(
 ) -> int:
     """The estimate for one rank that has taken optimizer steps, or else without the moments that a first step makes."""
     from megarl.models.layout import Layout
-    from megarl.planner.memory import Load, peak
-    from megarl.planner.roles import Role, Savings
+    from megarl.planner.device_memory import Load, peak
+    from megarl.planner.roles import PlannedRole
+    from megarl.recipe.role_sections import FreezeSection, MemorySection
 
-    on_cpu, savings = not torch.cuda.is_available(), Savings(recompute)
-    role = Role("actor", shape, Layout(), precision, trained=True, on_cpu=on_cpu, savings=savings)
+    on_cpu, section = not torch.cuda.is_available(), MemorySection.model_validate({"recompute": recompute})
+    role = PlannedRole(
+        "actor", shape, Layout(), precision, trained=True, memory=section, freeze=FreezeSection(), on_cpu=on_cpu
+    )
     micro_batch = lengths[:PER_MICRO_BATCH]
     load = Load(
         update,

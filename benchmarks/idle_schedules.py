@@ -115,7 +115,7 @@ def pad_to_the_longest() -> None:
 
     from megarl.megatron import role as engine
     from megarl.megatron.batch import PackedMicroBatch, parts_of
-    from megarl.schedule import plan
+    from megarl.schedule import phase_plan as plan
 
     class Padded(PackedMicroBatch):
         @property

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import held_out, learning  # noqa: E402
 from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, last_steps, summary, targets  # noqa: E402
-from megarl.recipe.rules import NOT_RUN  # noqa: E402
+from megarl.recipe.load import NOT_RUN  # noqa: E402
 
 RESULTS, DOCS = ROOT / "benchmarks" / "measured", ROOT / "docs"
 PAGE = DOCS / "results.md"

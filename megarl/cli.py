@@ -365,12 +365,11 @@ def _print_violations(path: str, error: RecipeError) -> None:
 def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int | None, ranks_per_node: int | None) -> None:
     """Print every recipe's table and placement, or its violations; then exit with BAD_INPUT if one is illegal or does not
     fit the nodes."""
-    from megarl.planner.nodes import find_placement, placement_lines
-    from megarl.planner.placement import PlacementError
+    from megarl.planner.placement import PlacementError, find_placement, placement_lines
     from megarl.recipe import RecipeError, load_recipe
+    from megarl.recipe.load import not_checked
     from megarl.recipe.model_section import fetch_config
-    from megarl.recipe.rules import not_checked
-    from megarl.recipe.table import engine_lines
+    from megarl.recipe.phase_table import engine_lines
 
     status = 0
     for path in recipes:
@@ -396,7 +395,7 @@ def _console() -> Console:
 
 
 def _print_table(recipe: Recipe) -> None:
-    from megarl.recipe.table import phase_table
+    from megarl.recipe.phase_table import phase_table
 
     console = _console()
     summary = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from megarl.megatron.role import RoleSettings, Training
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import checkpoint_sizes
-from megarl.planner.memory import Load, Memory, peak
-from megarl.planner.roles import Adapters, Frozen, Role, Savings
+from megarl.planner.device_memory import DeviceMemory, Load, peak
+from megarl.planner.roles import PlannedRole
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Plan, Schedule, plan_phase
 from tests.engine_cases import in_groups, random_batch, start_places
@@ -66,6 +66,9 @@ PROMPTS = ((126, 2),) * 16
 GROUPED = ((120, 8),) * 16
 
 
+SELECTIVE = MemorySection(recompute="selective", recompute_modules=("core_attn", "mlp"))
+
+
 @dataclass(frozen=True)
 class Case:
     """One phase of `running` on one model, with every role of `layouts` resident; `lengths` for each data-parallel rank."""
@@ -80,8 +83,8 @@ class Case:
     precision: str = "fp32"
     entropy_coefficient: float = 0.0
     lora: LoraSection | None = None
-    savings: Mapping[str, Savings] = field(default_factory=dict)  # by role
-    frozen: Frozen = Frozen()  # of the running role
+    savings: Mapping[str, MemorySection] = field(default_factory=dict)  # by role
+    frozen: FreezeSection = FreezeSection()  # of the running role
     group_size: int | None = None  # of sequences that share their prompt; None: each has its own
 
     @property
@@ -100,21 +103,20 @@ class Case:
     def totals(self) -> list[int]:
         return [sum(pair) for pair in self.all_lengths]
 
-    def roles(self) -> dict[str, Role]:
+    def roles(self) -> dict[str, PlannedRole]:
         shape, bonus = ModelShape.from_config(self.config), self.entropy_coefficient > 0
-        adapters = None if self.lora is None else Adapters(self.lora.rank, self.lora.targets)
         return {
-            name: Role(
+            name: PlannedRole(
                 name,
                 shape,
                 layout,
                 self.precision,
                 name in TRAINED,
                 entropy_bonus=bonus and name == "actor",
-                adapters=adapters,
+                lora=self.lora,
                 on_cpu=True,
-                savings=self.savings.get(name, Savings()),
-                frozen=self.frozen if name == self.running else Frozen(),
+                memory=self.savings.get(name, MemorySection()),
+                freeze=self.frozen if name == self.running else FreezeSection(),
             )
             for name, layout in self.layouts.items()
         }
@@ -130,7 +132,7 @@ class Case:
         prompts = [prompt for prompt, _ in self.all_lengths]
         return plan_phase(schedule, self.totals, self.layout, 0, groups=groups, prompts=prompts)
 
-    def predicted(self) -> Memory:
+    def predicted(self) -> DeviceMemory:
         """What the memory model says of the fullest rank under the phase's plan."""
         roles, (mini_batch,) = self.roles(), self.plan().mini_batches
         micro_batches = [one for own in mini_batch.micro_batches for one in own]
@@ -191,32 +193,32 @@ CASES = (
              savings={"actor": savings})
         for precision, layout in (("fp32", ONE), ("bf16", Layout(1, 2, 1)))
         for name, savings in {
-            f"selective recompute, {precision}": Savings("selective", modules=("core_attn", "mlp")),
-            f"full recompute, {precision}": Savings("full"),
-            f"full recompute of one layer a stage, {precision}": Savings("full", method="block"),
-            f"recompute of the feed-forward part, {precision}": Savings("selective", modules=("core_attn", "mlp")),
-            f"activations on the host, {precision}": Savings(offload_activations=True),
-            f"full recompute, inputs on the host, {precision}": Savings("full", True),
+            f"selective recompute, {precision}": SELECTIVE,
+            f"full recompute, {precision}": MemorySection(recompute="full"),
+            f"full recompute of one layer a stage, {precision}": MemorySection(recompute="full", recompute_method="block"),
+            f"recompute of the feed-forward part, {precision}": SELECTIVE,
+            f"activations on the host, {precision}": MemorySection(offload_activations=True),
+            f"full recompute, inputs on the host, {precision}": MemorySection(recompute="full", offload_activations=True),
         }.items()
     ),
     Case("actor update, frozen layers", "layers", "actor", True, {"actor": ONE}, EQUAL, 1024,
-         frozen=Frozen(embedding=True, layers=2)),
+         frozen=FreezeSection(embedding=True, layers=2)),
     Case("actor update, frozen embedding and head", "vocabulary", "actor", True, {"actor": ONE}, SHORT, 32, "bf16",
-         frozen=Frozen(embedding=True, head=True)),
+         frozen=FreezeSection(embedding=True, head=True)),
     Case("actor update, frozen layers of two stages", "layers", "actor", True, {"actor": Layout(1, 2, 1)}, EQUAL, 1024,
-         frozen=Frozen(layers=3)),
+         frozen=FreezeSection(layers=3)),
     Case("actor update, frozen norms", "layers", "actor", True, {"actor": ONE}, EQUAL, 1024, "bf16",
-         frozen=Frozen(norms=True)),
+         frozen=FreezeSection(norms=True)),
     Case("actor update, shared prompts", "layers", "actor", True, {"actor": ONE}, GROUPED, 184, group_size=8),
     Case("reference forward, shared prompts", "qwen3", "reference", False, {"reference": ONE}, GROUPED, 184, group_size=8),
     Case("actor forward, optimizer on the host", "vocabulary", "actor", False, {"actor": ONE}, FEWER, 256, "bf16",
-         savings={"actor": Savings(offload="optimizer")}),
+         savings={"actor": MemorySection(offload="optimizer")}),
     Case("actor update, critic and reference on the host", "qwen3", "actor", True,
          {"actor": ONE, "critic": ONE, "reference": ONE}, FEWER, 512, "bf16",
-         savings={"critic": Savings(offload="all"), "reference": Savings(offload="all")}),
+         savings={"critic": MemorySection(offload="all"), "reference": MemorySection(offload="all")}),
     Case("reference forward, actor on the host", "vocabulary", "reference", False,
          {"actor": ONE, "reference": ONE}, FEWER, 256, "bf16",
-         savings={"actor": Savings(offload="all"), "reference": Savings(offload="all")}),
+         savings={"actor": MemorySection(offload="all"), "reference": MemorySection(offload="all")}),
 )  # fmt: skip
 
 
@@ -272,7 +274,7 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
     with own_kernels, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engines = {}
         for name, layout in case.layouts.items():
-            frozen, memory = _features(case, name)
+            frozen, memory = _sections(case, name)
             training = Training(OptimizerSection(lr=1e-3), lora=case.lora, frozen=frozen) if name in TRAINED else None
             settings = RoleSettings(case.precision, 1.0)
             engines[name] = MegatronRole(name, shape, directory, places[layout], settings, training, memory)
@@ -289,15 +291,12 @@ def measure_case(case: Case, directory: str, places: Mapping[Layout, Place]) -> 
     return highest_total(profiler.profiler.kineto_results.experimental_event_tree())
 
 
-def _features(case: Case, name: str) -> tuple[FreezeSection, MemorySection | ReferenceMemorySection]:
+def _sections(case: Case, name: str) -> tuple[FreezeSection, MemorySection | ReferenceMemorySection]:
     """The role's sections for the case's savings and frozen weights."""
-    savings = case.savings.get(name, Savings())
+    savings = case.savings.get(name, MemorySection())
     if name == "reference":
         return FreezeSection(), ReferenceMemorySection.model_validate({"offload": savings.offload})
-    frozen = case.frozen if name == case.running else Frozen()
-    names = {name: f"recompute_{name}" for name in ("modules", "method", "num_layers")}
-    memory = {names.get(key, key): value for key, value in asdict(savings).items()}
-    return FreezeSection(**asdict(frozen)), MemorySection(**memory)
+    return case.frozen if name == case.running else FreezeSection(), savings
 
 
 def _take_small_update(engine: MegatronRole, vocab: int) -> None:

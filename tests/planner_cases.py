@@ -10,7 +10,9 @@ import yaml
 
 from megarl.planner.check import CheckRequest, check_recipes
 from megarl.planner.forecast import Forecast, forecast, job_of
+from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
+from megarl.recipe.role_sections import FreezeSection, MemorySection
 from megarl.telemetry.metrics_file import read_metrics
 from tests.recipe_cases import CONFIG, edited
 
@@ -41,6 +43,15 @@ GRPO_QWEN: dict[str, Any] = {
     },
     "device": {"memory_gib": 80, "tflops": 400},
 }
+
+
+def planned_role(
+    *values: Any, memory: MemorySection | None = None, freeze: FreezeSection | None = None, **more: Any
+) -> PlannedRole:
+    """A role of the planner whose `memory` and `freeze` sections are the defaults where they are not given."""
+    memory, freeze = memory or MemorySection(), freeze or FreezeSection()
+    named = dict(zip(("name", "shape", "layout", "precision", "trained"), values, strict=False)) | more
+    return PlannedRole(**named, memory=memory, freeze=freeze)
 
 
 def write_small(folder: Path, *edits: tuple[str, Any], model: dict[str, Any] = CONFIG, name: str = "small") -> Path:

@@ -71,7 +71,7 @@ def save_checkpoint(directory: str | Path, step: int, roles: Mapping[str, Role],
                     raise no_room(partial.parent, f"checkpoint of step {step}: the {name}", sum(sizes))
                 dist_checkpointing.save(content, str(partial / name))
         dist.barrier()
-    except BaseException:
+    except BaseException:  # whatever ended the save, an interrupt included: leave no partial checkpoint behind
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -42,76 +42,73 @@ Attention works in blocks: nothing grows with the square of a length. Under a pi
 from __future__ import annotations
 
 from megarl.models.megatron_weights import chunk_layers, stage_layers
-from megarl.planner.roles import Role
+from megarl.planner.roles import PlannedRole
 from megarl.schedule.logit_blocks import bytes_of, largest_block
 
 _FP32 = 4
 # `BLOCK` of `models/attention.py`, whose imports are too heavy for the planner; a test keeps them equal.
 MASK_ROWS = 256
-# On a GPU, offloaded activations that come back before the backward pass asks for them (`megatron/offload.py`) take at most
-# this much; one tensor may be larger.
+# On a GPU, offloaded activations that are fetched before the backward pass asks for them (`megatron/offload.py`) take at
+# most this much; one tensor may be larger.
 PREFETCH_BYTES = 256 << 20
 
 
-def saved_by_stage(role: Role, pipeline_rank: int) -> int:
-    """Bytes of each token that a stage's layers keep until their backward pass, on the device or, where they are
-    offloaded, on the host."""
-    return sum(_saved_by(role, layer, pipeline_rank) for layer in _kept_layers(role, pipeline_rank))
-
-
-def _kept_layers(role: Role, pipeline_rank: int) -> list[int]:
-    """Layers of a stage that keep something: of those that are recomputed in one chunk, the first."""
-    layout, savings = role.layout, role.savings
+def saved_by_stage(role: PlannedRole, pipeline_rank: int) -> int:
+    """Bytes of each token that a stage's layers keep until their backward pass, on the device or, with
+    `offload_activations`, on the host."""
+    layout, memory = role.layout, role.memory
+    # Of layers that are recomputed together, the first keeps its input for all.
+    step = memory.recompute_num_layers if memory.recompute == "full" and memory.recompute_method == "uniform" else 1
     chunks = [chunk_layers(role.shape, layout, pipeline_rank, chunk) for chunk in range(layout.virtual_pipeline)]
-    step = savings.num_layers if savings.recompute == "full" and savings.method == "uniform" else 1
-    return [layer for chunk in chunks for layer in chunk[::step]]
+    return sum(_saved_by(role, layer, pipeline_rank) for chunk in chunks for layer in chunk[::step])
 
 
-def _saved_by(role: Role, layer: int, pipeline_rank: int) -> int:
+def _saved_by(role: PlannedRole, layer: int, pipeline_rank: int) -> int:
+    hidden, width, modules = hidden_width(role), role.bytes_per_weight, role.recomputed_modules
     if role.passes_nothing_back(layer, pipeline_rank):
         return 0
     if role.recomputes_whole(layer):
-        return hidden_width(role) * role.bytes_per_weight
+        return hidden * width
     kept = saved_per_token(role, layer) - sum(recomputed_per_token(role, layer))
-    norms_again = role.savings.recompute == "selective" and "layernorm" in role.savings.modules
-    if layer < role.frozen.layers:
+    if layer < role.freeze.layers:
         # Inputs of weights that have no gradient: both norms' factors and outputs, attention's output and SwiGLU's product.
         queries, _ = _heads_width(role)
-        again = role.savings.recomputes_feed_forward
+        again = not {"mlp", "moe"}.isdisjoint(modules)
         product = 0 if again or role.shape.has_experts(layer) else role.shape.ffn // role.layout.tensor
-        norms = 0 if norms_again else (2 if again else 4) * hidden_width(role)
-        kept -= (norms + queries + product) * role.bytes_per_weight
-    elif role.frozen.norms and not norms_again:
-        kept -= 2 * hidden_width(role) * role.bytes_per_weight
+        norms = 0 if "layernorm" in modules else (2 if again else 4) * hidden
+        kept -= (norms + queries + product) * width
+    elif role.freeze.norms and "layernorm" not in modules:
+        kept -= 2 * hidden * width
     return kept
 
 
-def copied_by_stage(role: Role, pipeline_rank: int) -> int:
+def copied_by_stage(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each row of keys and values behind a shared prompt that a stage's layers keep until their backward pass, on
-    the device or on the host. Where attention is computed again, none."""
+    the device or on the host. Layers that compute attention again keep none."""
     layers = stage_layers(role.shape, role.layout, pipeline_rank)
     keep = (layer for layer in layers if not attends_again(role, layer))
     return sum(copied_per_row(role) for layer in keep if not role.passes_nothing_back(layer, pipeline_rank))
 
 
-def attends_again(role: Role, layer: int) -> bool:
-    """The backward pass runs a layer's attention again."""
-    selective = role.savings.recompute == "selective" and "core_attn" in role.savings.modules
-    return selective or role.recomputes_whole(layer)
+def attends_again(role: PlannedRole, layer: int) -> bool:
+    """Whether the backward pass runs a layer's attention again."""
+    return "core_attn" in role.recomputed_modules or role.recomputes_whole(layer)
 
 
-def copied_per_row(role: Role) -> int:
+def copied_per_row(role: PlannedRole) -> int:
     """Bytes of one row of a layer's keys and values."""
     return 2 * _heads_width(role)[1] * role.bytes_per_weight
 
 
-def recomputed_per_token(role: Role, layer: int) -> tuple[int, int]:
-    """Bytes of each token that selective recompute does not keep of a layer: of its attention and norms, and of its
-    feed-forward part. By module: attention's first output and sums; the up-projected queries, keys and values with their
-    rotation; both norms but for the residual; all of SwiGLU, of the experts or of the shared ones; and of the experts'
-    activation all but its input."""
-    modules = role.savings.modules if role.savings.recompute == "selective" else ()
-    shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
+def recomputed_per_token(role: PlannedRole, layer: int) -> tuple[int, int]:
+    """Bytes of each token of a layer that selective recompute does not keep: of attention and norms, and of the feed-forward
+    part.
+
+    By module: attention's first output and sums; the up-projected queries, keys and values with their rotation; both norms
+    except the residual; all of SwiGLU, of the experts or of the shared ones; of the experts' activation all but its input,
+    gate and up.
+    """
+    modules, shape, tensor, width = role.recomputed_modules, role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
     attention = {
         "core_attn": queries * width + _FP32 * shape.heads // tensor,
@@ -123,51 +120,44 @@ def recomputed_per_token(role: Role, layer: int) -> tuple[int, int]:
     elif "moe" in modules:
         feed_forward = {"moe": experts_saved_per_token(role)}
     else:
-        feed_forward = {"moe_act": experts_activation_per_token(role), "shared_experts": shared_experts_per_token(role)}
-    return tuple(sum(kept.get(module, 0) for module in modules) for kept in (attention, feed_forward))  # type: ignore[return-value]
+        assert shape.experts is not None, "a layer with experts"
+        rows = shape.experts.ffn // role.layout.expert_tensor_size
+        activation = int(expert_rows_per_token(role) * 4 * rows * width)
+        feed_forward = {"moe_act": activation, "shared_experts": shared_experts_per_token(role)}
+    return sum(attention.get(module, 0) for module in modules), sum(feed_forward.get(module, 0) for module in modules)
 
 
-def _normalised_width(role: Role) -> int:
-    """Bytes of an element of a norm's normalised input, which its weight's gradient needs: none beside adapters, where the
-    weights are frozen."""
-    return (_FP32 if role.shape.norm_offset else role.bytes_per_weight) if role.adapters is None else 0
+def _normalised_width(role: PlannedRole) -> int:
+    """Bytes of an element of a norm's normalised input, which the gradient of its weight needs; with adapters the norms are
+    frozen."""
+    return (_FP32 if role.shape.norm_offset else role.bytes_per_weight) if role.lora is None else 0
 
 
-def saved_per_token(role: Role, layer: int) -> int:
+def saved_per_token(role: PlannedRole, layer: int) -> int:
     """Bytes that one layer keeps of each token until its backward pass, without recompute."""
-    shape, tensor, width = role.shape, role.layout.tensor, role.bytes_per_weight
+    shape, layout, width = role.shape, role.layout, role.bytes_per_weight
     queries, keys = _heads_width(role)
     normalised = _normalised_width(role)
-    norms = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
-    qkv = (queries + 2 * keys) * width
-    query_key_norms = 0
+    saved = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
+    saved += (queries + 2 * keys) * width  # qkv
     if shape.qk_norm:
-        query_key_norms = (queries + keys) * (_FP32 + normalised)
+        saved += (queries + keys) * (_FP32 + normalised)
         if width == _FP32:
-            query_key_norms -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
-    rotary = (queries + keys + 4 * shape.head_dim) * width
-    attention = 2 * queries * width + _FP32 * shape.heads // tensor
-    context = role.layout.context
-    gathered = 2 * keys * context * width if context > 1 else 0
-    adapters = role.adapters.rank * len(role.adapters.targets) * width if role.adapters is not None else 0
-    feed_forward = experts_saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // tensor) * width
-    return norms + qkv + query_key_norms + rotary + attention + gathered + feed_forward + adapters + _latent_per_token(role)
+            saved -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
+    saved += (queries + keys + 4 * shape.head_dim) * width  # rotary embedding
+    saved += 2 * queries * width + _FP32 * shape.heads // layout.tensor  # attention
+    saved += 2 * keys * layout.context * width if layout.context > 1 else 0
+    saved += role.lora.rank * len(role.lora.targets) * width if role.lora is not None else 0
+    if (latent := shape.latent) is not None:
+        # The compressed queries, keys and values with their norms, and the values widened to the size of the keys.
+        narrow = latent.query_rank + latent.key_value_rank
+        saved += (_FP32 + 2 * width) * narrow // _token_shards(role) + keys * width
+    return saved + (experts_saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // layout.tensor) * width)
 
 
-def _latent_per_token(role: Role) -> int:
-    """Bytes that latent attention keeps of each token on top: the compressed queries, keys and values and their norms, and
-    the values, widened to the size of the keys."""
-    latent, width = role.shape.latent, role.bytes_per_weight
-    if latent is None:
-        return 0
-    narrow = latent.query_rank + latent.key_value_rank
-    cut = role.layout.tensor if role.layout.sequence_parallel else 1
-    return (_FP32 + 2 * width) * narrow // cut + _heads_width(role)[1] * width
-
-
-def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
-    """Bytes of the masks that all layers share (`models/attention.py`): of the sequences under context parallelism, of the
-    windows where a sequence is longer; `continues`: of sequences that continue a shared prompt."""
+def mask_bytes(role: PlannedRole, longest: int, continues: bool = False) -> int:
+    """Bytes of the masks that all layers share (`models/attention.py`): of sequences under context parallelism, of windows
+    where a sequence is longer, and, where it `continues`, of sequences behind a shared prompt."""
     window = max(role.shape.windows, default=0)
     keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 or continues else 0
     if window and (longest > window or keys):
@@ -175,59 +165,53 @@ def mask_bytes(role: Role, longest: int, continues: bool = False) -> int:
     return MASK_ROWS * keys * role.bytes_per_weight
 
 
-def passed_per_token(role: Role, pipeline_rank: int) -> int:
+def passed_per_token(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each token that a stage keeps, until its backward pass, of what it received, and in a virtual pipeline of
-    what it sent; without one it frees what it sent."""
+    what it sent; other pipelines free what they sent."""
     width, layout = role.bytes_per_weight, role.layout
     first_layer = stage_layers(role.shape, layout, pipeline_rank)[0]
-    first = width == _FP32 or role.recomputes_whole(first_layer)  # then it is what the first layer keeps
-    offloaded = role.savings.offload_activations  # the schedule keeps it on the device all the same
-    received = pipeline_rank > 0 and (offloaded or not first)
+    kept_by_layer = width == _FP32 or role.recomputes_whole(first_layer)
+    # The schedule keeps the input on the device even where activations are offloaded.
+    received = pipeline_rank > 0 and (role.memory.offload_activations or not kept_by_layer)
     last = pipeline_rank == layout.pipeline - 1
     sent = layout.virtual_pipeline - last if layout.virtual_pipeline > 1 else 0
     return (received + sent) * hidden_width(role) * width
 
 
-def sent_back_per_token(role: Role, pipeline_rank: int) -> int:
-    """Bytes of each token of the micro-batch before, whose input and its gradient a stage still sends back."""
-    return 2 * hidden_width(role) * role.bytes_per_weight if pipeline_rank > 0 else 0
-
-
-def gathered_per_token(role: Role) -> int:
-    """Bytes of each token in the buffer that sequence parallelism gathers the linear layers' inputs in."""
+def gathered_per_token(role: PlannedRole) -> int:
+    """Bytes of each token in the buffer of sequence parallelism's all-gather."""
     return role.shape.hidden * role.bytes_per_weight if role.layout.sequence_parallel else 0
 
 
-def final_norm_per_token(role: Role) -> int:
-    """Bytes of each token that the final norm keeps for its backward pass: input in fp32 and normalised input."""
-    return (_FP32 + (role.bytes_per_weight if role.adapters is None else 0)) * hidden_width(role)
-
-
-def backward_per_token(role: Role, pipeline_rank: int) -> int:
+def backward_per_token(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each token on top of what is saved, where the backward pass of a stage is largest.
 
     The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
     the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
     residual. Where SwiGLU is narrow the norm before it may need more: five gradients in fp32, while what SwiGLU kept, the
-    norm's output and the normalised input are gone. Experts have figures of their own.
+    norm's output and the normalised input are gone. Experts: gradients of the rows that they returned, before and after
+    these are sent.
     """
     width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
     feed_forward, kept = (2 * ffn + hidden) * width, 5 * ffn * width
     last = stage_layers(role.shape, role.layout, pipeline_rank)[-1]
     if role.shape.has_experts(last):
-        feed_forward, kept = experts_backward_per_token(role), experts_saved_per_token(role)
-    norm = (5 * _FP32 + width - 2 * width) * hidden - kept
+        rows = 2 * expert_rows_per_token(role) * role.shape.hidden
+        feed_forward = int(rows * width + role.shape.hidden // _token_shards(role) * width)
+        kept = experts_saved_per_token(role)
+    norm = (5 * _FP32 - width) * hidden - kept
     final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
-    # What recompute did not keep of the last layers of one chunk, or of the last layer's part, is there again by then.
+    # What recompute did not keep, of the last layers of one chunk or of a part of the last layer, is there again by then.
     if role.recomputes_whole(last):
-        whole = chunk_layers(role.shape, role.layout, pipeline_rank, role.layout.virtual_pipeline - 1)
-        size = role.savings.num_layers if role.savings.method == "uniform" else 1
-        again = sum(saved_per_token(role, layer) for layer in whole[-((len(whole) - 1) % size + 1) :])
+        chunk = chunk_layers(role.shape, role.layout, pipeline_rank, role.layout.virtual_pipeline - 1)
+        size = role.memory.recompute_num_layers if role.memory.recompute_method == "uniform" else 1
+        again = sum(saved_per_token(role, layer) for layer in chunk[-((len(chunk) - 1) % size + 1) :])
     else:
         again = max(recomputed_per_token(role, last))
-    if not role.savings.offload_activations:
+    if not role.memory.offload_activations:
         return max(again + feed_forward, again + norm, final_norm)
-    # A layer's forward pass needs more than its backward pass, to which each operation gets its tensors by itself.
+    # With offloaded activations a layer's forward pass needs more than its backward pass, whose operations fetch their
+    # tensors one by one.
     wide = 0 if width == _FP32 else _FP32 * hidden
     final_norm += hidden * width if wide and final_norm else 0
     # The stage's input counts as received already, and of the micro-batch before only the gradient is still being sent.
@@ -235,37 +219,41 @@ def backward_per_token(role: Role, pipeline_rank: int) -> int:
     return max(forward_per_token(role) + wide - counted, again + feed_forward if again else 0, final_norm)
 
 
-def forward_per_token(role: Role) -> int:
-    """Bytes of each token where a forward pass that keeps nothing is largest: in a layer's SwiGLU (as above), its experts or
-    its rotary embedding (qkv, its parts and five products), beside four hidden states (the stage's and the layer's input,
-    the residual, the norm's output)."""
+def forward_per_token(role: PlannedRole) -> int:
+    """Bytes of each token where a forward pass that keeps nothing is largest: four hidden states (input of the stage and
+    of the layer, the residual, the norm's output) and the largest of SwiGLU (as above), the experts (rows before and after
+    they are sent, and outputs) and the rotary embedding (qkv, its parts and five products)."""
+    shape, width, (queries, keys) = role.shape, role.bytes_per_weight, _heads_width(role)
+    with_experts = {shape.has_experts(layer) for layer in range(shape.num_layers)}
+    swiglu = 5 * (shape.ffn // role.layout.tensor) * width if False in with_experts else 0
+    routed = int(3 * expert_rows_per_token(role) * shape.hidden * width) if True in with_experts else 0
+    return 4 * hidden_width(role) * width + max(swiglu, routed, (7 * queries + 3 * keys) * width)
+
+
+def attention_forward(role: PlannedRole, tokens: int, copied_rows: int) -> int:
+    """Bytes where a layer's forward pass that keeps nothing is largest. With shared prompts that may be its attention: four
+    hidden states as above, qkv, rotated queries and keys, the output with its copy that joins the sequences, and the
+    `copied_rows` behind prompts."""
+    largest = tokens * forward_per_token(role)
+    if not copied_rows:
+        return largest
     queries, keys = _heads_width(role)
-    width, with_experts = role.bytes_per_weight, {role.shape.has_experts(layer) for layer in range(role.shape.num_layers)}
-    swiglu = 5 * (role.shape.ffn // role.layout.tensor) * width if False in with_experts else 0
-    routed = experts_forward_per_token(role) if True in with_experts else 0
-    rotary = (7 * queries + 3 * keys) * width
-    return 4 * hidden_width(role) * width + max(swiglu, routed, rotary)
+    attention = (4 * hidden_width(role) + 4 * queries + 3 * keys) * role.bytes_per_weight
+    return max(largest, tokens * attention + copied_rows * copied_per_row(role))
 
 
-def attention_per_token(role: Role) -> int:
-    """Bytes of each token in the attention of a forward pass that keeps nothing, beside the rows behind shared prompts: four
-    hidden states as above, qkv, rotated queries and keys, the output and its copy that joins the sequences."""
-    queries, keys = _heads_width(role)
-    return (4 * hidden_width(role) + 4 * queries + 3 * keys) * role.bytes_per_weight
-
-
-def head_rows(role: Role, head_tokens: int) -> int:
+def head_rows(role: PlannedRole, head_tokens: int) -> int:
     """Bytes of the hidden rows that the head reads. A forward phase keeps those of the last micro-batch, too."""
     return head_tokens * role.shape.hidden * role.bytes_per_weight
 
 
-def logits_forward(role: Role, head_tokens: int, entropy: bool) -> int:
+def logits_forward(role: PlannedRole, head_tokens: int, entropy: bool) -> int:
     """Bytes of the largest block of logits that `megatron/logprobs.py` makes, with what it computes from it."""
     return bytes_of(*_block(role, head_tokens), role.bytes_per_weight, entropy)
 
 
-def logits_backward(role: Role, head_tokens: int) -> int:
-    """Bytes of a block at the backward peak, beside the gradient of the hidden rows in fp32.
+def logits_backward(role: PlannedRole, head_tokens: int) -> int:
+    """Bytes of a block at the backward peak, with the gradient of the hidden rows in fp32.
 
     The peak is where the block's gradient is computed, which an entropy bonus makes larger, or where it is multiplied: in
     any precision but fp32 the product, a part of the weight's gradient or the rows', is widened to fp32 before it is added.
@@ -277,17 +265,16 @@ def logits_backward(role: Role, head_tokens: int) -> int:
     return head_tokens * role.shape.hidden * _FP32 + max(computed, rows * columns * width + product)
 
 
-def _block(role: Role, head_tokens: int) -> tuple[int, int]:
+def _block(role: PlannedRole, head_tokens: int) -> tuple[int, int]:
     return largest_block(head_tokens, min(role.vocab_width, role.shape.vocab), role.on_cpu)
 
 
-def hidden_width(role: Role) -> int:
-    """Elements of a token's hidden state on one rank: sequence parallelism cuts the tokens over the tensor group."""
-    layout = role.layout
-    return role.shape.hidden // (layout.tensor if layout.sequence_parallel else 1)
+def hidden_width(role: PlannedRole) -> int:
+    """Elements of a token's hidden state on one rank; sequence parallelism shards the tokens over the tensor ranks."""
+    return role.shape.hidden // _token_shards(role)
 
 
-def _heads_width(role: Role) -> tuple[int, int]:
+def _heads_width(role: PlannedRole) -> tuple[int, int]:
     """Elements of the queries and of the keys of a token on one tensor rank."""
     shape, tensor = role.shape, role.layout.tensor
     if shape.latent is not None:
@@ -295,14 +282,13 @@ def _heads_width(role: Role) -> tuple[int, int]:
     return shape.heads * shape.head_dim // tensor, shape.groups * shape.head_dim // tensor
 
 
-def expert_rows_per_token(role: Role) -> float:
+def expert_rows_per_token(role: PlannedRole) -> float:
     """Rows of expert input on a rank for each token of its micro-batch."""
     assert role.shape.experts is not None, "a layer with experts"
-    layout = role.layout
-    return role.shape.experts.per_token * layout.expert_tensor_size / _token_shards(role)
+    return role.shape.experts.per_token * role.layout.expert_tensor_size / _token_shards(role)
 
 
-def experts_saved_per_token(role: Role) -> int:
+def experts_saved_per_token(role: PlannedRole) -> int:
     """Bytes that the experts of one layer keep of each token until their backward pass."""
     experts, width = role.shape.experts, role.bytes_per_weight
     assert experts is not None, "a layer with experts"
@@ -312,33 +298,12 @@ def experts_saved_per_token(role: Role) -> int:
     return int(router + routed) + shared_experts_per_token(role)
 
 
-def shared_experts_per_token(role: Role) -> int:
-    """Bytes that the shared experts of one layer keep of each token: a dense layer's of their rows."""
+def shared_experts_per_token(role: PlannedRole) -> int:
+    """Bytes that the shared experts of one layer keep of each token: as a dense layer of their rows."""
     assert role.shape.experts is not None, "a layer with experts"
     return 5 * (role.shape.experts.shared_ffn // role.layout.tensor) * role.bytes_per_weight
 
 
-def experts_activation_per_token(role: Role) -> int:
-    """Bytes of each token that the experts' activation keeps besides its input, gate and up: what Megatron's `moe_act`
-    makes again."""
-    assert role.shape.experts is not None, "a layer with experts"
-    ffn = role.shape.experts.ffn // role.layout.expert_tensor_size
-    return int(expert_rows_per_token(role) * 4 * ffn * role.bytes_per_weight)
-
-
-def experts_backward_per_token(role: Role) -> int:
-    """Bytes of each token on top of what is saved, where the backward pass of the experts is largest: gradients of the rows
-    that the experts gave back, before and after they are sent."""
-    hidden, width = role.shape.hidden, role.bytes_per_weight
-    return int(2 * expert_rows_per_token(role) * hidden * width + hidden // _token_shards(role) * width)
-
-
-def experts_forward_per_token(role: Role) -> int:
-    """Bytes of each token where a forward pass that keeps nothing is largest: rows before and after they are sent, and the
-    experts' outputs."""
-    return int(3 * expert_rows_per_token(role) * role.shape.hidden * role.bytes_per_weight)
-
-
-def _token_shards(role: Role) -> int:
-    """Ranks that the tokens of a micro-batch are cut over, context parallelism aside."""
+def _token_shards(role: PlannedRole) -> int:
+    """Ranks that the tokens of a micro-batch are sharded over, context parallelism aside."""
     return role.layout.tensor if role.layout.sequence_parallel else 1

@@ -1,34 +1,52 @@
-"""`megarl check` with a forecast: several recipes, one after the other, as tables or as one document."""
+"""`megarl check` with a forecast: several recipes, one after the other, as tables for a terminal or as one JSON document.
+
+The document has bytes, seconds and operations as plain numbers and shares between 0 and 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import yaml
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from megarl.planner import nodes, plan_report
-from megarl.planner.advice import advise, fit
-from megarl.planner.forecast import DEFAULT_LENGTHS, Job, forecast, job_of
+from megarl.planner.advice import MIB, PlanAdvice, advise, fit, gib
+from megarl.planner.device_memory import RESERVE, DeviceMemory
+from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecast, forecast, job_of
 from megarl.planner.lengths import LengthsError, ReadMetrics
-from megarl.planner.measured import MeasuredError, measured
-from megarl.planner.placement import PlacementError
-from megarl.planner.suggest import NoDevice, NothingFits, suggest
+from megarl.planner.measured import Measured, MeasuredError, measured
+from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
+from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
-from megarl.recipe.load import load_unfitted
+from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.rules import not_checked
+from megarl.recipe.phase_table import concurrency, engine_name, layout_name
+from megarl.recipe.sizes import GIB
 
-# Exit statuses: an answer of "nothing fits" is none of bad input.
+# Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
+PHASE_COLUMNS = ("phase", "layout", "micro-batch")
+NUMBER_COLUMNS = (
+    "mini-\nbatches", "micro-\nbatches", "useful", "imbal-\nance", "bubble", "effi-\nciency",
+    "{unit}\nplanned", "{unit}\nat worst", "TFLOP", "seconds",
+)  # fmt: skip
+NOTES = (
+    "max_tokens and micro-batches are per data-parallel rank; useful: tokens / slots, alignment padding included; "
+    "imbalance: costliest rank / mean; bubble: pipeline idle; efficiency: what padding, imbalance, bubble and the fixed "
+    "cost of micro-batches leave of 1; planned, at worst: memory of the fullest trainer rank without engines, with these "
+    "lengths and with every micro-batch as full as its rule allows"
+)
 
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """What was asked; `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's, nodes as `find_placement`
-    takes them; `run` is a directory to take seconds from, as `measured` does."""
+    """The options of `megarl check`: `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's, nodes as
+    `find_placement` takes them, and the `run` directory whose seconds `measured` takes."""
 
     plan: bool
     suggest: bool
@@ -40,6 +58,10 @@ class CheckRequest:
     devices_per_node: int | None = None
     ranks_per_node: int | None = None
     run: str | None = None
+
+    def job(self, recipe: Recipe) -> Job:
+        lengths = DEFAULT_LENGTHS if self.lengths is None else self.lengths
+        return job_of(recipe, lengths, self.seed, self.tflops, self.read_metrics)
 
 
 def check_recipes(
@@ -57,7 +79,13 @@ def check_recipes(
         except RecipeError as error:
             if not request.as_json:
                 print_violations(path, error)
-            entry = plan_report.illegal(path, error.violations) | _way_out(path, overrides, request, console)
+            violations = [
+                {"key": fault.key, "value": fault.shown_value, "rule": fault.rule, "nearest": fault.nearest}
+                for fault in error.violations
+            ]
+            entry: dict[str, Any] = {"recipe": path, "legal": False, "violations": violations}
+            if request.suggest:
+                entry |= _suggestions_for_caps(path, overrides, request, console)
             recipe_status = BAD_INPUT
         else:
             recipe_status, entry = _check(path, recipe, request, console)
@@ -69,50 +97,40 @@ def check_recipes(
 def _check(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
     """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
     try:
-        job = _job(recipe, request)
+        job = request.job(recipe)
         earlier = None if request.run is None else measured(request.run, recipe, request.seed, request.read_metrics)
     except (LengthsError, MeasuredError) as error:
         _print_error(path, error)
         return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
     if earlier is not None:
         job = replace(job, rates=earlier.rates)
-    found = forecast(job)
-    advice = [*fit(found), *advise(found)]
+    plan, unseen, lines = forecast(job), not_checked(recipe), list[str]()
+    advice = [*fit(plan), *advise(plan)]
     _print_name(path, recipe, request, console)
-    unseen = not_checked(recipe)
-    for line in [] if request.as_json else unseen:
-        console.print(line, markup=False, soft_wrap=True)
-    status, placement = _placement(path, recipe, request, console)
-    if request.plan and not request.as_json:
-        plan_report.show_forecast(console, recipe, found, earlier)
-        plan_report.show_advice(console, advice)
-    entry = plan_report.planned(path, recipe, found, advice, earlier) | {"not_checked": unseen} | placement
-    if not request.suggest:
-        return status, entry
-    answer, suggested = _suggestions(path, job, request, console)
-    return max(status, answer), entry | suggested
-
-
-def _placement(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
-    """Exit status, and what the document says of nodes; prints it unless JSON was asked for."""
     try:
-        placed = nodes.find_placement(recipe, request.devices_per_node, request.ranks_per_node)
+        placed = find_placement(recipe, request.devices_per_node, request.ranks_per_node)
+        status, placement = 0, dict[str, Any](placement=document(placed))
+        lines = placement_lines(recipe, placed)
     except PlacementError as error:
         _print_error(path, error)
-        return BAD_INPUT, {"placement": None, "error": str(error)}
+        status, placement = BAD_INPUT, {"placement": None, "error": str(error)}
     if not request.as_json:
-        for line in nodes.placement_lines(recipe, placed):
+        for line in [*unseen, *lines]:
             console.print(line, markup=False, soft_wrap=True)
-    return 0, {"placement": nodes.document(placed)}
-
-
-def _way_out(path: str, overrides: list[str], request: CheckRequest, console: Console) -> dict[str, Any]:
-    """Suggestions for a recipe whose one fault is that a `max_tokens: auto` does not fit; nothing for any other fault."""
+    if request.plan and not request.as_json:
+        _show_plan(console, recipe, plan, advice, earlier)
+    entry = _document(path, recipe, plan, advice, earlier) | {"not_checked": unseen} | placement
     if not request.suggest:
-        return {}
+        return status, entry
+    suggest_status, suggested = _suggestions(path, job, request, console)
+    return max(status, suggest_status), entry | suggested
+
+
+def _suggestions_for_caps(path: str, overrides: list[str], request: CheckRequest, console: Console) -> dict[str, Any]:
+    """Suggestions for a recipe whose only fault is that a `max_tokens: auto` does not fit; nothing for any other fault."""
     try:
         recipe = load_unfitted(path, overrides, fetch_config)
-        job = _job(recipe, request)
+        job = request.job(recipe)
     except RecipeError:
         return {}
     except LengthsError as error:
@@ -122,15 +140,10 @@ def _way_out(path: str, overrides: list[str], request: CheckRequest, console: Co
     return _suggestions(path, job, request, console)[1]
 
 
-def _job(recipe: Recipe, request: CheckRequest) -> Job:
-    lengths = DEFAULT_LENGTHS if request.lengths is None else request.lengths
-    return job_of(recipe, lengths, request.seed, request.tflops, request.read_metrics)
-
-
 def _suggestions(path: str, job: Job, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
-    """Exit status, and what the document says of suggestions; prints them unless JSON was asked for."""
+    """Exit status, and the suggestions for the document; prints them unless JSON was asked for."""
     try:
-        found = suggest(job)
+        suggestions = suggest(job)
     except NoDevice as error:
         _print_error(path, error)
         return BAD_INPUT, {"suggestions": [], "nothing_fits": None, "error": str(error)}
@@ -139,8 +152,10 @@ def _suggestions(path: str, job: Job, request: CheckRequest, console: Console) -
             console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
         return NOTHING_FITS, {"suggestions": [], "nothing_fits": str(error)}
     if not request.as_json:
-        plan_report.show_suggestions(console, found)
-    return 0, {"suggestions": plan_report.suggested(found), "nothing_fits": None}
+        # Not through markup or wrapping: this is YAML.
+        for line in ["suggested:", *suggestion_lines(suggestions)]:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0, {"suggestions": [asdict(suggestion) for suggestion in suggestions], "nothing_fits": None}
 
 
 def _print_name(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> None:
@@ -150,3 +165,213 @@ def _print_name(path: str, recipe: Recipe, request: CheckRequest, console: Conso
 
 def _print_error(path: str, error: ValueError) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{escape(path)}[/]: {escape(str(error))}")
+
+
+def suggestion_lines(suggestions: list[Suggestion], depth: int = 0) -> list[str]:
+    """The suggestions as YAML to paste: sections nested, each key's reason as a comment."""
+    lines: list[str] = []
+    sections: dict[str, list[Suggestion]] = {}
+    for suggestion in suggestions:
+        section, _, rest = suggestion.key.partition(".")
+        sections.setdefault(section, []).append(replace(suggestion, key=rest))
+    for section, members in sections.items():
+        if members[0].key:
+            lines += [f"{'  ' * depth}{section}:", *suggestion_lines(members, depth + 1)]
+        else:
+            value = yaml.safe_dump(members[0].value, default_flow_style=True, sort_keys=False, width=200)
+            lines.append(f"{'  ' * depth}{section}: {value.strip().removesuffix('...').strip()}  # {members[0].reason}")
+    return lines
+
+
+def _show_plan(console: Console, recipe: Recipe, plan: Forecast, advice: list[PlanAdvice], earlier: Measured | None) -> None:
+    """The phases of one step, the memory of one device, and the advice; seconds are by what an `earlier` run measured."""
+
+    def show(line: str, **style: str) -> None:
+        console.print(escape(line), soft_wrap=True, **style)  # type: ignore[arg-type]
+
+    totals = plan.job.lengths.totals
+    tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
+    show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
+    console.print(_phase_table(recipe, plan, earlier))
+    if earlier is not None:
+        show(earlier.text)
+    if recipe.critic_warmup_steps:
+        show(f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
+    show(NOTES, style="dim")
+    unit = _unit(plan)
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{unit} of one device at worst", title_justify="left", title_style=""
+    )
+    kinds = [field.name for field in fields(DeviceMemory)]
+    for title in ("phase", *kinds, "total"):
+        table.add_column(title, justify="left" if title == "phase" else "right")
+    for phase, memory in plan.worst_memory.items():
+        table.add_row(phase, *(_size(getattr(memory, kind), unit) for kind in (*kinds, "total")))
+    console.print(table)
+    for line in memory_lines(plan):
+        show(line)
+    for warning in advice:
+        console.print(f"[yellow]warning[/] [bold]{escape(warning.phase)}[/] {escape(warning.text)}", soft_wrap=True)
+    if not advice:
+        show("no warnings: no legal change that the planner tries does better")
+
+
+def memory_lines(plan: Forecast) -> list[str]:
+    """The engines, the device, and whether everything fits."""
+    job, lines = plan.job, []
+    if job.engines is not None:
+        engines, memory = job.engines, job.engines.memory
+        where = "asleep while the trainer works" if engines.sleeps else "on devices of their own"
+        where = "in the same memory as the trainer" if engines.shared else where
+        share = "" if job.engine_share is None else f"; rollout.memory_utilization {job.engine_share:.3f} of a device"
+        lines.append(
+            f"engines: {engines.count} x {engine_name(engines.layout)}, {where}; "
+            f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
+            f"working memory {gib(memory.activations + memory.logits)}{share}"
+        )
+    if job.device_bytes is None:
+        hint = "with device: {memory_gib: ..., tflops: ...} the plan says what fits and how long"
+        return [*lines, f"device: not stated; {hint}"]
+    usable = f"{gib(job.usable_bytes or 0)} usable, {RESERVE:.0%} in reserve"
+    peak = f"{gib(plan.device_peak)} at worst in {plan.fullest}, engines included"
+    lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {'fits' if plan.fits else 'DOES NOT FIT'}")
+    if plan.safe_utilization is not None:
+        lines.append(f"largest safe rollout.memory_utilization: {plan.safe_utilization:.3f}")
+    caps = ", ".join(f"{phase.phase} {phase.largest_cap or 'none'}" for phase in plan.phases)
+    return [*lines, f"largest max_tokens that fits: {caps}"]
+
+
+def _phase_table(recipe: Recipe, plan: Forecast, earlier: Measured | None) -> Table:
+    table, unit = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), _unit(plan)
+    for title in PHASE_COLUMNS:
+        table.add_column(title, no_wrap=True)
+    for title in NUMBER_COLUMNS:
+        table.add_column(title.format(unit=unit), justify="right", no_wrap=True)
+    phases = {phase.phase: phase for phase in plan.phases}
+    for name in recipe.running_phases:
+        if name in phases:
+            table.add_row(*_role_cells(phases[name], unit))
+        else:
+            cells = _other_cells(recipe, plan, name, earlier)
+            table.add_row(*(cells.get(column, "") for column in (*PHASE_COLUMNS, *NUMBER_COLUMNS)))
+    return table
+
+
+def _role_cells(phase: PhaseForecast, unit: str) -> list[str]:
+    schedule, layout, quality = phase.schedule, phase.role.layout, phase.quality
+    return [
+        phase.phase,
+        f"{layout_name(layout)} x DP{layout.data}",
+        f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}",
+        str(phase.num_mini_batches) if schedule.mini_batch is not None else "",
+        str(quality.num_micro_batches),
+        f"{quality.useful_share:.3f}",
+        f"{quality.imbalance:.3f}",
+        f"{quality.bubble_share:.1%}",
+        f"{quality.efficiency:.3f}",
+        _size(phase.memory.total, unit),
+        _size(phase.worst_memory.total, unit),
+        _short(phase.flops / 1e12),
+        "" if phase.seconds is None else _short(phase.seconds),
+    ]
+
+
+def _other_cells(recipe: Recipe, plan: Forecast, phase: str, earlier: Measured | None) -> dict[str, str]:
+    """The cells of a phase that no Megatron role runs; its time is known only from an `earlier` run."""
+    engines, cells = plan.job.engines, {"phase": phase}
+    seconds = None if earlier is None else earlier.other_seconds(plan, phase)
+    cells["seconds"] = "" if seconds is None else _short(seconds)
+    if phase == "rollout":
+        cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
+        cells["micro-batch"] = concurrency(recipe)
+        cells["TFLOP"] = _short(plan.rollout_flops / 1e12)
+    if phase == "reward":
+        cells["micro-batch"] = f"{recipe.phases.reward.sequences} a task"
+    if phase == "weight_sync" and engines is not None:
+        cells["layout"] = "actor to engines"
+        cells["micro-batch"] = gib(engines.count * engines.layout.workers * engines.memory.weights)
+    return cells
+
+
+def _unit(plan: Forecast) -> str:
+    """GiB, or MiB where all of the trainer is small."""
+    return "GiB" if plan.trainer_peak >= GIB else "MiB"
+
+
+def _size(num_bytes: int, unit: str) -> str:
+    return _short(num_bytes / (GIB if unit == "GiB" else MIB))
+
+
+def _short(number: float) -> str:
+    """Three digits, without an exponent where a reader needs none."""
+    if 1e-3 <= abs(number) < 1000 or number == 0:
+        return f"{number:.3g}"
+    return f"{number:.2e}" if number < 1 else f"{number:.0f}"
+
+
+def _document(
+    path: str, recipe: Recipe, plan: Forecast, advice: list[PlanAdvice], earlier: Measured | None
+) -> dict[str, Any]:
+    """The entry of a legal recipe: its phases, its memory, the advice, and what an `earlier` run measured."""
+    job, lengths, from_run = plan.job, plan.job.lengths, None
+    if earlier is not None:
+        seconds = {phase.phase: phase.seconds for phase in plan.phases}
+        others = {name: earlier.other_seconds(plan, name) for name in recipe.running_phases if name not in seconds}
+        from_run = {
+            "run": str(earlier.directory),
+            "steps": earlier.num_steps,
+            "seconds": others | seconds,
+            "peak_bytes": earlier.peak_bytes,
+            "estimated_bytes": earlier.estimated_bytes,
+        }
+    return {
+        "recipe": path,
+        "legal": True,
+        "name": recipe.run.name,
+        "running_phases": list(recipe.running_phases),
+        "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
+        "lengths": {
+            "origin": lengths.origin,
+            "sequences": len(lengths.totals),
+            "tokens": sum(lengths.totals),
+            "longest": max(lengths.totals),
+            "completion_tokens": sum(lengths.completions),
+        },
+        "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
+        "rollout": {"flops": plan.rollout_flops, "waves": plan.waves},
+        "measured": from_run,
+        "device": {
+            "memory_bytes": job.device_bytes,
+            "usable_bytes": job.usable_bytes,
+            "tflops": job.tflops,
+            "peak_bytes": plan.device_peak,
+            "fits": plan.fits,
+            "engine_bytes": job.engine_bytes,
+            "worst_memory": {phase: _memory_document(memory) for phase, memory in plan.worst_memory.items()},
+            "engine_rank": None if job.engines is None else _memory_document(job.engines.memory),
+            "engine_share": job.engine_share,
+            "safe_memory_utilization": plan.safe_utilization,
+        },
+        "warnings": [asdict(warning) for warning in advice],
+    }
+
+
+def _memory_document(memory: DeviceMemory) -> dict[str, int]:
+    """Bytes by what they hold, and their sum."""
+    return asdict(memory) | {"total": memory.total}
+
+
+def _phase_document(job: Job, phase: PhaseForecast) -> dict[str, Any]:
+    engines = DeviceMemory(engine=job.bytes_during_training)
+    return {
+        "role": phase.role.name,
+        "layout": asdict(phase.role.layout),
+        "schedule": asdict(phase.schedule),
+        "mini_batches": phase.num_mini_batches,
+        **asdict(phase.quality),
+        "memory": _memory_document(phase.memory + engines),
+        "worst_memory": _memory_document(phase.worst_memory + engines),
+        "largest_max_tokens": phase.largest_cap,
+        "flops": phase.flops,
+        "seconds": phase.seconds,
+    }

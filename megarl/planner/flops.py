@@ -11,23 +11,28 @@ Narayanan et al. 2021, appendix; here with grouped queries, SwiGLU and a causal 
 Latent attention has matrices and dimensions of its own (`roles.py`). A backward pass takes twice that. Norms, rotary
 embedding, softmax and SwiGLU's product are left out, as is what a fused backward pass computes again of attention's weights.
 
-`sequence_cost` gives the planner the same counts: there is one formula for model FLOPs utilisation, plans and their times.
+`sequence_cost` gives plans the same counts: model FLOPs utilisation, plans and their times have one formula.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from megarl.models import ModelShape
-from megarl.planner.roles import Adapters, Frozen, Role, layer_adapters, matrix_weights, up_projection_weights
+from megarl.planner.roles import PlannedRole, layer_adapters, matrix_weights, up_projection_weights
 from megarl.schedule.cost import Cost, pairs
+
+if TYPE_CHECKING:
+    from megarl.recipe.role_sections import FreezeSection, LoraSection
 
 
 def forward_flops(shape: ModelShape, length: int, head_tokens: int, critic: bool = False) -> float:
     """Operations of one sequence of `length` tokens, `head_tokens` of which pass the head, over all ranks; an update takes
     three times as many."""
-    attention = sum(layers * product_flops(shape, layer, length) for layer, layers in _kinds(shape))
+    windows = shape.windows or (0,) * shape.num_layers
+    attention = sum(count * pair_flops(shape) * pairs(length, window) for window, count in Counter(windows).items())
     return float(2 * length * _passed_weights(shape, 0) + attention + _head_flops(shape, head_tokens, critic))
 
 
@@ -37,9 +42,9 @@ def sequence_cost(shape: ModelShape) -> Cost:
     The head is left out: it runs on completion tokens alone and adds the same to each of them.
     """
     per_pair = pair_flops(shape) / (2 * _passed_weights(shape, 0))
-    kinds = Counter(shape.windows or (0,) * shape.num_layers)
-    windows = tuple((window, per_pair * layers) for window, layers in kinds.items() if window)
-    return Cost(per_pair * kinds[0], windows=windows)
+    layers_of = Counter(shape.windows or (0,) * shape.num_layers)
+    windows = tuple((window, per_pair * layers) for window, layers in layers_of.items() if window)
+    return Cost(per_pair * layers_of[0], windows=windows)
 
 
 def update_flops(
@@ -47,24 +52,25 @@ def update_flops(
     length: int,
     head_tokens: int,
     critic: bool = False,
-    adapters: Adapters | None = None,
-    frozen: Frozen = Frozen(),  # noqa: B008 (frozen)
+    lora: LoraSection | None = None,
+    freeze: FreezeSection | None = None,
 ) -> float:
-    """Operations that an update of one sequence needs, however it is computed: what is recomputed does not count (PaLM,
-    appendix B). A weight that is not trained, as all but adapters are with `adapters`, has no gradient to compute: it takes
-    4 operations a token, and the others 6. Frozen layers behind a frozen embedding have no backward pass at all."""
-    passed_over = min(frozen.layers, shape.num_layers) if frozen.embedding else 0
-    return _update_flops(shape, length, head_tokens, critic, adapters, frozen, passed_over)
+    """Operations that an update of one sequence needs, however it is computed: recomputed operations do not count (PaLM,
+    appendix B). A weight that is not trained, as all but adapters with `lora`, takes 4 operations a token instead of 6.
+    Frozen layers behind a frozen embedding have no backward pass."""
+    without_backward = min(freeze.layers, shape.num_layers) if freeze is not None and freeze.embedding else 0
+    return _update_flops(shape, length, head_tokens, critic, lora, freeze, without_backward)
 
 
-def executed_flops(role: Role, length: int, head_tokens: int) -> float:
+def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
     """Operations that an update of one sequence runs: those that it needs, and those that its backward pass runs again for
     `recompute`, for the actor's blocks of logits (`megatron/logprobs.py`) and through frozen layers that pass a gradient."""
-    shape, head = role.shape, 0 if role.critic else _head_flops(role.shape, head_tokens, False)
+    shape, critic = role.shape, role.has_value_head
+    head = 0 if critic else _head_flops(shape, head_tokens, False)
     weights, windows = _computed_again(role)
     again = 2 * length * weights + sum(count * pair_flops(shape) * pairs(length, window) for window, count in windows)
-    passed_over = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))
-    needed = _update_flops(shape, length, head_tokens, role.critic, role.adapters, role.frozen, passed_over)
+    without_backward = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))
+    needed = _update_flops(shape, length, head_tokens, critic, role.lora, role.freeze, without_backward)
     return needed + again + head
 
 
@@ -73,28 +79,30 @@ def _update_flops(
     length: int,
     head_tokens: int,
     critic: bool,
-    adapters: Adapters | None,
-    frozen: Frozen,
-    passed_over: int,
+    lora: LoraSection | None,
+    freeze: FreezeSection | None,
+    without_backward: int,
 ) -> float:
-    """`passed_over`: first layers without a backward pass."""
+    """`without_backward`: how many of the first layers have no backward pass."""
     forward, head = forward_flops(shape, length, head_tokens, critic), _head_flops(shape, head_tokens, critic)
-    every = _passed_weights(shape, 0)
-    if adapters is not None:
-        added = shape.num_layers * layer_adapters(shape, adapters, tensor=1)
-        return 3 * forward - 2 * length * every - head + 3 * 2 * length * added
-    spared = 2 * length * (every - _passed_weights(shape, frozen.layers))
-    spared += 2 * length * (every - _passed_weights(shape, passed_over))
-    spared += 2 * sum(product_flops(shape, layer, length) for layer in range(passed_over))
-    frozen_head = frozen.embedding if shape.tied else frozen.head
+    weights = _passed_weights(shape, 0)
+    if lora is not None:
+        added = shape.num_layers * layer_adapters(shape, lora, tensor=1)
+        return 3 * forward - 2 * length * weights - head + 3 * 2 * length * added
+    if freeze is None:
+        return 3 * forward
+    spared = 2 * length * (weights - _passed_weights(shape, freeze.layers))
+    spared += 2 * length * (weights - _passed_weights(shape, without_backward))
+    spared += 2 * sum(product_flops(shape, layer, length) for layer in range(without_backward))
+    frozen_head = freeze.embedding if shape.tied else freeze.head
     return 3 * forward - spared - (head if frozen_head and not critic else 0)
 
 
 @lru_cache
-def _computed_again(role: Role) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Weights that a token passes once more in the backward pass for `recompute`, and of the layers whose attention runs
-    once more (window, how many)."""
-    shape, savings = role.shape, role.savings
+def _computed_again(role: PlannedRole) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Weights that a token passes again in the backward pass for `recompute`, and the windows of the layers whose attention
+    runs again, with how many layers have each."""
+    shape, modules = role.shape, role.recomputed_modules
     weights, windows = 0, Counter[int]()
     for layer in range(shape.num_layers):
         experts = shape.experts if shape.has_experts(layer) else None
@@ -102,16 +110,14 @@ def _computed_again(role: Role) -> tuple[int, tuple[tuple[int, int], ...]]:
         window = shape.windows[layer] if shape.windows else 0
         if role.recomputes_whole(layer):
             weights += matrix_weights(shape) + feed_forward
-            weights += 0 if role.adapters is None else layer_adapters(shape, role.adapters, tensor=1)
+            weights += 0 if role.lora is None else layer_adapters(shape, role.lora, tensor=1)
             windows[window] += 1
-        if savings.recompute != "selective":
-            continue
-        windows[window] += "core_attn" in savings.modules
-        if "mla_up_proj" in savings.modules:
+        windows[window] += "core_attn" in modules
+        if "mla_up_proj" in modules:
             weights += up_projection_weights(shape)
-        if ("mlp" if experts is None else "moe") in savings.modules:
+        if ("mlp" if experts is None else "moe") in modules:
             weights += feed_forward
-        elif experts is not None and "shared_experts" in savings.modules:
+        elif experts is not None and "shared_experts" in modules:
             weights += 3 * shape.hidden * experts.shared_ffn
     return weights, tuple(windows.items())
 
@@ -127,21 +133,13 @@ def _passed_weights(shape: ModelShape, first: int) -> int:
     return len(layers) * matrix_weights(shape) + shape.hidden * sum(shape.active_rows(layer) for layer in layers)
 
 
-@lru_cache
-def _kinds(shape: ModelShape) -> tuple[tuple[int, int], ...]:
-    """Layers whose attention differs by its window: one of each kind, and how many there are."""
-    windows = shape.windows or (0,) * shape.num_layers
-    return tuple((windows.index(window), count) for window, count in Counter(windows).items())
-
-
 def product_flops(shape: ModelShape, layer: int, length: int) -> int:
-    """Operations of queries with keys and of weights with values, in one layer for one sequence of `length` tokens: two for
-    each dimension of each pair of tokens that meet."""
+    """Operations of queries with keys and of weights with values, in one layer for one sequence of `length` tokens."""
     return pair_flops(shape) * pairs(length, shape.windows[layer] if shape.windows else 0)
 
 
 def pair_flops(shape: ModelShape) -> int:
-    """Operations of one pair of tokens that meet in one layer."""
+    """Operations of one pair of tokens that meet in one layer: two for each dimension."""
     latent = shape.latent
     dims = 2 * shape.head_dim if latent is None else latent.key_dim + latent.value_dim
     return 2 * shape.heads * dims

@@ -1,4 +1,4 @@
-"""What every phase of a step will run, hold and take, from its own plan: the numbers behind `megarl check --plan`.
+"""What every phase of a step will run, hold and take, from its plan: the numbers behind `megarl check --plan`.
 
 Time: with F operations of a phase, R ranks at `tflops` and the plan's efficiency e (padding, imbalance, bubble and the
 fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e). F of an update counts what it runs
@@ -11,15 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
 
-from megarl.planner.engine_memory import Engines
+from megarl.planner.device_memory import (
+    BatchLimits,
+    DeviceMemory,
+    Load,
+    largest_cap,
+    most_held,
+    peak,
+    resting,
+    usable_bytes,
+    worst_load,
+)
+from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
 from megarl.planner.lengths import Lengths, ReadMetrics, find_lengths
-from megarl.planner.memory import BatchLimits, Load, Memory, largest_cap, most_held, peak, resting, usable_bytes, worst_load
-from megarl.planner.roles import Role
+from megarl.planner.roles import PlannedRole
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.phases_section import ROLE_OF
 from megarl.recipe.sizes import engines_of, limits_of, memory_roles
-from megarl.schedule import Plan, Quality, Schedule, plan_phase, quality, violations
+from megarl.schedule import Quality, Schedule, plan_phase, quality, violations
 
 DEFAULT_LENGTHS = "log-normal"
 
@@ -30,37 +40,43 @@ class Job:
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `kl_in_reward` says that the reward reads actor_logprob. `device_bytes` and `tflops` are of one trainer rank's device,
-    None where nobody said. `rates` are measured operations a second of a rank by phase, which go before `tflops`.
+    None where nobody said. `rates` are measured operations a second of a rank by phase; they win over `tflops`.
     """
 
-    roles: tuple[Role, ...]
+    roles: tuple[PlannedRole, ...]
     schedules: tuple[Schedule, ...]
     lengths: Lengths
     limits: BatchLimits
     seed: int
-    engines: Engines | None
+    engines: PlannedEngines | None
     kl_in_reward: bool = False
     device_bytes: int | None = None
     tflops: float | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
 
-    def role(self, phase: str) -> Role:
+    def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
         return next(role for role in self.roles if role.name == ROLE_OF[phase])
 
-    def schedule(self, phase: str) -> Schedule | None:
-        """The schedule of a phase; None where it does not run."""
-        return next((one for one in self.schedules if one.phase == phase), None)
-
     def runs(self, schedule: Schedule) -> bool:
-        """Whether its role's layout runs a schedule for every batch that the recipe allows."""
+        """Whether the role's layout runs a schedule for every batch that the recipe allows."""
         layout = self.role(schedule.phase).layout
         return not violations(schedule, self.limits.num_sequences, layout, self.limits.longest)
 
-    def rate(self, phase: str) -> float | None:
-        """Operations a second of one rank at efficiency 1; None where nobody said."""
-        stated = None if self.tflops is None else self.tflops * 1e12
-        return self.rates.get(phase, stated)
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks."""
+        return self.roles[0].layout.ranks
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The group of each sequence; completions of one prompt follow each other."""
+        return tuple(sample // self.limits.group_size for sample in range(self.limits.num_sequences))
+
+    @property
+    def engine_bytes(self) -> int:
+        """What working engines take of one device; on a CPU, of one trainer rank's share of the machine."""
+        return 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
 
     @property
     def engine_share(self) -> float | None:
@@ -71,24 +87,9 @@ class Job:
         return self.engine_bytes / self.device_bytes
 
     @property
-    def ranks(self) -> int:
-        """Trainer ranks."""
-        return self.roles[0].layout.ranks
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Group of each sequence: the completions of one prompt lie side by side."""
-        return tuple(sample // self.limits.group_size for sample in range(self.limits.num_sequences))
-
-    @property
-    def engine_bytes(self) -> int:
-        """What engines that work take of one device; on a CPU, of one trainer rank's share of the machine."""
-        return 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
-
-    @property
-    def beside_bytes(self) -> int:
-        """What of that lies on the device of a trainer rank that works."""
-        return 0 if self.engines is None else self.engines.beside_bytes(self.ranks)
+    def bytes_during_training(self) -> int:
+        """What engines hold of a trainer rank's device while the trainer works."""
+        return 0 if self.engines is None else self.engines.bytes_during_training(self.ranks)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -97,8 +98,8 @@ class Job:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What a trainer rank that works may hold: the device without the reserve and what engines take beside it."""
-        return None if self.usable_bytes is None else self.usable_bytes - self.beside_bytes
+        """What a working trainer rank may hold: the device without the reserve and without what engines hold then."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.bytes_during_training
 
 
 def job_of(
@@ -110,7 +111,7 @@ def job_of(
 ) -> Job:
     """The planner's view of a loaded recipe, for lengths as `find_lengths` takes them.
 
-    `tflops` goes before the recipe's `device.tflops`. Raises what `find_lengths` raises.
+    `tflops` wins over the recipe's `device.tflops`. Raises what `find_lengths` raises.
     """
     roles = memory_roles(recipe)
     limits, device = limits_of(recipe), recipe.device
@@ -122,7 +123,7 @@ def job_of(
         seed=seed,
         engines=engines_of(recipe, roles["actor"].shape),
         kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
-        device_bytes=None if recipe.device is None else recipe.device.memory_bytes,
+        device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
     )
 
@@ -137,11 +138,11 @@ class PhaseForecast:
     """
 
     schedule: Schedule
-    role: Role
+    role: PlannedRole
     num_mini_batches: int
     quality: Quality
-    memory: Memory
-    worst_memory: Memory
+    memory: DeviceMemory
+    worst_memory: DeviceMemory
     largest_cap: int | None
     flops: float
     seconds: float | None
@@ -153,24 +154,24 @@ class PhaseForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One step: its engine phases, and the memory picture of one device.
+    """One step: its engine phases, and the memory of one device.
 
     `rollout_flops` are those of prefill and decoding together; `waves` counts how often the engines' concurrent
-    sequences must be renewed. `worst_memory` is that of the fullest device by phase, with all that lies on it: of the engine
-    phases, and of those in which vLLM's engines work. `engine_room` is what one worker of an engine may take.
+    sequences must be renewed. `worst_memory` is the fullest device by phase, with everything on it: of engine phases, and of
+    those in which vLLM's engines work. `engine_room` is what one worker of an engine may take.
     """
 
     job: Job
     phases: tuple[PhaseForecast, ...]
     rollout_flops: float
     waves: int | None
-    worst_memory: dict[str, Memory]
+    worst_memory: dict[str, DeviceMemory]
     engine_room: int | None
 
     @property
     def trainer_peak(self) -> int:
         """Bytes of the fullest trainer rank in the worst case, without engines."""
-        return max(one.worst_memory.total for one in self.phases)
+        return max(phase.worst_memory.total for phase in self.phases)
 
     @property
     def fullest(self) -> str:
@@ -202,67 +203,73 @@ def forecast(job: Job) -> Forecast:
     shape, lengths, engines = job.role("actor_update").shape, job.lengths, job.engines
     pairs = zip(lengths.totals, lengths.completions, strict=True)
     waves = None if engines is None else -(-job.limits.num_sequences // (engines.count * engines.max_concurrent))
-    worst = {one.phase: one.worst_memory for one in phases}
+    worst = {phase.phase: phase.worst_memory for phase in phases}
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
     return Forecast(job, phases, flops, waves, on_devices(job, worst), engine_room(job, list(worst.values())))
 
 
-def on_devices(job: Job, worst: dict[str, Memory]) -> dict[str, Memory]:
-    """The fullest device by phase, from the `worst` of the trainer by engine phase. While engines work the trainer's roles
-    rest, and in the sync the actor's weights are there; engines on devices of their own meet none of that."""
-    found = {phase: held + Memory(engine=job.beside_bytes) for phase, held in worst.items()}
+def on_devices(job: Job, worst: dict[str, DeviceMemory]) -> dict[str, DeviceMemory]:
+    """The fullest device by phase, from the trainer's `worst` by engine phase. While engines work the trainer's roles are
+    idle, and in the sync the actor's weights are on the device; engines on devices of their own share with no role."""
+    memories = {phase: memory + DeviceMemory(engine=job.bytes_during_training) for phase, memory in worst.items()}
     if job.engines is None:
-        return found
-    awake = Memory(engine=job.engine_bytes)
-    if not job.engines.shared and not job.engines.rests:
-        return {"rollout": awake, **found}
-    return {"rollout": resting(job.roles) + awake, **found, "weight_sync": resting(job.roles, "actor") + awake}
+        return memories
+    awake = DeviceMemory(engine=job.engine_bytes)
+    if not job.engines.shared and not job.engines.sleeps:
+        return {"rollout": awake, **memories}
+    return {"rollout": resting(job.roles) + awake, **memories, "weight_sync": resting(job.roles, "actor") + awake}
 
 
-def engine_room(job: Job, worst: list[Memory]) -> int | None:
-    """What one worker of an engine may take of a device, from the `worst` of the trainer in each engine phase; None without
-    a device or engines."""
+def engine_room(job: Job, worst: list[DeviceMemory]) -> int | None:
+    """What one worker of an engine may take of a device, from the trainer's `worst` in each engine phase; None without a
+    device or engines."""
     if job.engines is None or job.usable_bytes is None:
         return None
     if job.engines.shared:
-        held = max(one.total for one in worst)
-        return (job.usable_bytes - held) * job.ranks // job.engines.workers
-    return job.usable_bytes - (resting(job.roles, "actor").total if job.engines.rests else 0)
+        trainer = max(memory.total for memory in worst)
+        return (job.usable_bytes - trainer) * job.ranks // job.engines.workers
+    return job.usable_bytes - (resting(job.roles, "actor").total if job.engines.sleeps else 0)
 
 
 def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
-    """The forecast of one phase under `schedule`, which need not be the job's own."""
-    role, lengths = job.role(schedule.phase), job.lengths.totals
+    """The forecast of one phase under `schedule`, which need not be one of the job's."""
+    role, lengths, completions = job.role(schedule.phase), job.lengths.totals, job.lengths.completions
     cost = sequence_cost(role.shape)
     plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups, job.lengths.prompts)
-    found = quality(plan, lengths, cost, job.lengths.prompts)
-    pairs = zip(lengths, job.lengths.completions, strict=True)
+    plan_quality, micro_batches = quality(plan, lengths, cost, job.lengths.prompts), plan.micro_batches
 
     def operations(length: int, head_tokens: int) -> float:
         if schedule.is_update:
             return executed_flops(role, length, head_tokens)
-        return forward_flops(role.shape, length, head_tokens, role.critic)
+        return forward_flops(role.shape, length, head_tokens, role.has_value_head)
 
-    # Where prompts are shared, what sequences leave out.
-    spared = [length for one in plan.micro_batches for length in one.spared(job.lengths.prompts)]
-    flops = schedule.epochs * sum(starmap(operations, pairs)) - sum(operations(length, 0) for length in spared)
-    seconds = None
-    if (rate := job.rate(schedule.phase)) is not None:
-        seconds = flops / (job.ranks * rate * found.efficiency)
+    # Where prompts are shared, sequences leave out the prompt that another one has.
+    spared = [length for micro_batch in micro_batches for length in micro_batch.spared(job.lengths.prompts)]
+    flops = schedule.epochs * sum(starmap(operations, zip(lengths, completions, strict=True)))
+    flops -= sum(operations(length, 0) for length in spared)
+    rate = job.rates.get(schedule.phase, None if job.tflops is None else job.tflops * 1e12)
+    planned_load = Load(
+        schedule.is_update,
+        slots=max(micro_batch.slots for micro_batch in micro_batches),
+        head_tokens=max(sum(completions[sample] for sample in micro_batch.samples) for micro_batch in micro_batches),
+        longest=job.limits.longest,
+        num_micro_batches=min(most_held(role.layout), max(mini.num_micro_batches for mini in plan.mini_batches)),
+        copied_rows=max(micro_batch.rows_behind_prompts(lengths) for micro_batch in micro_batches),
+    )
     return PhaseForecast(
         schedule,
         role,
         len(plan.mini_batches),
-        found,
-        _planned_memory(job, role, schedule, plan),
+        plan_quality,
+        peak(job.roles, role, planned_load),
         worst_memory(job, schedule),
         cap_that_fits(job, schedule),
         flops,
-        seconds,
+        None if rate is None else flops / (job.ranks * rate * plan_quality.efficiency),
     )
 
 
-def worst_memory(job: Job, schedule: Schedule) -> Memory:
+def worst_memory(job: Job, schedule: Schedule) -> DeviceMemory:
     """The fullest trainer rank when every micro-batch is as full as the schedule allows and the pipeline is full."""
     role = job.role(schedule.phase)
     return peak(job.roles, role, worst_load(role, schedule, job.limits))
@@ -277,17 +284,3 @@ def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None)
     if budget_bytes is None:
         return None
     return largest_cap(job.roles, job.role(schedule.phase), schedule, job.limits, budget_bytes) or 0
-
-
-def _planned_memory(job: Job, role: Role, schedule: Schedule, plan: Plan) -> Memory:
-    """The fullest trainer rank with the plan's largest micro-batch."""
-    completions, every = job.lengths.completions, plan.micro_batches
-    load = Load(
-        schedule.is_update,
-        slots=max(micro.slots for micro in every),
-        head_tokens=max(sum(completions[sample] for sample in micro.samples) for micro in every),
-        longest=job.limits.longest,
-        num_micro_batches=min(most_held(role.layout), max(mini.num_micro_batches for mini in plan.mini_batches)),
-        copied_rows=max(micro.rows_behind_prompts(job.lengths.totals) for micro in every),
-    )
-    return peak(job.roles, role, load)

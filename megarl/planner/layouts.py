@@ -1,4 +1,4 @@
-"""Layouts a role may have on the trainer ranks, the simplest first."""
+"""Layouts that a role may have on the trainer ranks, the simplest first."""
 
 from __future__ import annotations
 
@@ -6,47 +6,43 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.planner.forecast import Job
 from megarl.recipe import ROLE_OF
 from megarl.recipe.layout_section import divisors, tensor_divides
-from megarl.schedule import Schedule
 from megarl.schedule.schedule import in_micro_batch
 
-# Ranks of one machine. A tensor group talks twice a layer, which only the links inside a machine carry.
+# Ranks of one machine. A tensor group communicates twice a layer, which only the links inside a machine carry.
 NODE_RANKS = 8
 
 
 def layouts_of(job: Job, role_name: str) -> list[Layout]:
-    """Legal layouts of a role: few ranks a copy of the model first, then few pipeline stages.
+    """Legal layouts of a role: few ranks for a copy of the model first, then few pipeline stages.
 
-    Fewer ranks a copy leave more data-parallel ranks, which need no talk inside a step; a tensor group waits less than a
-    pipeline of the same size, which idles while it fills. Activations between tensor regions are always cut
-    (sequence parallelism): that costs nothing and saves memory.
+    Fewer ranks a copy leave more data-parallel ranks, which do not communicate inside a step; a tensor group waits less than
+    a pipeline of the same size, which idles while it fills. Sequence parallelism is always on: it costs nothing and saves
+    memory.
     """
     role = next(role for role in job.roles if role.name == role_name)
-    schedules = [one for one in job.schedules if ROLE_OF[one.phase] == role_name]
-    found = [
-        cut
-        for tensor in range(1, min(NODE_RANKS, job.ranks) + 1)
-        if tensor_divides(role.shape, tensor)
-        for pipeline in range(1, job.ranks // tensor + 1)
-        if job.ranks % (tensor * pipeline) == 0 and role.shape.num_layers % pipeline == 0
-        for cut in _expert_cuts(role.shape, Layout(tensor, pipeline, job.ranks // (tensor * pipeline), tensor > 1))
-    ]
-    legal = [layout for layout in found if all(_runs(job, one, layout) for one in schedules)]
-    return sorted(legal, key=lambda layout: (layout.tensor * layout.pipeline, layout.pipeline, layout.expert))
-
-
-def _expert_cuts(shape: ModelShape, layout: Layout) -> list[Layout]:
-    """The layout with its experts cut in every legal way; experts that are dealt over ranks are whole."""
-    if shape.experts is None:
-        return [layout]
-    stage, rows = layout.tensor * layout.data, shape.experts.ffn
-    dealt = divisors(math.gcd(shape.experts.count, stage))[1:]
-    whole = [layout] if rows % layout.tensor == 0 else []
-    return whole + [replace(layout, expert=count, expert_tensor=None if layout.tensor == 1 else 1) for count in dealt]
+    total, shape = job.limits.num_sequences, role.shape
+    sizes = [schedule.mini_batch or total for schedule in job.schedules if ROLE_OF[schedule.phase] == role_name]
+    layouts = []
+    for tensor in range(1, min(NODE_RANKS, job.ranks) + 1):
+        if not tensor_divides(shape, tensor):
+            continue
+        for pipeline in range(1, job.ranks // tensor + 1):
+            if job.ranks % (tensor * pipeline) or shape.num_layers % pipeline:
+                continue
+            layout = Layout(tensor, pipeline, job.ranks // (tensor * pipeline), tensor > 1)
+            if sizes and any(size % layout.data for size in (total, *sizes)):
+                continue
+            if shape.experts is None or shape.experts.ffn % tensor == 0:
+                layouts.append(layout)
+            if shape.experts is not None:  # experts that are spread over ranks are whole
+                expert_sizes = divisors(math.gcd(shape.experts.count, tensor * layout.data))[1:]
+                expert_tensor = None if tensor == 1 else 1
+                layouts += [replace(layout, expert=size, expert_tensor=expert_tensor) for size in expert_sizes]
+    return sorted(layouts, key=lambda layout: (layout.tensor * layout.pipeline, layout.pipeline, layout.expert))
 
 
 def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
@@ -61,7 +57,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def layout_values(layout: Layout) -> dict[str, int]:
-    """The keys of a layout in a recipe; of experts only what is cut."""
+    """The keys of a layout in a recipe; expert keys only where they are not the default."""
     values: dict[str, int] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     values["sequence_parallel"] = layout.sequence_parallel
     if layout.expert > 1:
@@ -74,9 +70,3 @@ def layout_values(layout: Layout) -> dict[str, int]:
 def longest_slots(job: Job, layout: Layout) -> int:
     """Slots of a micro-batch that holds one longest sequence: the least legal cap."""
     return in_micro_batch(job.limits.longest, layout)
-
-
-def _runs(job: Job, schedule: Schedule, layout: Layout) -> bool:
-    """Whether a layout divides a schedule's batch; its cap is chosen later."""
-    sizes = (job.limits.num_sequences, schedule.mini_batch or job.limits.num_sequences)
-    return all(size % layout.data == 0 for size in sizes)

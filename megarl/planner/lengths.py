@@ -1,9 +1,10 @@
-"""Which lengths a step is planned for: drawn from a distribution, read from a file, or drawn like an earlier run's.
+"""The lengths that a step is planned for: drawn from a distribution, read from a file, or drawn like an earlier run's.
 
 - A distribution gives completion lengths in 1 ... `rollout.max_new_tokens`. Each group gets one prompt length, uniform
   from half of `data.max_prompt_tokens` to all of it: that key is set with a look at the data, so prompts come near it.
-- A file gives one sequence a row. A row of one number is a whole sequence; its prompt is the share that the prompt has
-  of the longest legal sequence. With other than one row a sequence of the step, rows are drawn with replacement.
+- A file has one sequence a row: LENGTH, or PROMPT COMPLETION, or a JSON object with `prompt_tokens` and
+  `completion_tokens`. A row with one number is a whole sequence; its prompt is the share that the prompt has of the longest
+  legal sequence. If the file has not one row for each sequence of the step, rows are drawn with replacement.
 - A run directory gives the quantiles of completion lengths, as their mean over steps; lengths are drawn by inverse
   interpolation between them. Every prompt has the run's mean length.
 """
@@ -18,24 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.memory import BatchLimits
+from megarl.planner.device_memory import BatchLimits
 
-# What `metrics.jsonl` says of a step's completion lengths, in per cent.
+# The quantiles of a step's completion lengths in `metrics.jsonl`, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
+DISTRIBUTIONS = ("uniform", "log-normal", "long-tail")
+# Median and spread as shares of the longest length; completions of reasoning models look like the second and third.
+_LOG_NORMAL_MEDIAN, _LOG_NORMAL_SIGMA = 1 / 6, 0.7
+_LONG_TAIL_SHORTEST, _LONG_TAIL_EXPONENT = 1 / 32, 1.2
 
-
-# Reads the steps of a run's metrics.jsonl; raises ValueError where there are none. The caller hands it over: `telemetry`,
-# which has it, is above the planner.
+# Reads the steps of a run's metrics.jsonl and raises ValueError without steps. `telemetry` has the reader, which is on a
+# higher floor than the planner, so the caller passes it.
 ReadMetrics = Callable[[Path], list[dict[str, Any]]]
 
 
 class LengthsError(ValueError):
-    """`--lengths` are none, or none that the recipe allows."""
+    """`--lengths` cannot be read, or has lengths that the recipe does not allow."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of each sequence of one step, in batch order; `origin` says where they came from."""
+    """Tokens of each sequence of one step, in batch order; `origin` says where they come from."""
 
     prompts: tuple[int, ...]
     completions: tuple[int, ...]
@@ -51,10 +55,16 @@ def find_lengths(source: str, limits: BatchLimits, seed: int, read_metrics: Read
 
     Raises LengthsError naming `--lengths`, its value and what is wrong; for a file also the row.
     """
-    if source in DISTRIBUTIONS:
-        return _from_distribution(source, limits, seed)
     path = Path(source)
-    if source and path.is_dir():  # the path of nothing is the working directory
+    if source in DISTRIBUTIONS:
+        completions = draw(source, limits.num_sequences, limits.max_completion, seed)
+        generator = random.Random(f"{seed}/prompts")
+        prompts: list[int] = []
+        for _ in range(limits.num_sequences // limits.group_size):
+            prompts += [generator.randint(-(-limits.max_prompt // 2), limits.max_prompt)] * limits.group_size
+        origin = f"{source} completions up to {limits.max_completion} tokens, seed {seed}"
+        return Lengths(tuple(prompts), tuple(completions), origin)
+    if source and path.is_dir():  # an empty path is the working directory
         assert read_metrics is not None, "lengths of a run need a reader of metrics"
         return _from_run(path, limits, seed, read_metrics)
     if path.is_file():
@@ -65,143 +75,86 @@ def find_lengths(source: str, limits: BatchLimits, seed: int, read_metrics: Read
     )
 
 
-def _from_distribution(kind: str, limits: BatchLimits, seed: int) -> Lengths:
-    completions = draw(kind, limits.num_sequences, limits.max_completion, seed)
-    chance = random.Random(f"{seed}/prompts")
-    prompts: list[int] = []
-    for _ in range(limits.num_sequences // limits.group_size):
-        prompts += [chance.randint(-(-limits.max_prompt // 2), limits.max_prompt)] * limits.group_size
-    return Lengths(
-        tuple(prompts), tuple(completions), f"{kind} completions up to {limits.max_completion} tokens, seed {seed}"
-    )
-
-
 def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: ReadMetrics) -> Lengths:
     where = f"--lengths = {str(directory)!r}"
     try:
         steps = read_metrics(directory / "metrics.jsonl")
     except ValueError as error:
         raise LengthsError(f"{where}: {error}") from error
+
+    def mean(key: str, limit: int, limit_key: str) -> float:
+        values = [step[key] for step in steps if isinstance(step.get(key), int | float)]
+        if not values:
+            raise LengthsError(f"{where}: no step in metrics.jsonl has {key}")
+        value = float(sum(values) / len(values))
+        if value > limit:
+            raise LengthsError(f"{where}: the run's {key} is {value:.0f} on average, above {limit_key} = {limit}")
+        return value
+
     keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]
-    means = [_mean_over_steps(steps, key, where) for key in keys]
-    prompt = round(_mean_over_steps(steps, "rollout/prompt_length_mean", where))
-    for found, limit, name, key in (
-        (means[-1], limits.max_completion, keys[-1], "rollout.max_new_tokens"),
-        (prompt, limits.max_prompt, "rollout/prompt_length_mean", "data.max_prompt_tokens"),
-    ):
-        if found > limit:
-            raise LengthsError(f"{where}: the run's {name} is {found:.0f} on average, above {key} = {limit}")
-    chance = random.Random(f"{seed}/completions")
-    completions = [max(1, round(_interpolate(means, chance.random()))) for _ in range(limits.num_sequences)]
-    return Lengths(
-        (max(1, prompt),) * limits.num_sequences,
-        tuple(completions),
-        f"completions drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}",
-    )
-
-
-def _mean_over_steps(steps: list[dict[str, Any]], key: str, where: str) -> float:
-    found = [step[key] for step in steps if isinstance(step.get(key), int | float)]
-    if not found:
-        raise LengthsError(f"{where}: no step in metrics.jsonl has {key}")
-    return float(sum(found) / len(found))
-
-
-def _interpolate(values: list[float], share: float) -> float:
-    """The value at `share` (0 ... 1) of a distribution that has `values` at QUANTILES."""
-    percent = 100 * share
-    above = min(bisect_right(QUANTILES, percent), len(QUANTILES) - 1)
-    low, high = QUANTILES[above - 1], QUANTILES[above]
-    return values[above - 1] + (values[above] - values[above - 1]) * (percent - low) / (high - low)
+    means = [mean(key, limits.max_completion, "rollout.max_new_tokens") for key in keys]
+    prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
+    generator, completions = random.Random(f"{seed}/completions"), []
+    for _ in range(limits.num_sequences):
+        percent = 100 * generator.random()
+        above = min(bisect_right(QUANTILES, percent), len(QUANTILES) - 1)
+        low, high = QUANTILES[above - 1], QUANTILES[above]
+        length = means[above - 1] + (means[above] - means[above - 1]) * (percent - low) / (high - low)
+        completions.append(max(1, round(length)))
+    origin = f"completions drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}"
+    return Lengths((prompt,) * limits.num_sequences, tuple(completions), origin)
 
 
 def _from_file(path: Path, limits: BatchLimits, seed: int) -> Lengths:
-    rows = [_checked(pair, row, path, limits) for row, pair in _read_rows(path, limits)]
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte order mark
+    except UnicodeDecodeError as error:
+        raise LengthsError(f"--lengths = {str(path)!r}: is no UTF-8 text: {error.reason} at byte {error.start}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            rows.append(_row(line.strip(), f"--lengths = {str(path)!r}, row {number}", limits))
     if not rows:
         raise LengthsError(f"--lengths = {str(path)!r}: the file has no row")
     origin = f"{len(rows)} rows of {path}"
     if len(rows) != limits.num_sequences:
-        chance = random.Random(f"{seed}/rows")
-        rows = [chance.choice(rows) for _ in range(limits.num_sequences)]
+        generator = random.Random(f"{seed}/rows")
+        rows = [generator.choice(rows) for _ in range(limits.num_sequences)]
         origin += f", {limits.num_sequences} drawn with replacement, seed {seed}"
     return Lengths(tuple(prompt for prompt, _ in rows), tuple(completion for _, completion in rows), origin)
 
 
-def _read_rows(path: Path, limits: BatchLimits) -> list[tuple[int, tuple[int, int]]]:
-    """(row, (prompt, completion)) of each row; rows count from 1, lines of a text as items of a JSON list."""
+def _row(line: str, where: str, limits: BatchLimits) -> tuple[int, int]:
+    """(prompt, completion) of one line. Raises LengthsError where the recipe does not allow the row."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
-    except UnicodeDecodeError as error:
-        raise LengthsError(f"--lengths = {str(path)!r}: is no UTF-8 text: {error.reason} at byte {error.start}") from error
-    if text.lstrip().startswith("["):
-        try:
-            items = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise LengthsError(f"--lengths = {str(path)!r}: starts like a JSON list and is none: {error}") from error
-        return [(row, _pair(item, row, path, limits)) for row, item in enumerate(items, start=1)]
-    lines = [(row, line.strip()) for row, line in enumerate(text.splitlines(), start=1)]
-    return [(row, _pair(_item(line, row, path), row, path, limits)) for row, line in lines if line]
-
-
-def _item(line: str, row: int, path: Path) -> Any:
-    """A line's numbers, or its JSON object."""
-    try:
-        return json.loads(line) if line.startswith("{") else [int(word) for word in line.replace(",", " ").split()]
+        if line.startswith("{"):
+            fields = json.loads(line)
+            numbers = [fields.get("prompt_tokens"), fields.get("completion_tokens")]
+        else:
+            numbers = [int(word) for word in line.replace(",", " ").split()]
     except ValueError:
-        raise _row_error(path, row, line) from None
-
-
-def _pair(item: Any, row: int, path: Path, limits: BatchLimits) -> tuple[int, int]:
-    """(prompt, completion) of one row of any form."""
-    numbers = item
-    if isinstance(item, dict):
-        pair = [item.get("prompt_tokens"), item.get("completion_tokens")]
-        numbers = [item.get("length")] if pair == [None, None] else pair
-    elif not isinstance(item, list):
-        numbers = [item]
-    # A bool is an int to Python; JSON's true is no length.
+        numbers = []
     if len(numbers) not in (1, 2) or any(type(number) is not int for number in numbers):
-        raise _row_error(path, row, item)
-    if len(numbers) == 2:
-        return numbers[0], numbers[1]
-    prompt = max(1, numbers[0] * limits.max_prompt // limits.longest)
-    return prompt, numbers[0] - prompt
-
-
-def _row_error(path: Path, row: int, value: Any) -> LengthsError:
-    return LengthsError(
-        f"--lengths = {str(path)!r}, row {row}: {value!r} is no length; give LENGTH, or PROMPT and COMPLETION, in whole "
-        'tokens, or {"length": ...}, or {"prompt_tokens": ..., "completion_tokens": ...}'
-    )
-
-
-def _checked(pair: tuple[int, int], row: int, path: Path, limits: BatchLimits) -> tuple[int, int]:
-    """The row if the recipe allows it."""
-    prompt, completion = pair
-    where = f"--lengths = {str(path)!r}, row {row}"
-    if prompt < 1 or completion < 1:
         raise LengthsError(
-            f"{where}: {prompt + completion} tokens; a sequence has at least one prompt token and one completion token"
+            f"{where}: {line!r} is no length; give LENGTH, or PROMPT and COMPLETION, in whole tokens, or "
+            '{"prompt_tokens": ..., "completion_tokens": ...}'
         )
-    if prompt + completion > limits.longest:
+    prompt = numbers[0] if len(numbers) == 2 else max(1, numbers[0] * limits.max_prompt // limits.longest)
+    completion = numbers[1] if len(numbers) == 2 else numbers[0] - prompt
+    total = prompt + completion
+    if prompt < 1 or completion < 1:
+        raise LengthsError(f"{where}: {total} tokens; a sequence has at least one prompt token and one completion token")
+    if total > limits.longest:
         raise LengthsError(
-            f"{where}: {prompt + completion} tokens, above data.max_prompt_tokens {limits.max_prompt} + "
+            f"{where}: {total} tokens, above data.max_prompt_tokens {limits.max_prompt} + "
             f"rollout.max_new_tokens {limits.max_completion} = {limits.longest}"
         )
-    for found, limit, name, key in (
-        (prompt, limits.max_prompt, "prompt", "data.max_prompt_tokens"),
-        (completion, limits.max_completion, "completion", "rollout.max_new_tokens"),
-    ):
-        if found > limit:
-            raise LengthsError(f"{where}: a {name} of {found} tokens, above {key} = {limit}")
-    return pair
-
-
-DISTRIBUTIONS = ("uniform", "log-normal", "long-tail")
-
-# Median and spread as shares of the longest length; completions of reasoning models look like the second and third.
-_LOG_NORMAL_MEDIAN, _LOG_NORMAL_SIGMA = 1 / 6, 0.7
-_LONG_TAIL_SHORTEST, _LONG_TAIL_EXPONENT = 1 / 32, 1.2
+    if prompt > limits.max_prompt:
+        raise LengthsError(f"{where}: a prompt of {prompt} tokens, above data.max_prompt_tokens = {limits.max_prompt}")
+    if completion > limits.max_completion:
+        limit = f"rollout.max_new_tokens = {limits.max_completion}"
+        raise LengthsError(f"{where}: a completion of {completion} tokens, above {limit}")
+    return prompt, completion
 
 
 def draw(kind: str, count: int, longest: int, seed: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Which node and which devices every engine gets. No torch: the launcher asks before there is a device.
+"""On which nodes and devices trainer ranks and engines lie, and a node's host memory. No torch: the launcher asks before
+there is a device.
 
 Trainer ranks fill nodes in order, `ranks_per_node` each, the first rank of a node on its device 0. An engine lies on
 consecutive devices of one node: what its workers send each other in every layer does not leave the node.
@@ -6,9 +7,32 @@ consecutive devices of one node: what its workers send each other in every layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+from megarl.planner.advice import gib
+from megarl.planner.device_memory import moved_away, optimizer_share
+from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
+from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe.recipe import Recipe
+from megarl.recipe.weight_sync_section import BUCKET_BYTES
+
+# GPUs of a node where nobody says: as `megarl launch` assumes.
+USUAL_DEVICES = 8
+# torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
+# likely in each octave grow by 1 / ln 2 on average.
+PINNED_ROUNDING = 1 / math.log(2)
+# `OBJECT_STORE_BYTES` of `cluster/ray_cluster.py` and `NUM_BUCKETS` of `weight_sync/transport.py`, which are on a higher
+# floor; a test keeps them equal.
+OBJECT_STORE_BYTES, NUM_BUCKETS = 256 << 20, 2
+# Resident memory of one process: Python, torch and its libraries, on a GPU those of CUDA too. Not yet measured on a GPU.
+PROCESS_BYTES = {"gpu": 4 << 30, "cpu": 1 << 30}
 
 
 class PlacementError(ValueError):
@@ -17,8 +41,8 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that are alike. On CPUs `shared` is true and `devices_per_node` is `ranks_per_node`: processes share cores, so
-    that engines are dealt over nodes, and any number of them fits."""
+    """Equal nodes. On CPUs `shared` is true and `devices_per_node` is `ranks_per_node`: processes share cores, so that any
+    number of engines fits."""
 
     num_nodes: int
     devices_per_node: int
@@ -36,8 +60,8 @@ class EnginePlace:
 
 @dataclass(frozen=True)
 class NodesNeeded:
-    """The smallest job that holds a run: trainer ranks on the first nodes, and engines on `rollout_nodes` behind them, or
-    on the trainer's where that is 0."""
+    """The smallest job that holds a run: trainer ranks on the first nodes, and engines on `rollout_nodes` after them, or on
+    the trainer's nodes where that is 0."""
 
     trainer_nodes: int
     rollout_nodes: int
@@ -56,9 +80,9 @@ class NodesNeeded:
 def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
     """The place of each engine by its number; none where rollouts are replayed.
 
-    `colocated` takes the trainer's nodes, `separate` all others, or where there are none the devices behind the trainer's.
-    Engines go around these nodes. On GPUs none shares a device with another: two engines would halve its cache to do what
-    one does with `phases.rollout.max_concurrent`. Raises PlacementError where the trainer or an engine has no room.
+    `colocated` takes the trainer's nodes, `separate` all others, or, without other nodes, the devices after the trainer's.
+    Engines go round-robin over these nodes. On GPUs no two engines share a device: they would halve its cache to do what one
+    does with `phases.rollout.max_concurrent`. Raises PlacementError where the trainer or an engine has no room.
     """
     trainer_nodes = _trainer_nodes(recipe, cluster)
     if recipe.rollout.replay is not None:
@@ -77,13 +101,13 @@ def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
         turn, node = divmod(engine, end_node - first_node)
         start = first_device + turn * recipe.rollout.layout.workers
         devices = range(start, start + recipe.rollout.layout.workers)
-        # Only of a shared node do devices come again: elsewhere there was room.
+        # Devices repeat on shared nodes only; elsewhere there was room.
         places.append(EnginePlace(first_node + node, tuple(device % cluster.devices_per_node for device in devices)))
     return tuple(places)
 
 
 def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
-    """The list of devices that a process is to see: some of those that its node `listed`, None for all of them. Raises
+    """The list of `devices` for a process, by the names that its node `listed`; None: the node lists no devices. Raises
     PlacementError where the node lists fewer."""
     if listed is None:
         return ",".join(map(str, devices))
@@ -96,8 +120,8 @@ def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
 
 
 def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
-    """The fewest nodes for a recipe, each with as many trainer ranks. `separate` takes one node for all where trainer and
-    engines fit beside each other, else nodes of their own. Raises PlacementError where no number of nodes would do."""
+    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes one node where trainer
+    and engines fit on it, else nodes for engines only. Raises PlacementError where no number of nodes is enough."""
     ranks, rollout = recipe.trainer.ranks, recipe.rollout
     counts = [nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
     if rollout.replay is not None:
@@ -119,8 +143,8 @@ def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
 
 
 def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> NodesNeeded:
-    """The fewest nodes where each of the trainer's takes just so many ranks; of CPUs where `devices_per_node` is 0. Raises
-    PlacementError where no number of nodes would do."""
+    """The fewest nodes where each of the trainer's has `ranks_per_node` ranks; of CPUs where `devices_per_node` is 0. Raises
+    PlacementError where no number of nodes is enough."""
     trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
     apart = recipe.rollout.replay is None and recipe.rollout.placement == "separate"
     failure: PlacementError | None = None
@@ -139,7 +163,7 @@ def _trainer_nodes(recipe: Recipe, cluster: Cluster) -> int:
     ranks, each = recipe.trainer.ranks, cluster.ranks_per_node
     if ranks % each:
         raise PlacementError(
-            f"trainer.ranks = {ranks} cannot be dealt over nodes with {each} ranks each: give each node a divisor of {ranks}"
+            f"trainer.ranks = {ranks} cannot be spread over nodes with {each} ranks each: use a divisor of {ranks}"
         )
     if not cluster.shared and each > cluster.devices_per_node:
         raise PlacementError(
@@ -155,7 +179,7 @@ def _trainer_nodes(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) -> None:
-    """Every engine finds devices on `num_nodes` nodes, on each of which the first `taken` are not for engines."""
+    """Raise PlacementError unless `num_nodes` nodes have devices for all engines; the first `taken` of each are not free."""
     workers, free = recipe.rollout.layout.workers, cluster.devices_per_node - taken
     if workers > cluster.devices_per_node:
         raise PlacementError(_straddles(recipe, cluster.devices_per_node))
@@ -170,14 +194,14 @@ def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) ->
     ways += [f"rollout.engines: {room}"] if room else []
     ways += ["rollout.placement: colocated"] if separate else []
     raise PlacementError(
-        f"{_demand(recipe)}, each engine whole on one node and on devices that no other has, and {nodes} "
+        f"{_demand(recipe)}, each engine on one node and on devices that no other engine has, and {nodes} "
         f"{'has' if num_nodes == 1 else 'have'} room for {room}: {', or '.join(ways)}"
     )
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """As "1 node" or "2 nodes"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _demand(recipe: Recipe) -> str:
@@ -194,4 +218,219 @@ def _straddles(recipe: Recipe, devices: int) -> str:
         f"rollout.tensor x pipeline x data = {rollout.tensor} x {rollout.pipeline} x {rollout.data} = "
         f"{count(rollout.layout.workers, 'worker')} do not fit a node of {count(devices, 'device')}, and an engine lies "
         f"on one node: at most {count(devices, 'worker')}, and more rollout.engines"
+    )
+
+
+@dataclass(frozen=True)
+class NodeSize:
+    """Nodes of `devices` GPUs each, or of CPUs where that is 0, with `ranks` trainer ranks each, or as many as fit. `origin`
+    says where the size comes from."""
+
+    devices: int
+    ranks: int | None
+    origin: str
+
+    @property
+    def text(self) -> str:
+        return f"of {count(self.devices, 'GPU')}" if self.devices else "of CPUs"
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """A recipe on the fewest nodes that hold it, the place of each engine by its number, and the host memory of the fullest
+    node; None without a device."""
+
+    size: NodeSize
+    needed: NodesNeeded
+    engines: tuple[EnginePlace, ...]
+    host: HostMemory | None = None
+
+
+def local_gpus(directory: Path = Path("/dev")) -> int:
+    """GPUs of this machine, by their device files: asking torch would take seconds."""
+    return sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in directory.iterdir())
+
+
+def node_size(recipe: Recipe, devices: int | None, ranks: int | None, gpus: int) -> NodeSize:
+    """The given size, or without `devices` what the recipe's device or this machine, which has `gpus` GPUs, makes likely."""
+    if devices is not None:
+        return NodeSize(devices, ranks, f"--devices-per-node = {devices}")
+    if recipe.device is not None and recipe.device.kind == "cpu":
+        return NodeSize(0, ranks, "device.kind = cpu")
+    if recipe.device is not None:  # the cluster's, not that of whoever checks the recipe
+        return NodeSize(USUAL_DEVICES, ranks, "others with --devices-per-node")
+    if gpus:
+        return NodeSize(gpus, ranks, "as this machine")
+    return NodeSize(0, ranks, "as this machine; GPUs with --devices-per-node")
+
+
+def find_placement(recipe: Recipe, devices: int | None, ranks: int | None) -> PlacedRun:
+    """The placement on the given nodes, or on likely ones. Raises PlacementError, also where a node's host has too little
+    memory (`device.host_memory_gib`)."""
+    placed = place(recipe, node_size(recipe, devices, ranks, local_gpus()))
+    return replace(placed, host=host_memory(recipe, placed.needed, placed.engines))
+
+
+def place(recipe: Recipe, size: NodeSize) -> PlacedRun:
+    """Raises PlacementError, with the arithmetic, where no number of such nodes is enough. On CPUs, where nothing says how
+    many ranks a node takes, all ranks are on one node, as `megarl train` starts them."""
+    try:
+        if size.ranks is None and size.devices:
+            needed = nodes_needed(recipe, size.devices)
+        else:
+            needed = nodes_with(recipe, size.devices, size.ranks or recipe.trainer.ranks)
+        return PlacedRun(size, needed, place_engines(recipe, needed.cluster(size.devices)))
+    except PlacementError as error:
+        raise PlacementError(f"on nodes {size.text} ({size.origin}): {error}") from error
+
+
+def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
+    """The placement in words: how many nodes, and a line for each run of equal nodes."""
+    needed, rollout = placed.needed, recipe.rollout
+    head = f"placement: {count(needed.num_nodes, 'node')} {placed.size.text} ({placed.size.origin})"
+    if rollout.replay is None:
+        head += f", rollout.placement = {rollout.placement}"
+    alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _engines_on(placed, [node])[0]))
+    lines = [head, *(_node_line(placed, list(nodes)) for _, nodes in alike)]
+    if placed.host is not None and recipe.device is not None:
+        room = recipe.device.host_memory_gib
+        verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
+        lines.append(f"host memory of a node: up to {placed.host.text}; {verdict}")
+    return lines
+
+
+def document(placed: PlacedRun) -> dict[str, Any]:
+    """The placement for a program."""
+    return {
+        "devices_per_node": placed.size.devices,
+        "ranks_per_node": placed.needed.ranks_per_node,
+        "trainer_nodes": placed.needed.trainer_nodes,
+        "rollout_nodes": placed.needed.rollout_nodes,
+        "host_memory": None if placed.host is None else asdict(placed.host) | {"total": placed.host.total},
+        "engines": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.engines],
+    }
+
+
+def _node_line(placed: PlacedRun, nodes: Sequence[int]) -> str:
+    """The ranks of equal nodes, and their engines with the devices that these have on each node."""
+    parts, engine_parts = [], []
+    if nodes[0] < placed.needed.trainer_nodes:
+        ranks = placed.needed.ranks_per_node
+        devices = f", devices {_numbers(range(ranks))}" if placed.size.devices else ""
+        parts.append(f"{count(ranks, 'trainer rank')}{' each' if len(nodes) > 1 else ''}{devices}")
+    for slots, engines in zip(*_engines_on(placed, nodes), strict=True):
+        where = f" on {'device' if len(slots) == 1 else 'devices'} {_numbers(slots)}" if placed.size.devices else ""
+        engine_parts.append(f"{'engine' if len(engines) == 1 else 'engines'} {_numbers(engines)}{where}")
+    parts += [", ".join(engine_parts)] if engine_parts else []
+    return f"  {'node' if len(nodes) == 1 else 'nodes'} {_numbers(nodes)}: {'; '.join(parts) or 'nothing'}"
+
+
+def _engines_on(placed: PlacedRun, nodes: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Devices of each engine of a node, the same on all `nodes`, and the engines that have them, node by node."""
+    by_node = [[number for number, engine in enumerate(placed.engines) if engine.node == node] for node in nodes]
+    devices = tuple(placed.engines[number].devices for number in by_node[0])
+    return devices, tuple(zip(*by_node, strict=True))
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """As "0-3" where they follow each other."""
+    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one node's host by what holds them.
+
+    `devices` is what trainer ranks and engines hold, where their device is a CPU; `offloaded` what roles keep there between
+    their phases, and `activations` what an update offloads, pinned copies as large as torch makes them; `checkpoint` the
+    optimizer states that each rank gathers to save them; `processes` what each process takes before it holds anything.
+    """
+
+    devices: int
+    offloaded: int
+    activations: int
+    checkpoint: int
+    weight_sync: int
+    routing: int
+    ray: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def text(self) -> str:
+        """The total and its parts in words."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
+        return f"{gib(self.total)} ({named})"
+
+
+def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> HostMemory | None:
+    """Host memory of the fullest node; None without a device, whose kind says what lies there.
+
+    Raises PlacementError where it is more than `device.host_memory_gib`.
+    """
+    if recipe.device is None:
+        return None
+    job, ranks = job_of(recipe), needed.ranks_per_node
+    on_node = Counter(place.node for place in engines)
+    trainer = max((number for node, number in on_node.items() if node < needed.trainer_nodes), default=0)
+    first = _host_memory_of(recipe, job, ranks, trainer)
+    others = [_host_memory_of(recipe, job, 0, number) for node, number in on_node.items() if node >= needed.trainer_nodes]
+    fullest = max([first, *others], key=lambda node: node.total)
+    room = recipe.device.host_memory_gib
+    if room is not None and fullest.total > room * 2**30:
+        ways = {
+            "offloaded": "memory.offload: none for a role",
+            "activations": "memory.offload_activations: false, or recompute",
+            "checkpoint": "more trainer ranks, which save less each",
+        }
+        largest = max(fields(fullest), key=lambda field: getattr(fullest, field.name)).name
+        fewer = f", fewer than {ranks} trainer ranks a node (--ranks-per-node)" if ranks > 1 else ""
+        raise PlacementError(
+            f"device.host_memory_gib = {room:g}: a node takes up to {fullest.text}; "
+            f"{ways.get(largest, 'smaller engines or roles')}{fewer}, or a larger host"
+        )
+    return fullest
+
+
+def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
+    """A node with so many trainer ranks and engines."""
+    assert recipe.device is not None, "host memory is that of a device"
+    kind, workers, shape = recipe.device.kind, engines * recipe.rollout.layout.workers, job.roles[0].shape
+    rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
+    update_roles = [replace(role, memory=role.memory.model_copy(update={"offload": "none"})) for role in job.roles]
+    updates = [schedule for schedule in job.schedules if schedule.is_update]
+    activations = max(worst_memory(replace(job, roles=tuple(update_roles)), schedule).host for schedule in updates)
+    # fp32 weights and moments of the parameters that one rank saves (`megatron/checkpoint.py`, `_states_of_owned`).
+    saved = max(3 * 4 * optimizer_share(role, stage) for role in job.roles for stage in range(role.layout.pipeline))
+    devices = weight_sync = routing = 0
+    if kind == "cpu":
+        worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
+        trainer = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
+        devices = ranks * trainer + (0 if job.engines is None else workers * job.engines.memory.total)
+    if job.engines is not None:
+        weight_sync = NUM_BUCKETS * (recipe.weight_sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
+        if recipe.weight_sync.wire == "delta":  # both ends keep a copy of the weights that were sent last
+            actor = job.roles[0]
+            sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
+            weight_sync += sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
+    if ranks and recipe.actor.router_replay and shape.experts is not None:
+        # The experts' choice of a whole batch, which the first node gets.
+        choices = sum(shape.has_experts(layer) for layer in range(shape.num_layers)) * shape.experts.per_token
+        width = 1 if shape.experts.count <= 256 else 2
+        routing = recipe.num_sequences * recipe.max_sequence_tokens * choices * width
+    return HostMemory(
+        devices=devices,
+        offloaded=int(rounding * moved_away(job.roles)) * ranks,
+        activations=int(rounding * activations) * ranks,
+        checkpoint=saved * ranks,
+        weight_sync=weight_sync,
+        routing=routing,
+        ray=OBJECT_STORE_BYTES,
+        processes=PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
     )

@@ -1,4 +1,4 @@
-"""A trained or frozen model as the planner sees it, and how many weights of it a rank holds.
+"""A role as the planner sees it, and how many weights of it one rank holds.
 
 With h = hidden, H heads, d = head_dim, G groups: grouped-query attention has h (2 H d + 2 G d) weights. Latent attention
 (DeepSeek-V2, sec. 2.1), with ranks q of queries and c of keys and values, and heads of p plain, r rotary and v value
@@ -12,66 +12,37 @@ dimensions:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import chunk_layers, padded_vocab, stage_layers
 
+if TYPE_CHECKING:  # `megarl.recipe` imports the planner for the sizes that a recipe leaves open
+    from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection
+
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Savings:
-    """What a recipe's `memory` section says, in its words: `modules`, `method` and `num_layers` are its `recompute_...`."""
+class PlannedRole:
+    """A Megatron role: its model, its layout, and the recipe sections that change what it holds.
 
-    recompute: str = "none"
-    offload_activations: bool = False
-    offload: str = "none"
-    modules: tuple[str, ...] = ("core_attn",)
-    method: str = "uniform"
-    num_layers: int = 1
-
-    @property
-    def recomputes_feed_forward(self) -> bool:
-        """Whether a layer's feed-forward part, dense or of experts, is among what selective recompute runs again."""
-        return self.recompute == "selective" and not {"mlp", "moe"}.isdisjoint(self.modules)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """What a recipe's `freeze` section says: weights of a trained role that have no gradient."""
-
-    embedding: bool = False
-    head: bool = False
-    norms: bool = False
-    layers: int = 0
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of every decoder layer: their inner size, and the linear layers that have one."""
-
-    rank: int
-    targets: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Role:
-    """One Megatron engine: `trained` says that it has gradients and an optimizer; `entropy_bonus` that its loss has an
-    entropy term, whose gradient takes more memory. With `adapters` they alone are trained; `borrows_weights` says that its
-    weights are another role's, and `on_cpu` that it is known to run on a CPU."""
+    `trained` roles have gradients and an optimizer. With `lora` only the adapters are trained. A role with `borrows_weights`
+    uses another role's weights. `entropy_bonus` makes the gradient of the logits larger.
+    """
 
     name: str
     shape: ModelShape
     layout: Layout
     precision: str
     trained: bool
+    memory: MemorySection
+    freeze: FreezeSection
+    lora: LoraSection | None = None
     entropy_bonus: bool = False
-    adapters: Adapters | None = None
     borrows_weights: bool = False
     on_cpu: bool = False
-    savings: Savings = Savings()
-    frozen: Frozen = Frozen()
 
     def __post_init__(self) -> None:
         if self.name not in ("actor", "reference", "critic", "reward_model"):
@@ -80,8 +51,8 @@ class Role:
             raise ValueError(f"precision = {self.precision!r}; one of {sorted(BYTES)}")
 
     @property
-    def critic(self) -> bool:
-        """Its head gives one number, not the vocabulary's logits; a reward model's does too."""
+    def has_value_head(self) -> bool:
+        """Whether the head gives one number instead of logits: a critic's and a reward model's does."""
         return self.name in ("critic", "reward_model")
 
     @property
@@ -101,127 +72,119 @@ class Role:
 
     @property
     def trains_embedding(self) -> bool:
-        return self.trained and self.adapters is None and not self.frozen.embedding
+        return self.trained and self.lora is None and not self.freeze.embedding
 
     @property
     def trains_head(self) -> bool:
-        """Of a tied model the head is the embedding."""
-        tied = self.shape.tied and not self.critic
-        return self.trained and self.adapters is None and not (self.frozen.embedding if tied else self.frozen.head)
-
-    def recomputes_whole(self, layer: int) -> bool:
-        """`recompute: full` runs a layer (counted from 0) again: each under `uniform`, and under `block` the first of each
-        chunk of a stage (megatron-core's `TransformerBlock._checkpointed_forward`)."""
-        if self.savings.recompute != "full" or self.savings.method == "uniform":
-            return self.savings.recompute == "full"
-        layout = self.layout
-        places = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
-        return any(layer in chunk_layers(self.shape, layout, *place)[: self.savings.num_layers] for place in places)
-
-    def passes_nothing_back(self, layer: int, pipeline_rank: int) -> bool:
-        """No gradient is asked for of a layer (counted from 0): all before it is frozen, and it is. A stage asks for that
-        of what it receives in any case, and with recompute for that of the embedding (`megatron/model.py`)."""
-        kept = self.frozen.embedding and self.savings.recompute == "none" and pipeline_rank == 0
-        in_first_chunk = layer in chunk_layers(self.shape, self.layout, 0, 0)
-        return self.trained and kept and in_first_chunk and layer < self.frozen.layers
+        """Whether the head is trained; the head of a tied model is its embedding."""
+        tied = self.shape.tied and not self.has_value_head
+        return self.trained and self.lora is None and not (self.freeze.embedding if tied else self.freeze.head)
 
     @property
     def shares_embedding(self) -> bool:
-        """The head is the embedding itself; under a pipeline the last stage has a copy instead."""
-        return self.shape.tied and not self.critic and self.layout.pipeline == 1
+        """Whether the head is the embedding itself; under a pipeline the last stage has a copy instead."""
+        return self.shape.tied and not self.has_value_head and self.layout.pipeline == 1
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The modules of each layer that selective recompute runs again."""
+        return self.memory.recompute_modules if self.memory.recompute == "selective" else ()
+
+    def recomputes_whole(self, layer: int) -> bool:
+        """Whether `recompute: full` runs a layer (from 0) again: every layer under `uniform`, the first layers of each chunk
+        under `block` (megatron-core's `TransformerBlock._checkpointed_forward`)."""
+        if self.memory.recompute != "full" or self.memory.recompute_method == "uniform":
+            return self.memory.recompute == "full"
+        layout, count = self.layout, self.memory.recompute_num_layers
+        places = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
+        return any(layer in chunk_layers(self.shape, layout, *place)[:count] for place in places)
+
+    def passes_nothing_back(self, layer: int, pipeline_rank: int) -> bool:
+        """Whether a layer (from 0) has no backward pass, because it and everything before it is frozen. A stage always needs
+        the gradient of what it received, and recompute that of the embedding (`megatron/model.py`)."""
+        kept = self.freeze.embedding and self.memory.recompute == "none" and pipeline_rank == 0
+        in_first_chunk = layer in chunk_layers(self.shape, self.layout, 0, 0)
+        return self.trained and kept and in_first_chunk and layer < self.freeze.layers
 
 
 def layer_weights(shape: ModelShape, layer: int, tensor: int) -> int:
-    """Weights of one decoder layer on one tensor rank, routed experts left out."""
+    """Weights of one decoder layer on one tensor rank, without routed experts."""
     norms = (4 if shape.sandwich_norms else 2) * shape.hidden
     experts = shape.experts if shape.has_experts(layer) else None
     rows = shape.ffn if experts is None else experts.shared_ffn
     router = 0 if experts is None else experts.count * shape.hidden
-    feed_forward = 3 * shape.hidden * rows // tensor + router
-    return attention_weights(shape, tensor) + norms + feed_forward
+    return attention_weights(shape, tensor) + norms + 3 * shape.hidden * rows // tensor + router
 
 
 def expert_weights(shape: ModelShape, layer: int, expert: int, tensor: int) -> int:
-    """Weights of one layer's routed experts on one rank, dealt over `expert` ranks and each cut over `tensor`."""
+    """Weights of one layer's routed experts on one rank: experts spread over `expert` ranks, each sharded over `tensor`."""
     experts = shape.experts if shape.has_experts(layer) else None
     return 0 if experts is None else experts.count // expert * 3 * shape.hidden * experts.ffn // tensor
 
 
-def stage_expert_weights(role: Role, pipeline_rank: int) -> int:
-    """Weights of the routed experts of one pipeline stage on one rank."""
-    layout = role.layout
-    layers = stage_layers(role.shape, layout, pipeline_rank)
-    return sum(expert_weights(role.shape, layer, layout.expert, layout.expert_tensor_size) for layer in layers)
-
-
-def stage_weights(role: Role, pipeline_rank: int) -> int:
-    """Weights of one pipeline stage on one rank, routed experts and padding of the vocabulary included."""
-    shape, layout = role.shape, role.layout
-    layers = stage_layers(shape, layout, pipeline_rank)
-    weights = sum(layer_weights(shape, layer, layout.tensor) for layer in layers) + stage_expert_weights(role, pipeline_rank)
+def stage_weights(role: PlannedRole, pipeline_rank: int) -> int:
+    """Weights of one pipeline stage on one rank, with routed experts and the padding of the vocabulary."""
+    shape, layout, weights = role.shape, role.layout, 0
+    for layer in stage_layers(shape, layout, pipeline_rank):
+        weights += layer_weights(shape, layer, layout.tensor)
+        weights += expert_weights(shape, layer, layout.expert, layout.expert_tensor_size)
     if role.has_embedding(pipeline_rank):
         weights += role.vocab_width * shape.hidden
     if role.has_head(pipeline_rank):
         weights += shape.hidden  # the final norm
-        if role.critic:
+        if role.has_value_head:
             weights += shape.hidden
         elif not role.shares_embedding:
             weights += role.vocab_width * shape.hidden
     return weights
 
 
-def trained_weights(role: Role, pipeline_rank: int) -> int:
+def trained_weights(role: PlannedRole, pipeline_rank: int) -> int:
     """Weights of one pipeline stage on one tensor rank that have gradients and optimizer states."""
     if not role.trained:
         return 0
-    if role.adapters is not None:
+    if role.lora is not None:
         return adapter_weights(role, pipeline_rank)
-    shape, layout, frozen = role.shape, role.layout, role.frozen
-    own = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= frozen.layers]
-    norms = layer_norm_weights(shape) if frozen.norms else 0
-    weights = sum(layer_weights(shape, layer, layout.tensor) - norms for layer in own)
+    shape, layout, freeze = role.shape, role.layout, role.freeze
+    layer_norms = (4 if shape.sandwich_norms else 2) * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    layers = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= freeze.layers]
+    weights = sum(layer_weights(shape, layer, layout.tensor) - layer_norms * freeze.norms for layer in layers)
     weights += trained_expert_weights(role, pipeline_rank)
-    table = role.vocab_width * shape.hidden
     if role.has_embedding(pipeline_rank) and role.trains_embedding:
-        weights += table
+        weights += role.vocab_width * shape.hidden
     if role.has_head(pipeline_rank):
-        weights += 0 if frozen.norms else shape.hidden
-        if role.critic:
+        weights += 0 if freeze.norms else shape.hidden
+        if role.has_value_head:
             weights += shape.hidden
         elif role.trains_head and not role.shares_embedding:
-            weights += table
+            weights += role.vocab_width * shape.hidden
     return weights
 
 
-def layer_norm_weights(shape: ModelShape) -> int:
-    """Weights of one layer's norms."""
-    return (4 if shape.sandwich_norms else 2) * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
-
-
-def adapter_weights(role: Role, pipeline_rank: int) -> int:
-    """Weights of the adapters of one pipeline stage on one tensor rank."""
-    if role.adapters is None:
-        return 0
-    layers = stage_layers(role.shape, role.layout, pipeline_rank)
-    return len(layers) * layer_adapters(role.shape, role.adapters, role.layout.tensor)
-
-
-def trained_expert_weights(role: Role, pipeline_rank: int) -> int:
-    """Those of them that are routed experts'."""
-    if not role.trained or role.adapters is not None:
+def trained_expert_weights(role: PlannedRole, pipeline_rank: int) -> int:
+    """The part of `trained_weights` that belongs to routed experts."""
+    if not role.trained or role.lora is not None:
         return 0
     shape, layout = role.shape, role.layout
-    own = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= role.frozen.layers]
-    return sum(expert_weights(shape, layer, layout.expert, layout.expert_tensor_size) for layer in own)
+    layers = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= role.freeze.layers]
+    return sum(expert_weights(shape, layer, layout.expert, layout.expert_tensor_size) for layer in layers)
+
+
+def adapter_weights(role: PlannedRole, pipeline_rank: int) -> int:
+    """Weights of the adapters of one pipeline stage on one tensor rank."""
+    if role.lora is None:
+        return 0
+    layers = stage_layers(role.shape, role.layout, pipeline_rank)
+    return len(layers) * layer_adapters(role.shape, role.lora, role.layout.tensor)
 
 
 def attention_weights(shape: ModelShape, tensor: int) -> int:
-    """Weights of one layer's attention on one of `tensor` ranks, its norms and biases included."""
-    return replicated_weights(shape) + cut_weights(shape) // tensor
+    """Weights of one layer's attention on one of `tensor` ranks, with its norms and biases."""
+    return replicated_weights(shape) + sharded_weights(shape) // tensor
 
 
 def replicated_weights(shape: ModelShape) -> int:
-    """Those that every tensor rank holds."""
+    """Attention weights of one layer that every tensor rank holds."""
     latent = shape.latent
     if latent is None:
         return 2 * shape.head_dim if shape.qk_norm else 0
@@ -229,8 +192,8 @@ def replicated_weights(shape: ModelShape) -> int:
     return shape.hidden * (narrow + latent.rotary_dim) + narrow
 
 
-def cut_weights(shape: ModelShape) -> int:
-    """Those that are cut over the tensor ranks, on all of them."""
+def sharded_weights(shape: ModelShape) -> int:
+    """Attention weights of one layer that are sharded over the tensor ranks, on all of them together."""
     latent, heads = shape.latent, shape.heads
     if latent is None:
         qkv = (heads + 2 * shape.groups) * shape.head_dim
@@ -248,17 +211,12 @@ def up_projection_weights(shape: ModelShape) -> int:
 
 
 def matrix_weights(shape: ModelShape) -> int:
-    """Weights of one layer's attention matrices on all ranks together, without replicas, norms and biases: what a token is
-    multiplied with."""
+    """Weights of one layer's attention matrices, which a token is multiplied with: without replicas, norms and biases."""
     latent = shape.latent
     if latent is None:
         return shape.hidden * 2 * (shape.heads + shape.groups) * shape.head_dim
     narrow = latent.query_rank + latent.key_value_rank
-    return replicated_weights(shape) - narrow + cut_weights(shape)
-
-
-# Targets whose weight is cut by rows over the tensor ranks, so that B is cut and A is whole; of the others A is cut.
-_COLUMN_PARALLEL = ("qkv", "fc1")
+    return replicated_weights(shape) - narrow + sharded_weights(shape)
 
 
 def adapted_sizes(shape: ModelShape, target: str) -> tuple[int, int]:
@@ -273,11 +231,14 @@ def adapted_sizes(shape: ModelShape, target: str) -> tuple[int, int]:
     }[target]
 
 
-def layer_adapters(shape: ModelShape, adapters: Adapters, tensor: int) -> int:
+def layer_adapters(shape: ModelShape, lora: LoraSection, tensor: int) -> int:
     """Adapter weights of one decoder layer on one tensor rank."""
     total = 0
-    for target in adapters.targets:
+    for target in lora.targets:
         rows, columns = adapted_sizes(shape, target)
-        rows, columns = (rows // tensor, columns) if target in _COLUMN_PARALLEL else (rows, columns // tensor)
-        total += adapters.rank * (rows + columns)
+        if target in ("qkv", "fc1"):  # sharded by rows: B is sharded and A is whole; of the others A is sharded
+            rows //= tensor
+        else:
+            columns //= tensor
+        total += lora.rank * (rows + columns)
     return total

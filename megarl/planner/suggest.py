@@ -1,9 +1,10 @@
 """Layouts, engines and caps for a model on a cluster, each with its reason: what `megarl check --suggest` proposes.
 
-The search takes the least cut under which everything fits with room: in every phase a cap of four mean sequences
-(packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at a time. Where none has
-that room, it asks for one longest sequence of each.
-Engines are cut by tensor ranks alone, one worker a device: of the trainer's, or of as many as the recipe's engines have.
+The search takes the layout with the least model parallelism under which everything fits with room: in every phase a cap of
+four mean sequences (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at
+a time. Where no layout has that room, one longest sequence of each is enough.
+Engines are sharded over tensor ranks only, one worker a device: the trainer's devices, or as many as the recipe's engines
+have.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.planner.advice import MIB, best_cap, gib, with_cap
-from megarl.planner.engine_memory import Engines
+from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, engine_room, forecast, on_devices, worst_memory
 from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.recipe.layout_section import tensor_divides
@@ -53,13 +54,21 @@ def suggest(job: Job) -> list[Suggestion]:
     chosen = roomy or _search(job, roomy=False)
     if chosen is None:
         raise NothingFits(_what_is_missing(job))
-    chosen = _with_caps(_with_kv_cache(_with_own_layouts(chosen)))
-    found = forecast(chosen)
-    return [*_layout_keys(job, found, roomy is not None), *_engine_keys(found, job), *_phase_keys(found)]
+    # The other roles under the simplest layout that still fits.
+    for role in chosen.roles[1:]:
+        # A reference that borrows the actor's weights would need its own under another layout.
+        for layout in [] if role.borrows_weights else layouts_of(chosen, role.name):
+            moved, longest = with_layouts(chosen, {role.name: layout}), longest_slots(chosen, layout)
+            holds = all(schedule.max_tokens is None or schedule.max_tokens >= longest for schedule in chosen.schedules)
+            if holds and _fits(moved):
+                chosen = moved
+                break
+    plan = forecast(_with_caps(_with_kv_cache(chosen)))
+    return [*_layout_keys(job, plan, roomy is not None), *_engine_keys(plan, job), *_phase_keys(plan)]
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
-    """The job under the layout, the same for all roles, and the engines that cut the model least and fit together."""
+    """The job under the layout, the same for all roles, and the engines that shard the model least and fit together."""
     for layout, engines in _pairs(job, roomy):
         tried = _tried(job, layout, engines, roomy)
         if _fits(tried):
@@ -67,32 +76,25 @@ def _search(job: Job, roomy: bool) -> Job | None:
     return None
 
 
-def _tried(job: Job, layout: Layout, engines: Engines | None, roomy: bool) -> Job:
+def _tried(job: Job, layout: Layout, engines: PlannedEngines | None, roomy: bool) -> Job:
     """The job under one layout of all roles, with engines, and with the least caps."""
     tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
-    return replace(tried, schedules=tuple(with_cap(one, _least_cap(tried, one, roomy)) for one in job.schedules))
+    schedules = tuple(with_cap(schedule, _least_cap(tried, schedule, roomy)) for schedule in job.schedules)
+    return replace(tried, schedules=schedules)
 
 
-def _holds(job: Job, schedule: Schedule) -> bool:
-    assert job.budget_bytes is not None, "a suggestion has a device"
-    return worst_memory(job, schedule).total <= job.budget_bytes
-
-
-def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, Engines | None]]:
-    """Layouts and engines by the product of their cuts: a trainer cut less must not cost engines that are cut more."""
-    pairs = [(layout, engines) for layout in _common_layouts(job) for engines in _engine_sizes(job, roomy)]
+def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, PlannedEngines | None]]:
+    """Layouts that every role may have, and engines, by the product of their shards: fewer for the trainer must not cost the
+    engines more."""
+    legal = [layouts_of(job, role.name) for role in job.roles]
+    layouts = [layout for layout in layouts_of(job, "actor") if all(layout in of_role for of_role in legal)]
+    pairs = [(layout, engines) for layout in layouts for engines in _engine_sizes(job, roomy)]
     # The sort is stable: among equals the simplest layout is first.
     return sorted(pairs, key=lambda pair: pair[0].tensor * pair[0].pipeline * (pair[1].layout.tensor if pair[1] else 1))
 
 
-def _common_layouts(job: Job) -> list[Layout]:
-    """Layouts that every role may have."""
-    others = [layouts_of(job, role.name) for role in job.roles]
-    return [layout for layout in layouts_of(job, "actor") if all(layout in legal for legal in others)]
-
-
-def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
-    """Engines over all devices that they have, small ones first: they talk least. None where rollouts are replayed."""
+def _engine_sizes(job: Job, roomy: bool) -> Iterator[PlannedEngines | None]:
+    """Engines over all their devices, small ones first: these communicate less. None where rollouts are replayed."""
     if job.engines is None:
         yield None
         return
@@ -101,13 +103,13 @@ def _engine_sizes(job: Job, roomy: bool) -> Iterator[Engines | None]:
     for tensor in range(1, min(NODE_RANKS, devices) + 1):
         if devices % tensor or not tensor_divides(shape, tensor) or vllm.padded_vocab(shape) % tensor:
             continue
-        if shape.experts is not None and shape.experts.ffn % tensor:  # an engine cuts every expert
+        if shape.experts is not None and shape.experts.ffn % tensor:  # an engine shards every expert
             continue
         engines = replace(job.engines, count=min(devices // tensor, groups), layout=RolloutLayout(tensor))
         tokens = job.limits.longest
         if roomy:
             tokens = max(tokens, _concurrent(job, engines) * sum(job.lengths.totals) // len(job.lengths.totals))
-        yield _with_share(job, replace(engines, kv_cache_bytes=tokens * engines.token_bytes))
+        yield _with_utilization(job, replace(engines, kv_cache_bytes=tokens * engines.token_bytes))
 
 
 def _engine_devices(job: Job) -> int:
@@ -116,12 +118,12 @@ def _engine_devices(job: Job) -> int:
     return job.engines.workers if job.engines.placement == "separate" else job.ranks
 
 
-def _concurrent(job: Job, engines: Engines) -> int:
+def _concurrent(job: Job, engines: PlannedEngines) -> int:
     """Sequences an engine decodes at a time, never more than its part of the batch."""
     return min(engines.max_concurrent, -(-job.limits.num_sequences // engines.count))
 
 
-def _with_share(job: Job, engines: Engines) -> Engines:
+def _with_utilization(job: Job, engines: PlannedEngines) -> PlannedEngines:
     """The engines with the share of the device that holds what they need, in thousandths; on CPUs there is none."""
     assert job.device_bytes is not None, "a suggestion has a device"
     if engines.shared:
@@ -139,29 +141,16 @@ def _least_cap(job: Job, schedule: Schedule, roomy: bool) -> int:
 
 
 def _fits(job: Job) -> bool:
-    """Every device in every phase. What engines meet is looked at first: it does not depend on schedules."""
-    awake = on_devices(job, {})
-    usable = job.usable_bytes
-    assert usable is not None, "a suggestion has a device"
-    return all(held.total <= usable for held in awake.values()) and all(_holds(job, one) for one in job.schedules)
-
-
-def _with_own_layouts(job: Job) -> Job:
-    """Reference and critic under the simplest layout that still fits, where it is simpler than the actor's."""
-    for role in job.roles[1:]:
-        if role.borrows_weights:
-            continue  # under another layout it would need weights of its own
-        for layout in layouts_of(job, role.name):
-            moved = with_layouts(job, {role.name: layout})
-            holds = all(one.max_tokens is None or one.max_tokens >= longest_slots(moved, layout) for one in job.schedules)
-            if holds and _fits(moved):
-                job = moved
-                break
-    return job
+    """Whether every device fits in every phase. Engines come first: they do not depend on schedules."""
+    usable, budget = job.usable_bytes, job.budget_bytes
+    assert usable is not None and budget is not None, "a suggestion has a device"
+    if any(memory.total > usable for memory in on_devices(job, {}).values()):
+        return False
+    return all(worst_memory(job, schedule).total <= budget for schedule in job.schedules)
 
 
 def _with_caps(job: Job) -> Job:
-    """The cap of each phase that its plan is best with; actor_logprob is cut like actor_update, as the ratio wants it."""
+    """The best cap of each phase. actor_logprob gets the cap of actor_update, which keeps the policy ratio near 1."""
     caps: dict[str, int] = {}
     for schedule in reversed(job.schedules):  # actor_update is the last phase, and actor_logprob follows it
         largest = cap_that_fits(job, schedule)
@@ -172,7 +161,7 @@ def _with_caps(job: Job) -> Job:
         best = best_cap(job, schedule, largest)
         assert best is not None and best.schedule.max_tokens is not None, "the largest cap holds a longest sequence"
         caps[schedule.phase] = best.schedule.max_tokens
-    return replace(job, schedules=tuple(with_cap(one, caps[one.phase]) for one in job.schedules))
+    return replace(job, schedules=tuple(with_cap(schedule, caps[schedule.phase]) for schedule in job.schedules))
 
 
 def _with_kv_cache(job: Job) -> Job:
@@ -190,7 +179,7 @@ def _with_kv_cache(job: Job) -> Job:
     without_cache = job.engines.memory.total - job.engines.kv_cache_bytes
     wanted = _concurrent(job, job.engines) * job.limits.longest * job.engines.token_bytes
     cache = max(job.engines.kv_cache_bytes, min(wanted, room - without_cache) // MIB * MIB)
-    return replace(job, engines=_with_share(job, replace(job.engines, kv_cache_bytes=cache)))
+    return replace(job, engines=_with_utilization(job, replace(job.engines, kv_cache_bytes=cache)))
 
 
 def _what_is_missing(job: Job) -> str:
@@ -198,70 +187,63 @@ def _what_is_missing(job: Job) -> str:
     tried = [_tried(job, *pair, roomy=False) for pair in _pairs(job, roomy=False)]
     if not tried:
         return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
-    takes = [_peak(one) for one in tried]
-    least = min(takes)
-    best = tried[takes.index(least)]
+    peaks = []
+    for candidate in tried:
+        worst = {schedule.phase: worst_memory(candidate, schedule) for schedule in candidate.schedules}
+        peaks.append(max(memory.total for memory in on_devices(candidate, worst).values()))
+    least = min(peaks)
+    best = tried[peaks.index(least)].roles[0].layout
+    expert = f" x EP{best.expert}" if best.expert > 1 else ""
     return (
         f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks: the least, "
-        f"{gib(least)}, takes {_name(best.roles[0].layout)}; more trainer.ranks, a shorter "
+        f"{gib(least)}, takes TP{best.tensor} x PP{best.pipeline}{expert}; more trainer.ranks, a shorter "
         "rollout.max_new_tokens or a larger device"
     )
 
 
-def _peak(job: Job) -> int:
-    """Bytes of the fullest device at worst."""
-    worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
-    return max(held.total for held in on_devices(job, worst).values())
-
-
-def _name(layout: Layout) -> str:
-    expert = f" x EP{layout.expert}" if layout.expert > 1 else ""
-    return f"TP{layout.tensor} x PP{layout.pipeline}{expert}"
-
-
-def _layout_keys(job: Job, found: Forecast, roomy: bool) -> Iterator[Suggestion]:
-    actor, engines = found.job.roles[0].layout, found.job.engines
-    fits = f"{gib(found.device_peak)} at worst of {gib(job.usable_bytes or 0)} usable, engines included"
-    beside = "" if engines is None else f" beside engines of TP{engines.layout.tensor}"
-    for role in found.job.roles:
+def _layout_keys(job: Job, plan: Forecast, roomy: bool) -> Iterator[Suggestion]:
+    actor, engines = plan.job.roles[0].layout, plan.job.engines
+    fits = f"{gib(plan.device_peak)} at worst of {gib(job.usable_bytes or 0)} usable, engines included"
+    with_engines = "" if engines is None else f" with engines of TP{engines.layout.tensor}"
+    for role in plan.job.roles:
         if role.name != "actor" and role.layout == actor:
-            reason = "cut like the actor"
+            reason = "as the actor"
         elif role.layout.tensor * role.layout.pipeline == 1:
-            reason = f"no cut is needed: {fits}"
+            reason = f"no model parallelism is needed: {fits}"
         else:
-            reason = f"the simplest that {'has room' if roomy else 'fits'}{beside}: {fits}"
+            reason = f"the simplest that {'has room' if roomy else 'fits'}{with_engines}: {fits}"
         yield Suggestion(
             f"{role.name}.layout", layout_values(role.layout), f"{reason}; {role.layout.data} data-parallel ranks"
         )
 
 
-def _engine_keys(found: Forecast, asked: Job) -> Iterator[Suggestion]:
-    """The engines found, cut by tensor ranks alone, in place of those that were `asked` about."""
-    job, engines, stated = found.job, found.job.engines, asked.engines
+def _engine_keys(plan: Forecast, request: Job) -> Iterator[Suggestion]:
+    """The planned engines, sharded over tensor ranks only, in place of those of the recipe."""
+    job, engines, stated = plan.job, plan.job.engines, request.engines
     if engines is None or stated is None:
         return
     memory = engines.memory
-    reason = f"{engines.count} x {engines.layout.tensor} of {_engine_devices(asked)} devices decode"
+    reason = f"{engines.count} x {engines.layout.tensor} of {_engine_devices(request)} devices decode"
     yield Suggestion("rollout.engines", engines.count, reason)
     reason = f"{gib(memory.weights)} of weights a worker"
     yield Suggestion("rollout.tensor", engines.layout.tensor, reason)
     for key, value in asdict(engines.layout).items():
         if key != "tensor" and asdict(stated.layout)[key] != value:
             yield Suggestion(f"rollout.{key}", value, "tensor ranks alone make the engines fit")
-    reason = f"up to {engines.max_concurrent * engines.count} at a time, of {asked.limits.num_sequences} in a step"
+    reason = f"up to {engines.max_concurrent * engines.count} at a time, of {request.limits.num_sequences} in a step"
     yield Suggestion("phases.rollout.max_concurrent", engines.max_concurrent, reason)
     tokens = engines.kv_cache_bytes // engines.token_bytes
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"
     yield Suggestion("rollout.kv_cache_bytes", engines.kv_cache_bytes, reason)
     if engines.shared:
         return
-    beside = " beside the trainer" if engines.rests else ""
-    reason = f"a worker takes {gib(memory.total)}; up to {found.safe_utilization or 0:.3f} is safe{beside}"
+    with_trainer = " with the trainer" if engines.sleeps else ""
+    reason = f"a worker takes {gib(memory.total)}; up to {plan.safe_utilization or 0:.3f} is safe{with_trainer}"
     yield Suggestion("rollout.memory_utilization", engines.utilization, reason)
 
 
-def _phase_keys(found: Forecast) -> Iterator[Suggestion]:
-    for phase in found.phases:
+def _phase_keys(plan: Forecast) -> Iterator[Suggestion]:
+    for phase in plan.phases:
         quality = phase.quality
         reason = (
             f"efficiency {quality.efficiency:.2f}, {quality.num_micro_batches} micro-batches a rank, "

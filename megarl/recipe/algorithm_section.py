@@ -18,11 +18,9 @@ Advantage = Literal[
 ]  # fmt: skip
 
 
-# Those that compare the completions of a prompt with each other.
+# Advantages that compare the completions of a prompt with each other.
 OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-
-
-# Those that give the tokens of a sequence unlike advantages.
+# Advantages that differ between the tokens of a sequence.
 OF_TOKENS = ("gae", "reinforce_plus_plus", "remax")
 
 
@@ -39,7 +37,7 @@ class ClipLossSection(Section):
 
 class GspoLossSection(Section):
     kind: Literal["gspo"]
-    """The ratio is one of sequences: the geometric mean of its tokens' ratios."""
+    """One ratio a sequence: the geometric mean of its tokens' ratios."""
     low: Below = 3e-4
     """The sequence's ratio is clipped below at 1 - low."""
     high: Above = 4e-4
@@ -48,9 +46,9 @@ class GspoLossSection(Section):
 
 class CispoLossSection(Section):
     kind: Literal["cispo"]
-    """The policy gradient, each token weighed by its clipped ratio: no token loses its gradient."""
+    """The policy gradient, each token weighted by its clipped ratio: no token loses its gradient."""
     low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The weight is clipped below at 1 - low; 1 for not at all."""
+    """The weight is clipped below at 1 - low; 1 does not clip."""
     high: Above = 0.3
     """The weight is clipped above at 1 + high."""
 
@@ -66,11 +64,11 @@ class GmpoLossSection(Section):
 
 class SapoLossSection(Section):
     kind: Literal["sapo"]
-    """A smooth gate in place of the clip."""
+    """A smooth gate instead of a clip."""
     positive_temperature: Above = 1.0
     """Steepness of the gate for positive advantages."""
     negative_temperature: Above = 1.05
-    """Steepness of the gate for the others."""
+    """Steepness of the gate for other advantages."""
 
 
 class PolicyGradientLossSection(Section):
@@ -80,7 +78,7 @@ class PolicyGradientLossSection(Section):
 
 class FunctionLossSection(Section):
     kind: Literal["function"]
-    """A function of your own, decorated with `megarl.algorithm.policy_loss`."""
+    """Your function, decorated with `megarl.algorithm.policy_loss`."""
     target: Target
     """`module:function`, importable on every rank."""
     options: dict[str, Any] = {}
@@ -101,20 +99,20 @@ PolicyLossSection = Annotated[
 
 class AdaptiveKlSection(Section):
     target: Above
-    """The mean KL of a token, by `estimator`, that the coefficient is steered to."""
+    """Target of the mean KL of a token, by `estimator`."""
     rate: Share = 0.1
-    """How much the coefficient moves in a step: by a factor of 1 + rate * e, where e is the relative error, within +-0.2."""
+    """A step multiplies the coefficient by 1 + rate * e, where e is the relative error, clipped to +-0.2."""
 
 
 class KlSection(Section):
     place: Literal["loss", "reward"]
     """Add the KL term to the loss, or subtract it from the reward of each token."""
     coefficient: Weight
-    """Factor of the KL term; with `adaptive` that of the first step."""
+    """Factor of the KL term; with `adaptive` its first value."""
     estimator: Literal["k1", "k2", "k3", "absolute"]
     """Estimator of the KL divergence from the reference, by Schulman's names, or the absolute difference."""
     adaptive: AdaptiveKlSection | None = None
-    """Steer the coefficient to a KL; null for a fixed one."""
+    """Adapt the coefficient to a target KL; null for a fixed coefficient."""
 
     @field_validator("adaptive")
     @classmethod
@@ -131,14 +129,14 @@ class GroupSection(Section):
     deviation: bool = True
     """Divide by the deviation of the group's rewards."""
     leave_one_out: bool = False
-    """Compare with the mean of the other completions of the group, in place of that of all."""
+    """Compare with the mean of the other completions of the group, not of all."""
 
 
 class GaeSection(Section):
     discount: Share = 1.0
     """Discount of later rewards (gamma)."""
     smoothing: Share = 0.95
-    """Trade of bias against variance (lambda)."""
+    """Bias-variance trade-off (lambda)."""
     whiten: bool = True
     """Whiten advantages over all completion tokens of the step."""
 
@@ -152,7 +150,7 @@ class OverlongSection(Section):
     mask: bool = False
     """Leave completions that reached rollout.max_new_tokens out of the update."""
     buffer: Annotated[int, Field(ge=0)] = 0
-    """Over the last this many tokens below rollout.max_new_tokens the penalty grows to its full size; 0 for no penalty."""
+    """The penalty grows to its full size over this many tokens below rollout.max_new_tokens; 0 for no penalty."""
     penalty: Above = 1.0
     """Penalty of a completion of rollout.max_new_tokens."""
 
@@ -165,23 +163,22 @@ class OverlongSection(Section):
 
 class DynamicSamplingSection(Section):
     max_rounds: Annotated[int, Field(ge=2)] = 10
-    """Rounds of `phases.rollout.prompts` prompts that a step may take until it has as many groups whose rewards differ;
-    after the last round, groups of equal rewards fill up the batch."""
+    """Most rounds of `phases.rollout.prompts` prompts in which a step collects that many groups whose rewards differ; then
+    groups of equal rewards fill the batch."""
 
 
 class EarlyStopSection(Section):
     target_kl: Above
-    """Skip a step's remaining mini-batches once the mean KL of a token from the policy before the first update of the step
-    exceeds this."""
+    """Skip a step's remaining mini-batches once the mean KL of a token from the policy before the step exceeds this."""
     estimator: Literal["k1", "k3"] = "k3"
     """Estimator of that KL, by Schulman's names."""
 
 
 class MismatchSection(Section):
     correction: Literal["truncate", "mask"]
-    """Weigh tokens by the trainer's probability over the engine's, at most `cap`; or leave out those beyond it."""
+    """Weight tokens by the trainer's probability over the engine's, at most `cap`; or leave out tokens above `cap`."""
     level: Literal["token", "sequence"] = "token"
-    """The weight of each token, or one of the whole sequence: the product of its tokens'."""
+    """One weight a token, or one a sequence: the product of its tokens' weights."""
     cap: Annotated[float, Field(ge=1)] = 2.0
     """The largest weight."""
 
@@ -192,9 +189,8 @@ class AlgorithmSection(Section):
         Discriminator(lambda value: "target" if isinstance(value, str) and ":" in value else "name"),
     ]
     """How much better than expected a token was. `gae` needs a critic; `grpo`, `dr_grpo`, `rloo` and
-    `reinforce_plus_plus_baseline` compare the completions of a prompt; `remax` compares each with a greedy completion, which
-    every prompt then gets beside its own; `module:function` is one of your own, decorated with
-    `megarl.algorithm.advantage`."""
+    `reinforce_plus_plus_baseline` compare the completions of a prompt; `remax` compares each with one extra greedy
+    completion a prompt; `module:function` is yours, decorated with `megarl.algorithm.advantage`."""
     group_size: Positive
     """Completions of one prompt."""
     group: GroupSection | None = None
@@ -202,37 +198,37 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossSection = ClipLossSection(kind="clip")
     """How the policy ratio enters the loss."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "token_mean"
-    """The loss of a mini-batch: mean over all its tokens; mean over sequences of each one's mean, or of its sum; or the sum
-    over all tokens divided by the sequences times rollout.max_new_tokens, in episodes the most that their turns may have."""
+    """The loss of a mini-batch: the mean over tokens; the mean over sequences of their means, or of their sums; or the sum
+    over tokens divided by sequences times rollout.max_new_tokens (in episodes the most tokens of all turns)."""
     entropy_coefficient: Weight = 0.0
     """Factor of the entropy bonus."""
     kl: KlSection | None = None
-    """The KL term against the reference; null for none, and then no reference runs."""
+    """The KL term against the reference; null for none, and no reference runs."""
     gae: GaeSection | None = None
     """Generalized advantage estimation; with `advantage: gae` only."""
     value_loss: ValueLossSection | None = None
     """The critic's loss; with `advantage: gae` only."""
     overlong: OverlongSection | None = None
-    """Mask or penalise completions at the limit of their length; null does neither."""
+    """Mask or penalise completions at the length limit; null does neither."""
     dynamic_sampling: DynamicSamplingSection | None = None
-    """Take further prompts in place of those whose completions all have the same reward; null trains on all."""
+    """Replace prompts whose completions all have the same reward; null trains on all."""
     early_stop: EarlyStopSection | None = None
-    """End the actor's updates of a step once the policy has moved far; null takes all of them."""
+    """End the actor's updates of a step once the policy has moved far; null runs all updates."""
     mismatch: MismatchSection | None = None
     """Correct the difference between the engine's and the trainer's probabilities by importance sampling; null does not."""
     max_ratio_drift: Above = 0.1
-    """Before the first update of a step every policy ratio should be 1. A warning says when one is further off than this:
-    `actor_logprob` and `actor_update` cut the batch unlike, and the kernels round unlike."""
+    """Before the first update of a step every policy ratio should be 1. Warn when one is further off than this:
+    `actor_logprob` and `actor_update` have different micro-batches, whose kernels may round differently."""
 
 
 def algorithm_rules(recipe: Recipe) -> Violations:
-    """Advantages, losses and their corrections go together, and each has what it reads."""
+    """Advantages, losses and corrections that do not work together, or lack what they read."""
     algorithm = recipe.algorithm
     yield from _advantage_rules(recipe)
     if algorithm.policy_loss.kind == "gmpo":
-        # A geometric mean has one advantage and one weight a sequence: its tokens' losses are copies of one value.
+        # A geometric mean has one advantage and one weight a sequence; its tokens share one loss.
         if algorithm.mismatch is not None and algorithm.mismatch.level == "token":
-            rule = "weighs each token's loss, and of algorithm.policy_loss.kind = gmpo each is the whole sequence's"
+            rule = "weights each token's loss, and with algorithm.policy_loss.kind = gmpo each is the whole sequence's"
             yield Violation("algorithm.mismatch.level", "token", rule, "sequence")
         if algorithm.advantage in OF_TOKENS:
             rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
@@ -251,7 +247,7 @@ def algorithm_rules(recipe: Recipe) -> Violations:
             yield Violation("algorithm.overlong.buffer", section.buffer, rule, "0, or environment.max_episode_tokens: null")
     updates = recipe.updates_per_batch
     if algorithm.early_stop is not None and updates < 3:
-        # The KL of a mini-batch is that of the policy that it updates: 0 before the first update of a step.
+        # A mini-batch measures the KL of the policy that it updates: 0 at the first update of a step.
         rule = f"of {updates} update{'s' if updates > 1 else ''} a step none can be skipped: the KL is 0 up to the second"
         nearest = "a smaller phases.actor_update.mini_batch, more epochs, or remove algorithm.early_stop"
         yield Violation("algorithm.early_stop", GIVEN, rule, nearest)
@@ -260,7 +256,7 @@ def algorithm_rules(recipe: Recipe) -> Violations:
 
 
 def _advantage_rules(recipe: Recipe) -> Violations:
-    """GAE has a critic and its settings, which other advantages do not read; a group has two members or more."""
+    """GAE needs a critic and its settings, which other advantages do not read; groups need two completions."""
     algorithm = recipe.algorithm
     if algorithm.advantage in OF_GROUPS and algorithm.group_size < 2:
         rule = f"{algorithm.advantage} compares at least two completions of a prompt"
@@ -284,7 +280,7 @@ def _advantage_rules(recipe: Recipe) -> Violations:
 
 
 def _dynamic_sampling_rules(recipe: Recipe) -> Violations:
-    """Rewards say which groups are informative, and only where groups are compared."""
+    """Dynamic sampling needs groups that are compared, and rewards in time."""
     algorithm, key = recipe.algorithm, "algorithm.dynamic_sampling"
     if algorithm.advantage not in OF_GROUPS and ":" not in algorithm.advantage:
         rule = f"replaces groups of equal rewards, and algorithm.advantage = {algorithm.advantage} compares no groups"

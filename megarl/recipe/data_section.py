@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class PromptSource(Section):
     weight: Annotated[float, Field(gt=0)] | None = None
-    """In a mixture, the share of this part against those of the others; null is 1."""
+    """In a mixture, the relative share of this part; null is 1."""
 
 
 class PromptColumns(PromptSource):
@@ -39,7 +39,7 @@ class PromptColumns(PromptSource):
 
 class FilePromptsSection(PromptColumns):
     kind: Literal["jsonl", "parquet"]
-    """Format of the file; `jsonl` also reads one JSON array, and what gzip has packed."""
+    """Format of the file; `jsonl` also reads a JSON array, and gzip."""
     path: FilePath
     """The file, from the working directory."""
 
@@ -52,7 +52,7 @@ class HuggingFacePromptsSection(PromptColumns):
     name: Annotated[str, Field(min_length=1)] | None = None
     """Configuration of the data set, where it has several."""
     split: Annotated[str, Field(min_length=1)] = "train"
-    """Split to read; but for what `save_to_disk` wrote, a slice as `train[:1000]` will do."""
+    """Split to read; a slice like `train[:1000]` works, except for what `save_to_disk` wrote."""
 
 
 class ReasoningGymPromptsSection(PromptSource):
@@ -73,7 +73,7 @@ SourceSection = FilePromptsSection | HuggingFacePromptsSection | ReasoningGymPro
 
 class MixturePromptsSection(Section):
     kind: Literal["mixture"]
-    """Several sources at once, each with an order and epochs of its own."""
+    """Several sources at once, each with its order and epochs."""
     parts: Annotated[tuple[Annotated[SourceSection, Field(discriminator="kind")], ...], Field(min_length=1, strict=False)]
     """Sources with their `weight`. The next prompt comes from the part that is furthest behind its share."""
 
@@ -91,7 +91,7 @@ class CurriculumSection(Section):
     low: Share
     """Skip prompts whose last pass rate was below this."""
     high: Share
-    """Skip prompts whose last pass rate was above this. Prompts without a rate are taken."""
+    """Skip prompts whose last pass rate was above this. Prompts without a rate are used."""
 
     @field_validator("high")
     @classmethod
@@ -102,12 +102,12 @@ class CurriculumSection(Section):
         return high
 
     pass_reward: float = 1.0
-    """A completion has passed where its reward, as `reward` sums it without a reward model, is at least this."""
+    """A completion passes if its reward, without the reward model's part, is at least this."""
     revisit: Positive = 4
-    """A prompt is skipped for this many epochs; in the next one it is taken again and gets a new rate."""
+    """Skip a prompt for this many epochs; in the next epoch it is used again and gets a new rate."""
 
 
-# What megarl says itself when it renders a chat, and what would have it give something else than a text.
+# Options that megarl sets when it renders a chat, and options that change the type of the result.
 _RESERVED = (
     "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
@@ -118,10 +118,9 @@ class DataSection(Section):
     prompts: PromptsSection
     """Where questions and answers come from."""
     max_prompt_tokens: Positive
-    """Tokens of the longest prompt that is used, as rendered."""
+    """Longest prompt that is used, in tokens as rendered."""
     on_long_prompt: Literal["stop", "skip"] = "skip"
-    """What becomes of a row with a longer prompt: it ends the run before it starts, or is left out and counted in
-    `data/num_dropped`."""
+    """A longer prompt ends the run before it starts, or is skipped and counted in `data/num_dropped`."""
     system_prompt: str | None = None
     """System message of the chat; null leaves it to the chat template."""
     prompt_template: str | None = None
@@ -150,21 +149,20 @@ class DataSection(Section):
     shuffle: bool = True
     """A new order of the prompts in each epoch."""
     prompt_format: Literal["text", "messages", "token_ids"] = "text"
-    """What a prompt field holds: a text or number; a chat, as a list of objects with `role` and `content`, which the chat
-    template renders; or token ids, which go to the engines as they are."""
+    """What a prompt field holds: a text or number; a chat, a list of objects with `role` and `content` for the chat
+    template; or token ids, which go to the engines unchanged."""
     answer_format: Literal["text", "json"] = "text"
-    """What an answer field holds: a text or number; or with `json` also a list or an object, of which rewards get the JSON
-    text, as the tests of `reward` kind `code`."""
+    """What an answer field holds: a text or number; with `json` also a list or an object, whose JSON text rewards get,
+    like the tests of `reward` kind `code`."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What becomes of a row without the named fields, with a value of the wrong type, with an answer that a reward cannot
-    judge by, or with token ids that the model has not: it ends the run before it starts, or is left out and counted in
-    `data/num_bad_rows`."""
+    """A row without the named fields, with a value of the wrong type, an answer that a reward cannot use, or token ids
+    outside the vocabulary ends the run before it starts, or is skipped and counted in `data/num_bad_rows`."""
     curriculum: CurriculumSection | None = None
-    """Skip prompts that are too easy or too hard by now; null takes each once an epoch."""
+    """Skip prompts that are now too easy or too hard; null uses each once an epoch."""
 
 
 def data_rules(recipe: Recipe) -> Violations:
-    """Prompts are there, and formats, templates and curriculum fit each other."""
+    """Prompts that are missing, and formats, templates and curriculum that do not fit each other."""
     data, key, form = recipe.data, "data.prompt_format", recipe.data.prompt_format
     sources = list(_sources("data.prompts", data.prompts))
     evaluation = [] if recipe.evaluation is None else list(_sources("evaluation.prompts", recipe.evaluation.prompts))
@@ -202,28 +200,25 @@ def _sources(key: str, prompts: PromptsSection) -> Iterator[tuple[str, SourceSec
 
 def _source_exists(key: str, source: SourceSection) -> Violations:
     if source.kind == "reasoning_gym":
-        yield from _task_exists(key, source.task)
+        # Read from the sources of reasoning-gym: importing it takes longer than the whole check.
+        package = importlib.util.find_spec("reasoning_gym")
+        if package is None or not package.submodule_search_locations:
+            rule = "the package reasoning-gym is not installed"
+            yield Violation(f"{key}.kind", "reasoning_gym", rule, "pip install reasoning-gym")
+            return
+        registered = re.compile(r"^(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)[\"'](\w+)[\"']", re.MULTILINE)
+        files = Path(package.submodule_search_locations[0]).rglob("*.py")
+        tasks = sorted({name for file in files for name in registered.findall(file.read_text(encoding="utf-8"))})
+        if source.task not in tasks:
+            rule = "is no task of reasoning-gym"
+            yield Violation(f"{key}.task", source.task, rule, closest_text(source.task, tasks))
     elif source.kind == "huggingface":
         # A relative path in the form of a hub name may be one; the start of the run asks the hub for it.
         if source.path.startswith((".", "/", "~")) and not Path(source.path).is_dir():
             yield Violation(f"{key}.path", source.path, "the directory does not exist", "what save_to_disk wrote")
     elif not Path(source.path).is_file():
         folder = Path(source.path).parent
-        files = sorted(str(file) for file in folder.glob(f"*.{source.kind}")) if folder.is_dir() else []
-        close = difflib.get_close_matches(source.path, files, 1, 0.5) or files[:1]
+        paths = sorted(str(file) for file in folder.glob(f"*.{source.kind}")) if folder.is_dir() else []
+        close = difflib.get_close_matches(source.path, paths, 1, 0.5) or paths[:1]
         nearest = close[0] if close else f"a .{source.kind} file, from the working directory"
         yield Violation(f"{key}.path", source.path, "the file does not exist", nearest)
-
-
-def _task_exists(key: str, task: str) -> Violations:
-    # Read from the sources of reasoning-gym: importing it takes longer than the whole check.
-    package = importlib.util.find_spec("reasoning_gym")
-    if package is None or not package.submodule_search_locations:
-        rule = "the package reasoning-gym is not installed"
-        yield Violation(f"{key}.kind", "reasoning_gym", rule, "pip install reasoning-gym")
-        return
-    registered = re.compile(r"^(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)[\"'](\w+)[\"']", re.MULTILINE)
-    files = Path(package.submodule_search_locations[0]).rglob("*.py")
-    tasks = sorted({name for file in files for name in registered.findall(file.read_text(encoding="utf-8"))})
-    if task not in tasks:
-        yield Violation(f"{key}.task", task, "is no task of reasoning-gym", closest_text(task, tasks))

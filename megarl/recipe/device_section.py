@@ -20,11 +20,11 @@ class DeviceSection(Section):
     memory_gib: Annotated[float, Field(gt=0)]
     """Memory of one trainer rank's device in GiB (2**30 bytes); on CPU, the rank's share of the machine's."""
     kind: Literal["gpu", "cpu"] = "gpu"
-    """What the memory belongs to. Engines on GPUs sleep while a colocated trainer works, and separate ones have devices of
-    their own; on CPUs all processes of a machine hold theirs at the same time."""
+    """Kind of the device. Engines on GPUs sleep while a colocated trainer works, or have separate devices; on CPUs all
+    processes of a machine hold their memory at the same time."""
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one node's host in GiB, for all trainer ranks and engines on it: what `megarl check` estimates of offloaded
-    roles, checkpoints, the weight sync and processes must fit. null says the estimate and checks nothing."""
+    """Memory of one node's host in GiB. `megarl check` estimates what offloaded roles, checkpoints, the weight sync and all
+    processes take of it, and refuses what does not fit; null only prints the estimate."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""
@@ -34,7 +34,7 @@ class DeviceSection(Section):
         return int(self.memory_gib * 2**30)
 
 
-# Of `weight_sync.transport`: those whose buckets lie on GPUs.
+# Transports whose buckets lie on GPUs.
 DEVICE_TRANSPORTS = ("cuda_ipc", "nccl")
 
 
@@ -43,7 +43,7 @@ CPU_BLOCK = 32
 
 
 def is_for_cpus(recipe: Recipe) -> bool:
-    """Whether `device.kind` is cpu; without `device` only the start of a run knows."""
+    """Whether `device.kind` is cpu; without `device` only a started run knows."""
     return recipe.device is not None and recipe.device.kind == "cpu"
 
 
@@ -58,8 +58,8 @@ def without_gpus(recipe: Recipe) -> Violations:
         rule = "vLLM multiplies FP8 blocks on GPUs, and the run is on CPUs"
         yield Violation("rollout.quantization", rollout.quantization, rule, "null")
     if rollout.layout.cuts_tokens:
-        # vLLM's build for CPUs (0.32) was off by 2 in its log-probabilities, before any sync. Experts that are cut are
-        # right, and so are stages.
+        # Log-probabilities of vLLM's build for CPUs (0.32) were off by 2, before any sync. Sharded experts and pipeline
+        # stages are right.
         rule = "over tensor and data-parallel ranks it gives wrong numbers in vLLM's build for CPUs, and the run is on CPUs"
         yield Violation("rollout.expert_parallel", True, rule, "false, or rollout.data: 1, or rollout.tensor: 1")
 
@@ -80,27 +80,22 @@ def refused_engine_args(given: Mapping[str, Any], needed: Mapping[str, Any]) -> 
 
 
 def engine_choices(shape: ModelShape, record_routing: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """vLLM's arguments (0.32) for engines on CPUs: those that the recipe may change, and those that engines need.
+    """vLLM's arguments (0.32) for engines on CPUs: defaults that the recipe may change, and values that engines need.
 
-    Only whole blocks of the cache are shared, and vLLM takes 128 tokens there: a shorter prompt was then computed once for
-    each completion of its group. Latent attention shares none there without AMX, and takes its own size. And vLLM's rotary
-    kernel for CPUs takes the stride between heads for that between tokens; latent attention hands it a part of each head,
-    and all positions but the first come out wrong. So there it is torch that rotates.
+    Only whole cache blocks are shared. vLLM's default block for CPUs has 128 tokens, so a shorter prompt would be computed
+    once for each completion of its group. Latent attention without AMX shares none and sets its block size. vLLM's rotary
+    kernel for CPUs takes the stride between heads for the stride between tokens; latent attention passes a part of each
+    head, and every position but the first is wrong. There torch computes the rotary embedding.
     """
     chosen: dict[str, Any] = {"enforce_eager": True}
-    # A prompt prefilled in two parts rewinds its random generator, which CPU generators cannot do (vLLM 0.32, "CPU Generator
-    # does not use offset") and which ends the engine. So prompts are never cut.
+    # A prompt prefilled in chunks rewinds its random generator. CPU generators cannot ("CPU Generator does not use offset",
+    # vLLM 0.32), which ends the engine.
     needed: dict[str, Any] = {"enable_chunked_prefill": False}
     if shape.latent is None:
         chosen["block_size"] = CPU_BLOCK
     else:
         needed["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if record_routing:
-        # vLLM's recorder keeps what it knows of cached prompts; megarl's has to see every token.
+        # vLLM's recorder remembers cached prompts; megarl's must see every token.
         needed["enable_prefix_caching"] = False
     return chosen, needed
-
-
-def _without_gpus(recipe: Recipe) -> Violations:
-    if is_for_cpus(recipe):
-        yield from without_gpus(recipe)

@@ -13,39 +13,38 @@ if TYPE_CHECKING:
 
 class EnvironmentSection(Section):
     target: Target
-    """The class as `module:Class`, one of yours or of megarl: `megarl.rollout.calculator:Calculator`,
-    `megarl.rollout.guessing_game:GuessingGame`. docs/multi-turn.md says what it has to have."""
+    """The class as `module:Class`, yours or megarl's: `megarl.rollout.calculator:Calculator`,
+    `megarl.rollout.guessing_game:GuessingGame`. docs/multi-turn.md describes its methods."""
     options: dict[str, Any] = {}
     """Options of the class, by name."""
     max_turns: Positive
-    """Turns of the policy in one episode; an episode that is not done by then is truncated. Each turn has up to
-    `rollout.max_new_tokens` tokens."""
+    """Turns of the policy in one episode, each of up to `rollout.max_new_tokens` tokens; a longer episode is truncated."""
     max_observation_tokens: Positive
-    """Longest observation between two turns, in tokens and with what the chat template puts around it. A longer one is a
-    fault of the environment, and never cut."""
+    """Longest observation between two turns, in tokens with the chat template's. A longer one is an error of the
+    environment."""
     max_episode_tokens: Positive | None = None
-    """Tokens of one episode behind its prompt, observations included; where no room is left for a turn it is truncated. Null
+    """Tokens of one episode after its prompt, observations included; an episode without room for a turn is truncated. null
     has room for all turns and observations at their longest."""
     timeout_s: Seconds = 30.0
-    """Deadline of each reset and of each step; what passes it is ended."""
+    """Deadline of each reset and of each step."""
     workers: Positive = 1
-    """Processes in the Ray cluster that run environments; each episode has one of its own below them, and each worker asks
-    64 of its episodes at a time."""
+    """Processes in the Ray cluster that run environments; each starts one process an episode and serves 64 episodes at a
+    time."""
     memory_mib: Positive = 4096
-    """Resident memory of an episode's process and all that it starts, in MiB, beside what importing `target` has loaded for
-    all episodes; what passes it is ended."""
+    """Most resident memory of an episode's process and its children, in MiB, without what importing `target` loads for all
+    episodes."""
     on_error: Literal["mask", "stop"] = "mask"
-    """What becomes of an episode whose environment raises, dies, passes a limit, or returns what it must not, which
-    `rollout/failed_share` counts. `mask`: behind a turn of the policy, which can be the cause, its environment gives 0;
-    before the first one, or where a worker dies, its sample counts for nothing. `stop`: the run ends in both cases."""
+    """What happens if an environment raises, dies, passes a limit or returns something illegal (`rollout/failed_share`).
+    `mask`: after a turn of the policy, which can be the cause, the reward is 0; before the first turn, or if a worker dies,
+    the sample is masked. `stop`: the run ends."""
 
     def most_tokens(self, turn: int) -> int:
-        """Tokens of all turns, of `turn` each, with the observations between them, at their longest."""
+        """Most tokens of all turns, of `turn` tokens each, and of the observations between them."""
         return self.max_turns * turn + (self.max_turns - 1) * self.max_observation_tokens
 
 
 def environment_rules(recipe: Recipe) -> Violations:
-    """The turns of an episode fit its tokens, and their deadlines that of a rollout."""
+    """Turns that do not fit an episode's tokens, or deadlines that do not fit a rollout's."""
     section, turn, limit = recipe.environment, recipe.rollout.max_new_tokens, recipe.rollout.timeout_s
     if section is None:
         return

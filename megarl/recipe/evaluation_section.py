@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 class EvaluationSection(Section):
     prompts: PromptsSection
-    """Where the held-out questions and answers come from; they are rendered as `data` says. Those that are among the
-    training prompts are left out, and counted."""
+    """Held-out questions and answers, rendered as `data` says. Those among the training prompts are left out and counted."""
     max_prompts: Positive | None = None
-    """Take the first this many of them; null takes all."""
+    """Use only the first this many; null uses all."""
     every: Count = 0
     """Evaluate every this many steps, and always before the first step and after the last."""
     completions: Positive = 1
     """Completions of each prompt."""
     temperature: Weight | None = None
-    """0 for the most likely token, else at least 0.01, which is vLLM's least; null takes `rollout.temperature`."""
+    """0 for the most likely token, or at least 0.01, vLLM's least; null takes `rollout.temperature`."""
 
     @field_validator("temperature")
     @classmethod
@@ -51,11 +50,11 @@ class EvaluationSection(Section):
         return pass_at
 
     pass_reward: float = 1.0
-    """The reward from which on a completion passes."""
+    """A completion passes if its reward is at least this."""
 
 
 def evaluation_rules(recipe: Recipe) -> Violations:
-    """Engines answer within their deadlines, and rewards score the answers without a trainer rank."""
+    """Evaluations that deadlines, rewards or replayed rollouts do not allow."""
     section = recipe.evaluation
     if section is None:
         return

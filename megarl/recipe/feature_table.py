@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 
 from megarl.models import FAMILIES
 from megarl.models.layout import RolloutLayout
+from megarl.recipe.load import kinds, sections_of
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.role_sections import ActorSection
 from megarl.recipe.section import Section
-from megarl.recipe.structure import kinds, sections_of
 from megarl.recipe.trainer_section import TrainerSection
 from megarl.recipe.weight_sync_section import WeightSyncSection
 
@@ -27,11 +27,11 @@ DATA = "data (what the others leave of `trainer.ranks`, with a distributed optim
 DEVICES = "CPU and gloo: what CI tests; CUDA, NCCL and Transformer Engine: what has run is in `docs/results.md`"
 
 
-# Options that ask for nothing, or leave the choice to megarl.
-UNSAID = ("none", "auto")
+# Options that turn a feature off, or leave the choice to megarl.
+NEUTRAL = ("none", "auto")
 
 
-# Keys of a role that have rows of their own, or need none.
+# Keys of a role that have their own rows, or need none.
 ROLE_KEYS = ("path", "layout")
 
 
@@ -60,7 +60,7 @@ def features() -> list[Feature]:
     roles = [role for role, field in Recipe.model_fields.items() if "layout" in _keys(field)]
     rows.append(Feature("roles", "`, `".join(roles), "each a Megatron engine with its own layout, on the same ranks"))
     rows.append(Feature("layout", "ROLE.layout", f"{_listed(_keys(_field('actor.layout')))}, {DATA}"))
-    rows.append(Feature("engine layout", "rollout", f"{_listed([one.name for one in fields(RolloutLayout)])}, in vLLM"))
+    rows.append(Feature("engine layout", "rollout", f"{_listed([size.name for size in fields(RolloutLayout)])}, in vLLM"))
     rows.append(Feature("engine weights", "rollout.quantization", _listed(_options(_field("rollout.quantization")))))
     for area, key in OPTIONS:
         rows.append(Feature(area, key, _listed(_options(_field(key)))))
@@ -109,8 +109,8 @@ def _field(dotted: str) -> FieldInfo:
 
 def _options(field: FieldInfo) -> list[str]:
     """The words that a field may be."""
-    found = [kind for section in sections_of(field.annotation) for kind in kinds(section)] or _words(field.annotation)
-    return [word for word in found if word not in UNSAID]
+    words = [kind for section in sections_of(field.annotation) for kind in kinds(section)] or _words(field.annotation)
+    return [word for word in words if word not in NEUTRAL]
 
 
 def _words(annotation: typing.Any) -> list[str]:

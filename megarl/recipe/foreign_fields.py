@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 }
 
 
-# Types of fields that a recipe has no words for.
+# Types of fields that a recipe cannot write.
 _OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig|AttnBackend")
 _OPTIONAL = re.compile(r"Optional\[(.*)\]|(\w+) \| None|None \| (\w+)")
 
@@ -32,10 +32,10 @@ def option_rules(
     refused: Mapping[str, tuple[str, str]],
     owner: str,
 ) -> Violations:
-    """Options under `section` of a recipe are fields of another library's class `owner`, and fit their types.
+    """Options under `section` that are no fields of the class `owner` of another library, or have the wrong type.
 
     `fields` are names and annotations of the class, or None where the library is not installed. `refused` are names that a
-    recipe must not set: the rule, and the key that says the same, or "" where there is none.
+    recipe must not set: the rule, and the recipe key to use instead, or "".
     """
     for name, value in given.items():
         key = f"{section}.{name}"
@@ -54,7 +54,7 @@ def option_rules(
 
 
 def _type_rules(key: str, value: Any, annotation: str) -> Violations:
-    """The value is of the field's type, where that is a plain one."""
+    """A value that is not of its field's type, for plain types."""
     optional = _OPTIONAL.fullmatch(annotation)
     inner = annotation if optional is None else next(part for part in optional.groups() if part is not None)
     if _OBJECTS.search(inner):
@@ -78,50 +78,40 @@ def dataclass_fields(module: str, class_name: str) -> dict[str, str] | None:
     Base classes are followed through `from ... import` within the top package. None where the package is not installed.
     Raises LookupError where the package has no such class.
     """
-    tree = _parse(module)
-    if tree is None:
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            fields: dict[str, str] = {}
-            for base in node.bases:
-                if isinstance(base, ast.Name):
-                    fields |= _fields_of_base(module, tree, base.id)
-            return fields | dict(_own_fields(node))
-    raise LookupError(f"{module} has no class {class_name}")
-
-
-def _fields_of_base(module: str, tree: ast.Module, name: str) -> dict[str, str]:
-    if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
-        return dataclass_fields(module, name) or {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
-            if source.partition(".")[0] != module.partition(".")[0]:
-                return {}  # of the standard library
-            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-            return dataclass_fields(source, original) or {}
-    return {}
-
-
-def _own_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            annotation = ast.unparse(statement.annotation)
-            if not statement.target.id.startswith("_") and not annotation.startswith(("ClassVar", "InitVar")):
-                yield statement.target.id, annotation.strip("'\"")
-
-
-def _parse(module: str) -> ast.Module | None:
-    """The syntax tree of a module; None where its package is not installed. `find_spec` of a dotted name would import the
-    packages above it, so each part is looked up in the directory of the part before."""
-    top, *parts = module.split(".")
-    spec = importlib.util.find_spec(top)
+    # `find_spec` of a dotted name would import the packages above it, so look up each part in the directory before it.
+    name, *parts = module.split(".")
+    spec = importlib.util.find_spec(name)
     for part in parts:
         if spec is None:
             return None
-        top = f"{top}.{part}"
-        spec = importlib.machinery.PathFinder.find_spec(top, spec.submodule_search_locations)
+        name = f"{name}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
     if spec is None or spec.origin is None:
         return None
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if class_name not in classes:
+        raise LookupError(f"{module} has no class {class_name}")
+    fields: dict[str, str] = {}
+    for base in classes[class_name].bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            fields |= dataclass_fields(module, base.id) or {}
+        elif isinstance(base, ast.Name):
+            fields |= _imported_fields(module, tree, base.id)
+    for statement in classes[class_name].body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            annotation = ast.unparse(statement.annotation)
+            if not statement.target.id.startswith("_") and not annotation.startswith(("ClassVar", "InitVar")):
+                fields[statement.target.id] = annotation.strip("'\"")
+    return fields
+
+
+def _imported_fields(module: str, tree: ast.Module, name: str) -> dict[str, str]:
+    """The fields of a base class that `module` imports; none for a class of another top package."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+        original = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
+        if original is not None:
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
+            same_package = source.partition(".")[0] == module.partition(".")[0]
+            return (dataclass_fields(source, original) or {}) if same_package else {}
+    return {}

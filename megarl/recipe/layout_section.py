@@ -22,20 +22,20 @@ class LayoutSection(Section):
     pipeline: Positive = 1
     """Pipeline stages."""
     virtual_pipeline: Positive = 1
-    """Model chunks of each pipeline stage. More make the pipeline's idle time shorter, and its messages more; micro-batches
-    then run in groups, one for each stage."""
+    """Model chunks of each pipeline stage. More chunks mean less idle time and more messages; micro-batches then run in
+    groups of one for each stage."""
     context: Positive = 1
-    """Context-parallel ranks: they share each sequence, for sequences that are too long for one."""
+    """Context-parallel ranks, which share each sequence, for long sequences."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel regions over the tensor ranks."""
     expert: Positive = 1
-    """Expert-parallel ranks: each holds a part of the experts of a mixture-of-experts model. They are ranks of one stage
-    (tensor x context x data-parallel ones), and take none of their own."""
+    """Expert-parallel ranks: each holds a part of the experts. They are the tensor x context x data-parallel ranks of a
+    stage, not further ones."""
     expert_tensor: Positive | None = None
     """Tensor-parallel ranks of each expert; null takes `tensor`."""
     stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
-    """Layers of each pipeline stage, first to last, for stages that are not even; with `virtual_pipeline` those of the first
-    chunk of every stage, then of the second of every stage, and so on. Empty for even ones."""
+    """Layers of each pipeline stage, first to last, for uneven stages; with `virtual_pipeline` the first chunk of every
+    stage, then the second of every stage, and so on. Empty for even stages."""
 
     @field_validator("virtual_pipeline")
     @classmethod
@@ -67,7 +67,7 @@ class LayoutSection(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks of one copy of the model's work; the data-parallel size is what they leave of the trainer ranks."""
+        """Ranks of one model replica; the data-parallel size is trainer ranks / these."""
         return self.tensor * self.context * self.pipeline
 
 

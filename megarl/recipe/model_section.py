@@ -1,4 +1,4 @@
-"""`model`: where a model lies on this machine, its shape, and whether its files are complete."""
+"""`model`: where a model is on this machine, its shape, and whether its files are complete."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def fetch_config(path: str) -> Path:
 
 
 def missing_files(key: str, path: str) -> str | None:
-    """One line of what no rule looked at of the model under `key`, as its files are not on this machine yet; None for a
-    complete directory. Raises ModelNotFound."""
+    """One line that names the files of the model under `key` that are missing here, so that no rule checked them; None
+    for a complete directory. Raises ModelNotFound."""
     directory = find_model(path)
     missing = [] if Path(path).is_dir() and has_weights(directory) else ["weights"]
     missing += [] if (directory / "tokenizer.json").is_file() else ["tokenizer"]
@@ -103,7 +103,7 @@ def _way_out(path: str) -> str:
     if parts and parts[0] == "models" and "SmolLM2" in parts[-1]:
         return "run 'make quickstart', which prepares models/SmolLM2-135M-Instruct"
     folder = Path(path).parent
-    siblings = sorted(str(one.parent) for one in folder.glob("*/config.json")) if folder.is_dir() else []
+    siblings = sorted(str(config.parent) for config in folder.glob("*/config.json")) if folder.is_dir() else []
     close = difflib.get_close_matches(path, siblings, 1, 0.5)
     if close:
         return close[0]
@@ -131,26 +131,26 @@ def files_fit_model(key: str, path: str, shape: ModelShape, fetch: Fetch | None)
 
 
 def same_tokens(recipe: Recipe, key: str, path: str, fetch: Fetch | None) -> Violations:
-    """A role reads the actor's tokens, so its own tokenizer gives them the same numbers."""
+    """A tokenizer of a role that gives the actor's tokens other numbers."""
     try:
-        numbers, actor_numbers = (read_vocabulary(find_model(one, fetch)).tokens for one in (path, recipe.model.path))
+        numbers, actor_numbers = (read_vocabulary(find_model(model, fetch)).tokens for model in (path, recipe.model.path))
         num_tokens = model_shape(recipe.model.path, fetch).vocab
     except (ModelNotFound, ValueError, OSError):
-        return  # each has a violation of its own
-    # A token that the actor has no embedding of is in no prompt and no completion.
+        return  # another rule reports it
+    # A token without an embedding in the actor is in no prompt and no completion.
     known = [token for token, number in actor_numbers.items() if number < num_tokens]
-    unlike = [token for token in known if numbers and numbers.get(token) != actor_numbers[token]]
-    if unlike:
-        token = unlike[0]
+    different = [token for token in known if numbers and numbers.get(token) != actor_numbers[token]]
+    if different:
+        token = different[0]
         rule = (
             f"its tokenizer gives {token!r} the number {numbers.get(token)}, that of model.path gives it "
-            f"{actor_numbers[token]}; {len(unlike)} of {len(actor_numbers)} tokens differ"
+            f"{actor_numbers[token]}; {len(different)} of {len(actor_numbers)} tokens differ"
         )
         yield Violation(key, path, rule, "a model with the tokenizer of model.path")
 
 
 def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """The model under `role` has a position for each token of the longest sequence."""
+    """Sequences that are longer than the positions of the model under `role`."""
     longest, prompt = recipe.max_sequence_tokens, recipe.data.max_prompt_tokens
     if longest <= shape.max_positions:
         return

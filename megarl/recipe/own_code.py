@@ -21,35 +21,35 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 _MARK = "__megarl__"
 
 
-def mark(found: Marked, decorator: str) -> Marked:
-    """Mark a function or class as what `decorator`, by its whole name, is for."""
-    setattr(found, _MARK, decorator)
-    return found
+def mark(target: Marked, decorator: str) -> Marked:
+    """Mark a function or class as decorated by `decorator`, given by its full name."""
+    setattr(target, _MARK, decorator)
+    return target
 
 
 def load_marked(key: str, target: str, decorator: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `target` names, which takes `options` by name.
+    """The function or class that `target` names, which takes `options` by name.
 
     Raises RecipeError where it cannot be imported, has not been decorated, or does not take the options.
     """
     module, _, name = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
         rule = f"{type(error).__name__}: {error}"
         raise RecipeError([Violation(key, target, rule, "a module that imports, on PYTHONPATH of every rank")]) from error
-    if getattr(found, _MARK, None) != decorator:
+    if getattr(function, _MARK, None) != decorator:
         raise RecipeError([Violation(key, target, "is not decorated", f"@{decorator} above it")])
-    known = inspect.signature(found).parameters
+    known = inspect.signature(function).parameters
     unknown = sorted(options.keys() - known.keys())
-    if unknown and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+    if unknown and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
         way_out = ", ".join(known) or "no options"
         raise RecipeError([Violation(key, target, f"takes no {', '.join(unknown)}", way_out)])
-    return found
+    return function
 
 
 def modules_exist(recipe: Recipe) -> Violations:
-    """The modules of a user's functions exist. Only the outermost package is looked for: nothing of it runs here."""
+    """User modules that do not exist. Only the outermost package is looked up, and nothing of it runs."""
     targets = {f"reward.{at}.target": part.target for at, part in enumerate(recipe.reward) if part.kind == "function"}
     if recipe.algorithm.policy_loss.kind == "function":
         targets["algorithm.policy_loss.target"] = recipe.algorithm.policy_loss.target

@@ -28,8 +28,8 @@ class MicroBatchSection(Section):
     sequences: Positive | None = None
     """Exactly this many sequences in each micro-batch (fewer in the last)."""
     max_tokens: Cap | None = None
-    """As many sequences as fit under this cap, padding included, on each data-parallel rank. `auto` takes the largest cap
-    that fits `device.memory_gib`, and the resolved recipe shows the number."""
+    """As many sequences as fit under this cap with padding, on each data-parallel rank. `auto` takes the largest cap that
+    fits `device.memory_gib`; the resolved recipe shows it."""
 
     @model_validator(mode="after")
     def _one_rule(self) -> MicroBatchSection:
@@ -42,28 +42,28 @@ class RolloutPhaseSection(Section):
     prompts: Positive
     """Prompts of one step."""
     max_concurrent: Annotated[int, Field(ge=1, le=2048)] | None = None
-    """Sequences one engine decodes at a time. null: 64 on CPUs; on GPUs an engine's share of a step's sequences, up to 256
-    for each data-parallel rank."""
+    """Sequences that one engine decodes at a time. null: 64 on CPUs; on GPUs its share of a step, up to 256 for each
+    data-parallel rank."""
 
 
 class RewardPhaseSection(Section):
     sequences: Positive = 32
     """Sequences scored by one task."""
     timeout_s: Seconds = 60.0
-    """Deadline of one task; a sequence at work then scores 0, and those behind it are masked; both are counted."""
+    """Deadline of one task: the running sequence scores 0, the waiting ones are masked; both are counted."""
     workers: Positive = 1
     """Processes that score tasks at the same time, in the Ray cluster."""
     memory_mib: Positive = 4096
-    """Resident memory of a worker's verifiers and all that they start, in MiB, beside that of a sandbox. A completion on
-    which they pass it scores 0; a function that loads a model needs room for it."""
+    """Most resident memory of a worker's verifiers and their children, in MiB, without the sandbox. A completion that passes
+    it scores 0; a function that loads a model needs room for it."""
 
 
 class ForwardPhaseSection(Section):
     micro_batch: MicroBatchSection
     """How the batch is divided into forward passes."""
     share_prompts: bool = False
-    """Run a prompt once for the completions of its group that lie in one micro-batch, not once for each. On engines of
-    megarl's own attention: on CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
+    """Run a prompt once for the completions of its group in a micro-batch, not once for each. Needs megarl's attention: on
+    CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
 
 
 class UpdatePhaseSection(Section):
@@ -74,7 +74,7 @@ class UpdatePhaseSection(Section):
     epochs: Positive = 1
     """How often each sequence is used."""
     share_prompts: bool = False
-    """As for a forward phase. Gradients equal those of a prompt that runs once for each completion."""
+    """As for a forward phase; gradients stay the same."""
 
 
 class PhasesSection(Section):
@@ -111,7 +111,7 @@ PHASES = (
 )
 
 
-# Phases an engine runs by micro-batches; each has a section of its own under `phases`.
+# Phases that a Megatron role runs by micro-batches; each has a section under `phases`.
 FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
 
 
@@ -133,7 +133,7 @@ ROLE_OF = {
 
 
 SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
-# Why a phase runs, and why it does not.
+# Why a phase runs, and why it does not run.
 REASONS = {
     "reward_model": ("the recipe has a reward_model", "the recipe has no reward_model"),
     "reference_logprob": ("algorithm.kl reads the reference", "without algorithm.kl nothing reads the reference"),
@@ -147,7 +147,7 @@ REASONS = {
 
 
 def phase_rules(recipe: Recipe) -> Violations:
-    """Each phase that runs has a section, other phases have none, and `schedule/schedule.py` accepts the numbers in it."""
+    """Phases without a section, sections of phases that never run, and sizes that `schedule/schedule.py` refuses."""
     for phase in ENGINE_PHASES:
         section, key, runs = recipe.phase_section(phase), f"phases.{phase}", recipe.runs(phase)
         if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:
@@ -187,7 +187,7 @@ def phase_rules(recipe: Recipe) -> Violations:
 
 
 def batch_size(recipe: Recipe) -> Violations:
-    """Every data-parallel rank gets equally many sequences, and at least one for each stage of a virtual pipeline."""
+    """Each data-parallel rank needs equally many sequences, at least one for each stage of a virtual pipeline."""
     prompts, group, sequences = recipe.phases.rollout.prompts, recipe.algorithm.group_size, recipe.num_sequences
     layouts = recipe.layouts
 
@@ -212,13 +212,13 @@ def batch_size(recipe: Recipe) -> Violations:
 
 
 def rollout_and_reward_phases(recipe: Recipe) -> Violations:
-    """Data-parallel ranks of an engine decode equally many sequences, and code under test gets its full time limit."""
+    """Sizes that an engine's data-parallel ranks cannot share, and reward deadlines shorter than the code's limit."""
     count, ranks = recipe.phases.rollout.max_concurrent, recipe.rollout.data
     if count is not None and count % ranks:
         nearest = closest_number(count, lambda size: size % ranks == 0, count + ranks)
         rule = f"must be a multiple of the {ranks} data-parallel ranks of an engine (rollout.data)"
         yield Violation("phases.rollout.max_concurrent", count, rule, nearest)
-    # Code that loops scores 0 at its own limit; an earlier deadline of the task would mask it.
+    # Code that loops scores 0 at its limit; an earlier deadline of the task would mask it.
     limits = [part.timeout_s for part in recipe.reward if isinstance(part, CodeRewardSection)]
     section = recipe.phases.reward
     needed = section.sequences * (sum(limits) + SANDBOX_S)

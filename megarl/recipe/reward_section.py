@@ -27,17 +27,17 @@ class VerifierSection(RewardPart):
 
 class FunctionRewardSection(RewardPart):
     kind: Literal["function"]
-    """A Python function of yours."""
+    """Your Python function."""
     target: Target
-    """The function as `module:function`; it gets the completion's text and its Prompt and returns a number. Its name is in
-    the metrics, as `reward/<function>`."""
+    """The function as `module:function`: takes the completion's text and its Prompt, returns a number. Its metric is
+    `reward/<function>`."""
 
 
 class PatternRewardSection(RewardPart):
     kind: Literal["pattern"]
-    """A regular expression: 1 where it is found in the completion, 0 elsewhere."""
+    """A regular expression: 1 if it matches in the completion, else 0."""
     pattern: Annotated[str, Field(min_length=1)]
-    """In Python's syntax. With a group `(?P<answer>...)` the last match must also hold the prompt's answer there."""
+    """In Python's syntax. A group `(?P<answer>...)` of the last match must equal the prompt's answer."""
 
     @field_validator("pattern")
     @classmethod
@@ -51,7 +51,7 @@ class PatternRewardSection(RewardPart):
 
 class SchemaRewardSection(RewardPart):
     kind: Literal["json_schema"]
-    """A JSON schema: 1 where the completion is a document that it allows, alone or in a fenced block, 0 elsewhere."""
+    """A JSON schema: 1 if the completion, or its fenced block, is a valid document, else 0."""
     json_schema: dict[str, Any]
     """The schema, of draft 2020-12 unless its `$schema` says otherwise."""
 
@@ -70,41 +70,40 @@ class SchemaRewardSection(RewardPart):
 
 class CodeRewardSection(RewardPart):
     kind: Literal["code"]
-    """Run the completion's Python code, its last fenced block or all of it, against the tests in the prompt's answer, in a
-    sandbox: docs/data-and-rewards.md says what it keeps out. A completion that runs into a limit scores 0, and the metrics
-    count which; where the sandbox itself fails, the sample is masked."""
+    """Run the completion's Python code, its last fenced block or all of it, against the tests in the prompt's answer, in the
+    sandbox of docs/data-and-rewards.md. A completion that meets a limit scores 0, and metrics count the limit; if the
+    sandbox fails, the sample is masked."""
     credit: Literal["all", "share"] = "all"
-    """`all`: 1 where every test passes, else 0, and the first failure is the last test that runs. `share`: the share of the
-    tests that pass."""
+    """`all`: 1 if every test passes, else 0, and the first failure ends the tests. `share`: the share of tests that pass."""
     timeout_s: Seconds = 5.0
-    """Wall time of all tests of one completion together; a task of `phases.reward` must have room for it."""
+    """Wall time of all tests of one completion; `phases.reward.timeout_s` must have room for it."""
     cpu_s: Positive = 5
     """Processor time of each process of a test, in seconds."""
     memory_mib: Positive = 512
-    """Address space of each process of a test, and memory that all of them hold together, in MiB."""
+    """Address space of each process of a test, and memory of all of them together, in MiB."""
     files_mib: Positive = 16
-    """All files that a test writes, in MiB; they lie in memory, and are gone with it."""
+    """All files that a test writes, in MiB; they lie in memory and end with the test."""
     processes: Positive = 8
-    """Processes and threads of a test, at a time."""
+    """Processes and threads of a test at a time."""
     output_kib: Positive = 256
     """What a test writes to standard output and standard error, in KiB."""
 
 
 class HttpRewardSection(RewardPart):
     kind: Literal["http"]
-    """A service of yours: it is sent prompts, completions and answers, and answers with a number for each.
-    docs/data-and-rewards.md has the form of both. What it does not judge in time is masked and counted."""
+    """Your service: gets prompts, completions and answers, returns a number for each (docs/data-and-rewards.md). Completions
+    that it does not score in time are masked and counted."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
-    """Where to POST. Without a password: those travel in `headers_from_environment`."""
+    """Where to POST. Passwords belong in `headers_from_environment`."""
     headers_from_environment: dict[str, Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = {}
-    """Headers by name, each with the NAME of the environment variable that holds its value, wherever reward workers run."""
+    """Headers, each with the NAME of the environment variable that holds its value where reward workers run."""
     batch: Positive = 32
-    """Completions of one request at most."""
+    """Most completions of one request."""
     timeout_s: Seconds = 20.0
-    """How long a request waits for the service to take it, or to go on answering; `phases.reward.timeout_s` ends all."""
+    """Timeout of connecting and of each read; `phases.reward.timeout_s` ends the whole task."""
     retries: Annotated[int, Field(ge=0, le=100)] = 3
-    """How often a request is sent again, after longer and longer waits, where no connection was had, it broke, `timeout_s`
-    passed, or the service said 429 or 5xx. A slow service is so given the same work more than once."""
+    """Retries, with growing waits, after a failed or broken connection, `timeout_s`, 429 or 5xx. A slow service may get the
+    same work more than once."""
 
 
 class ModelRewardSection(RewardPart):
@@ -126,17 +125,17 @@ RewardSection = Annotated[JudgeSection | ModelRewardSection, Field(discriminator
 
 
 def part_names(parts: Sequence[JudgeSection]) -> list[str]:
-    """What each part of a reward is called in the metrics, as `reward/<name>`; a repeated name gets its position added."""
-    found: list[str] = []
+    """The metric name of each part, as in `reward/<name>`; a repeated name gets its position added."""
+    names: list[str] = []
     for position, part in enumerate(parts):
         name = part.target.rpartition(":")[2] if isinstance(part, FunctionRewardSection) else part.kind
-        while name in found:
+        while name in names:
             name = f"{name}_{position}"
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
-# A part's name stands behind `reward/` in a key of the metrics, where these names have other meanings.
+# Names of parts become metrics `reward/<name>`; these names have other meanings there.
 METRIC_NAME = re.compile(r"[a-z0-9]\w*", re.ASCII | re.IGNORECASE)
 OTHER_METRICS = frozenset(
     ("busy_s", "deviation", "environment", "greedy_mean", "mean", "model_mean", "num_greedy_masked", "num_masked",
@@ -148,7 +147,7 @@ COUNTS = ("code", "http")  # kinds whose reasons are counted, as `reward/<name>_
 
 
 def reward_rules(recipe: Recipe) -> Violations:
-    """Something gives rewards, and each function's name is free as the name of a metric."""
+    """Recipes without rewards, and functions whose name is taken by another metric."""
     if not recipe.reward and recipe.environment is None:
         rule = "must not be empty: without an environment nothing else gives rewards"
         yield Violation("reward", MISSING, rule, "[{kind: last_number}], or an environment")
@@ -162,7 +161,7 @@ def reward_rules(recipe: Recipe) -> Violations:
         if not METRIC_NAME.fullmatch(name):
             rule = f"no metric can be called reward/{name}: letters are of ASCII, and the first is no underscore"
         elif name in OTHER_METRICS:
-            rule = f"reward/{name} is a metric that a run has besides those of the reward's parts"
+            rule = f"reward/{name} is a metric that a run has for something else"
         elif counts:
             rule = f"reward/{counts[0]}... are counts of another part"
         else:

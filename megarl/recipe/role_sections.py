@@ -41,13 +41,13 @@ class OptimizerSection(Section):
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest gradient norm; a larger one is scaled down to it."""
+    """Larger gradient norms are scaled down to this."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over the steps of the run."""
     min_lr_share: Share = 0.0
-    """The learning rate that `decay` ends at, as a share of `lr`."""
+    """The final learning rate of `decay`, as a share of `lr`."""
 
     @field_validator("min_lr_share")
     @classmethod
@@ -59,8 +59,7 @@ class OptimizerSection(Section):
     overlap_gradients: bool = False
     """Sum gradients over the data-parallel ranks while the last backward pass still runs, bucket by bucket."""
     overlap_parameters: bool = False
-    """Gather updated weights from the data-parallel ranks during the next forward pass, a bucket ahead of the layer that
-    needs it; with `overlap_gradients` only."""
+    """All-gather updated weights during the next forward pass, one bucket ahead; with `overlap_gradients` only."""
 
     @field_validator("overlap_parameters")
     @classmethod
@@ -73,18 +72,18 @@ class OptimizerSection(Section):
 
 class MemorySection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
-    """What a forward pass does not keep and the backward pass runs again: `selective` the `recompute_modules` of each layer,
-    `full` whole layers, of which only the input is kept."""
+    """What the backward pass runs again instead of keeping it: `selective` the `recompute_modules` of each layer, `full`
+    whole layers, of which only the input is kept."""
     recompute_modules: Annotated[
         tuple[RecomputeModule, ...], Field(min_length=1, strict=False), AfterValidator(refuse_repeats)
     ] = ("core_attn",)
-    """With `recompute: selective`, the parts of each layer that the backward pass runs again, under Megatron's names.
-    `core_attn` saves little where the attention kernel is fused; `layernorm` and `moe_act` need Transformer Engine."""
+    """With `recompute: selective`, the parts of each layer that run again, under Megatron's names. `core_attn` saves little
+    with a fused attention kernel; `layernorm` and `moe_act` need Transformer Engine."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """With `recompute: full`, Megatron's method: `uniform` recomputes all layers, in chunks of `recompute_num_layers`;
-    `block` recomputes the first `recompute_num_layers` layers of each model chunk and keeps the others."""
+    """With `recompute: full`: `uniform` recomputes all layers, `recompute_num_layers` at a time; `block` recomputes the
+    first `recompute_num_layers` layers of each model chunk."""
     recompute_num_layers: Positive = 1
-    """With `recompute: full`, layers recomputed together (`uniform`), or recomputed layers of each model chunk (`block`)."""
+    """With `recompute: full`, layers recomputed together (`uniform`), or in each model chunk (`block`)."""
 
     @field_validator("recompute_modules", "recompute_method", "recompute_num_layers")
     @classmethod
@@ -98,11 +97,10 @@ class MemorySection(Section):
         return value
 
     offload_activations: bool = False
-    """Keep what a forward pass saves for its backward pass in the host's memory. On a GPU the copies run beside the
-    computation."""
+    """Keep activations for the backward pass in the host's memory. On a GPU the copies overlap with the computation."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What moves to the host's memory while the role runs no phase that needs it: `optimizer` its fp32 weights, moments and
-    gradient buffers outside of updates, `all` the weights outside of its phases as well."""
+    """What moves to the host's memory while no phase needs it: `optimizer` fp32 weights, moments and gradient buffers
+    outside of updates, `all` also the weights outside of the role's phases."""
 
 
 class ReferenceMemorySection(Section):
@@ -112,25 +110,25 @@ class ReferenceMemorySection(Section):
 
 class FreezeSection(Section):
     embedding: bool = False
-    """Leave the token embedding as it is, and the head too where the model ties them."""
+    """Freeze the token embedding, and the head where the model ties them."""
     head: bool = False
-    """Leave the vocabulary's output layer as it is."""
+    """Freeze the output layer."""
     norms: bool = False
-    """Leave every norm's weight as it is."""
+    """Freeze the norms."""
     layers: Count = 0
-    """Leave this many decoder layers, the first ones, as they are."""
+    """Freeze this many decoder layers, the first ones."""
 
 
 class LoraSection(Section):
     rank: Positive
     """Inner size of each adapter."""
     alpha: Annotated[float, Field(gt=0)]
-    """What an adapter adds is scaled by alpha / rank."""
+    """The output of an adapter is scaled by alpha / rank."""
     targets: Annotated[
         tuple[Literal["qkv", "proj", "fc1", "fc2"], ...], Field(min_length=1, strict=False), AfterValidator(refuse_repeats)
     ] = ("qkv", "proj", "fc1", "fc2")
-    """Linear layers that get an adapter, in every decoder layer: queries, keys and values; the attention's output; gate and
-    up; down."""
+    """Linear layers of every decoder layer that get an adapter: queries, keys and values; attention's output; gate and up;
+    down."""
 
 
 class ActorSection(Section):
@@ -139,28 +137,27 @@ class ActorSection(Section):
     optimizer: OptimizerSection
     """The actor's optimizer."""
     lora: LoraSection | None = None
-    """Train low-rank adapters and leave the model's weights as they are; null trains the weights. A reference under the
-    actor's layout is then the actor without its adapters, and no second model is built."""
+    """Train low-rank adapters instead of the weights; null trains the weights. A reference with the actor's layout is then
+    the actor without its adapters, not a second model."""
     memory: MemorySection = MemorySection()
     """Ways to need less of the device's memory."""
     freeze: FreezeSection = FreezeSection()
-    """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
+    """Frozen weights: no gradient, no gradient buffer, no optimizer state."""
     router_replay: bool = False
-    """Send each token of a mixture-of-experts model, in `actor_logprob` and `actor_update`, to the experts that the rollout
-    engine sent it to; the experts' weights in the sum, and the gradient of the router, are the trainer's own. The recorded
-    choice takes one byte (two beyond 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU
-    use vLLM's own recording."""
+    """Route each token of a mixture-of-experts model, in `actor_logprob` and `actor_update`, to the experts that the rollout
+    engine chose; the trainer computes the experts' weights and the router's gradient. The recorded choice takes one byte
+    (two above 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU use vLLM's recording."""
 
 
 class ReferenceSection(Section):
     path: FilePath | None = None
-    """Hugging Face directory or hub name of another model to stay near, of any size and family with the same tokens; null
-    takes `model.path`."""
+    """Hugging Face directory or hub name of another reference, of any size and family with the same tokens; null takes
+    `model.path`."""
     layout: LayoutSection | None = None
     """How the model is sharded over the trainer ranks; null takes the actor's layout."""
     refresh_every: Positive | None = None
-    """Every this many steps the reference takes the actor's weights; null leaves it as it was at the start. Its path
-    and layout must then be the actor's, and checkpoints hold its weights too."""
+    """Copy the actor's weights every this many steps; null never. Path and layout must then be the actor's, and checkpoints
+    hold the reference's weights too."""
     memory: ReferenceMemorySection = ReferenceMemorySection()
     """Ways to need less of the device's memory."""
 
@@ -174,17 +171,17 @@ class CriticSection(Section):
     optimizer: OptimizerSection
     """The critic's optimizer."""
     warmup_steps: Count = 0
-    """The first steps, this many, update the critic alone: the actor and its learning-rate schedule stand still."""
+    """Update only the critic in the first this many steps; the actor and its learning-rate schedule wait."""
     memory: MemorySection = MemorySection()
     """Ways to need less of the device's memory."""
     freeze: FreezeSection = FreezeSection()
-    """Weights that training leaves as they are: without gradient, gradient buffer and optimizer state."""
+    """Frozen weights: no gradient, no gradient buffer, no optimizer state."""
 
 
 class RewardModelSection(Section):
     path: FilePath
     """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
-    It reads exactly the tokens of prompt and completion, no chat template of its own; its score is that of the last one."""
+    It reads the tokens of prompt and completion, without a chat template, and scores at the last token."""
     layout: LayoutSection | None = None
     """How the model is sharded over the trainer ranks; null takes the actor's layout."""
 
@@ -197,7 +194,7 @@ def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | Criti
 
 
 def trained_role_rules(recipe: Recipe) -> Violations:
-    """Warm-ups end within the run, and what is frozen or recomputed can be."""
+    """Warm-ups that outlast the run, and weights or modules that cannot be frozen or recomputed."""
     steps, critic_warmup = recipe.run.steps, recipe.critic_warmup_steps
     if critic_warmup >= steps:
         rule = f"the actor would never be updated: must be below run.steps = {steps}"
@@ -219,7 +216,7 @@ def trained_role_rules(recipe: Recipe) -> Violations:
 
 
 def reference_rules(recipe: Recipe) -> Violations:
-    """Something reads the reference, and it holds the same shards as the actor where it takes the actor's weights."""
+    """A reference that nothing reads, or that cannot copy the actor's weights."""
     reference, every, key = recipe.reference, recipe.refresh_every, "reference.refresh_every"
     if reference is None:
         return
@@ -244,7 +241,7 @@ def reference_rules(recipe: Recipe) -> Violations:
 
 
 def reward_model_rules(recipe: Recipe) -> Violations:
-    """A reward model and the one part of the reward that reads it come together."""
+    """A reward model needs exactly one part of the reward that reads it."""
     parts = [number for number, part in enumerate(recipe.reward) if isinstance(part, ModelRewardSection)]
     if recipe.reward_model is not None and not parts:
         rule = "no part of reward reads it"
@@ -274,7 +271,7 @@ def reward_model_files(path: str, directory: Path) -> Violations:
 
 
 def adapters_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Adapters are narrower than the weights, and lie beside layers that the actor's model has; so do routed experts."""
+    """Adapters that are wider than the weights or belong to layers that the model lacks, and replay without experts."""
     if recipe.actor.router_replay and shape.experts is None:
         yield Violation("actor.router_replay", True, "the model has no experts to choose from", "false")
     lora = recipe.actor.lora
@@ -296,7 +293,7 @@ def adapters_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
 
 
 def freeze_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """A trained role has the frozen layers, and something is left to train."""
+    """Frozen layers that the model lacks, and models with nothing left to train."""
     freeze, layers = dict(trained_sections(recipe))[role].freeze, shape.num_layers
     if freeze.layers > layers:
         yield Violation(f"{role}.freeze.layers", freeze.layers, f"the model has {layers} layers", str(layers))
@@ -311,7 +308,7 @@ def freeze_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violation
 
 
 def without_transformer_engine(recipe: Recipe, role: str) -> Violations:
-    """A trained role whose layers are not Transformer Engine's recomputes what Megatron's own layers can."""
+    """Modules that only Transformer Engine's layers recompute, for a role without them."""
     modules = dict(trained_sections(recipe))[role].memory.recompute_modules
     foreign = [module for module in ("layernorm", "moe_act") if module in modules]
     if foreign:
@@ -321,7 +318,7 @@ def without_transformer_engine(recipe: Recipe, role: str) -> Violations:
 
 
 def recompute_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """The model of a trained role has the parts that are recomputed. For a layout that divides the model."""
+    """Recompute of parts that the model lacks, for a layout that divides the model."""
     memory, layout = dict(trained_sections(recipe))[role].memory, recipe.layout(role)
     if memory.recompute == "full" and (layout.stages or shape.num_layers % (layout.pipeline * layout.virtual_pipeline) == 0):
         chunks = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]

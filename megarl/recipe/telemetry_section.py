@@ -22,7 +22,7 @@ class TensorboardSinkSection(Section):
 
 class WandbSinkSection(Section):
     kind: Literal["wandb"]
-    """A run of Weights & Biases; what it keeps on disk is in `wandb/` of the run directory."""
+    """A run of Weights & Biases; its files are in `wandb/` of the run directory."""
     project: Annotated[str, Field(min_length=1)] = "megarl"
     """The project there."""
     mode: Literal["offline", "online"] = "offline"
@@ -35,7 +35,7 @@ class MlflowSinkSection(Section):
     uri: FilePath | None = None
     """A tracking server, as http://host:5000, or a directory; null for `mlflow/` in the run directory."""
     experiment: Annotated[str, Field(min_length=1)] = "megarl"
-    """The experiment there; it is made if need be."""
+    """The experiment there; created if it does not exist."""
 
 
 SinkSection = Annotated[TensorboardSinkSection | WandbSinkSection | MlflowSinkSection, Field(discriminator="kind")]
@@ -43,8 +43,8 @@ SinkSection = Annotated[TensorboardSinkSection | WandbSinkSection | MlflowSinkSe
 
 class ProfileSection(Section):
     kind: Literal["torch", "nsight"] = "torch"
-    """`torch` writes a Chrome trace of each of the steps and ranks into `profile/` of the run directory; `nsight` marks
-    phases and spans by NVTX ranges and has Nsight Systems capture these steps."""
+    """`torch` writes a Chrome trace for each step and rank into `profile/` of the run directory; `nsight` marks phases and
+    spans by NVTX ranges and has Nsight Systems capture these steps."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)]
     """The steps to profile, from 1."""
     ranks: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] = (0,)
@@ -53,23 +53,21 @@ class ProfileSection(Section):
 
 class TelemetrySection(Section):
     device_sync: Literal["always", "sampled", "never"] = "always"
-    """When a phase ends only once the device has finished it, so that its seconds are its own: `always`; `sampled`, in every
-    `device_sync_every`-th step; or `never`: a later phase, in which the host waits for the device, then gets the remaining
-    time."""
+    """Whether a phase waits for the device before it ends, so that its seconds are correct: `always`; `sampled`, in every
+    `device_sync_every`-th step; `never`: the time counts in a later phase, where the host waits for the device."""
     device_sync_every: Positive = 10
     """With `device_sync: sampled`, every how many steps."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of one device in 10**12 operations a second, for the model FLOPs utilisation of each phase
-    (`mfu/<phase>`). null takes the vendor's number for the precision of a known GPU, and gives no utilisation on a CPU."""
+    """Peak rate of one device in 10**12 operations a second, for model FLOPs utilisation (`mfu/<phase>`). null takes the
+    vendor's number for the precision of a known GPU, and gives no utilisation on a CPU."""
     sinks: Annotated[tuple[SinkSection, ...], Field(strict=False)] = ()
     """Where metrics and samples go besides the run directory; each kind at most once."""
     samples_per_step: Count = 0
-    """Write this many of a step's prompts and completions, with their rewards, into `samples/` of the run directory and into
-    the sinks."""
+    """Write this many completions of a step, with prompt and reward, into `samples/` of the run directory and the sinks."""
     profile: ProfileSection | None = None
     """Profile some steps of some ranks; null for none."""
     memory_snapshot: bool = False
-    """Where a rank runs out of memory, write what held it into `memory/` of the run directory."""
+    """If a rank runs out of memory, write what held it into `memory/` of the run directory."""
 
 
 # What pip calls the module of a kind of sink.
@@ -79,7 +77,7 @@ MLFLOW_STORES = ("", "file", "http", "https")
 
 
 def telemetry_rules(recipe: Recipe) -> Violations:
-    """Sinks are installed, and samples and profiles are of steps and ranks that the run has."""
+    """Sinks that are not installed, and samples or profiles of steps and ranks that the run does not have."""
     section, kinds = recipe.telemetry, [sink.kind for sink in recipe.telemetry.sinks]
     for number, sink in enumerate(section.sinks):
         key = f"telemetry.sinks.{number}"
@@ -92,7 +90,7 @@ def telemetry_rules(recipe: Recipe) -> Violations:
         if sink.kind == "mlflow" and sink.uri is not None:
             if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", sink.uri):
                 hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)
-                rule = "holds a user or a password, and the recipe is kept beside every run and sent to its sinks"
+                rule = "holds a user or a password, and the recipe is kept with every run and sent to its sinks"
                 yield Violation(f"{key}.uri", hidden, rule, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
             scheme = sink.uri.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", sink.uri) else ""
             if scheme not in MLFLOW_STORES and not _is_installed("sqlalchemy"):
@@ -114,6 +112,6 @@ def telemetry_rules(recipe: Recipe) -> Violations:
 
 
 def _is_installed(module: str) -> bool:
-    # A folder wandb/ or mlflow/ in the working directory is found as well, but has no file of its own.
+    # A folder wandb/ or mlflow/ in the working directory is found too, but has no origin.
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

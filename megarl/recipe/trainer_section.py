@@ -22,11 +22,10 @@ class TrainerSection(Section):
     ranks: Positive
     """Trainer processes; the data-parallel size is what the layout leaves of them."""
     precision: Literal["fp32", "bf16", "fp16"]
-    """Number format of weights and activations in the trainer. Gradients add up in fp32 under each, and the optimizer keeps
-    fp32 weights and moments. `fp16` scales the loss; an update that overflows is skipped and counted
-    (`actor/skipped_updates`)."""
+    """Number format of weights and activations in the trainer. Gradients, the optimizer's weights and moments are fp32.
+    `fp16` scales the loss; an update that overflows is skipped and counted (`actor/skipped_updates`)."""
     initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
-    """The loss scale that `precision: fp16` starts with; it is lowered after overflows and raised after good updates."""
+    """First loss scale of `precision: fp16`; overflows lower it, good updates raise it."""
 
     @field_validator("initial_loss_scale")
     @classmethod
@@ -38,8 +37,8 @@ class TrainerSection(Section):
         return scale
 
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = None
-    """Transformer Engine's recipe of FP8 scales for the layers' matrix products, over `precision: bf16`; null for none.
-    Needs a GPU that has FP8."""
+    """Transformer Engine's FP8 recipe for the layers' matrix products, with `precision: bf16`; null for none. Needs a GPU
+    with FP8."""
 
     @field_validator("fp8")
     @classmethod
@@ -51,33 +50,30 @@ class TrainerSection(Section):
         return name
 
     collective_timeout_s: Seconds = 600.0
-    """Deadline of every collective; half of it is that of a machine which cannot be reached any more."""
+    """Deadline of every collective; half of it is the deadline of a machine that cannot be reached."""
     megatron: dict[str, Any] = {}
-    """Further options of Megatron's `TransformerConfig`, under Megatron's names, for every role. Fields that megarl sets
-    itself are refused, except the fusions."""
+    """Further fields of Megatron's `TransformerConfig`, for every role. Fields that megarl sets are refused, except the
+    fusions."""
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False
-    """Compile the arithmetic of log-probabilities and entropy with torch.compile. A rank whose compiler fails logs the error
-    and goes on without. Other ranks wait for one that compiles, at most for `watchdog.first_step_s`."""
+    """Compile log-probabilities and entropy with torch.compile. A rank whose compiler fails logs the error and runs eagerly.
+    Other ranks wait for a compiling rank at most `watchdog.first_step_s`."""
 
     @property
     def token_multiple(self) -> int:
-        """What FP8 products want the tokens of a rank to be a multiple of: their rows are scaled by 32 under `mxfp8`, and
-        their kernels take 16."""
-        if self.fp8 is None:
-            return 1
-        return 32 if self.fp8 == "mxfp8" else 16
+        """FP8 products need a multiple of this many tokens a rank: `mxfp8` scales 32 rows, other kernels take 16."""
+        return {None: 1, "mxfp8": 32}.get(self.fp8, 16)
 
 
-# Transformer Engine's FP8 products want the sizes of a weight to be multiples of this.
+# Transformer Engine's FP8 products need weight sizes that are multiples of this.
 FP8_MULTIPLE = 16
 
 
 _CONFIG = "megatron.core.transformer.transformer_config"
 
 
-# Fields of a TransformerConfig that megarl sets itself, and where a user sets what they say.
+# Fields of a TransformerConfig that megarl sets, by the recipe key for each.
 _OWNERS = {
     "model.path, whose config.json says it": """
         num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size normalization
@@ -106,7 +102,7 @@ _OWNERS = {
 }
 
 
-# Fields that megarl needs as they are.
+# Fields that must keep megarl's value.
 FIXED = frozenset(
     """hidden_dropout attention_dropout moe_grouped_gemm moe_token_dispatcher_type moe_router_dtype
     moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate moe_router_force_load_balancing

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.schedule.schedule import nearest_legal
+
 
 @dataclass(frozen=True)
 class Violation:
-    """One fault: the dotted key, the value found there, the rule it breaks, the nearest legal value or key."""
+    """One fault: the dotted key, its value, the rule that it breaks, and the nearest legal value or key."""
 
     key: str
     value: Any
@@ -29,7 +31,7 @@ class Violation:
 
 
 class RecipeError(ValueError):
-    """A recipe cannot run; `violations` holds every fault found."""
+    """A recipe cannot run; `violations` holds every fault."""
 
     def __init__(self, violations: list[Violation]) -> None:
         self.violations = violations
@@ -37,7 +39,7 @@ class RecipeError(ValueError):
 
 
 class _Marker:
-    """Stands where there is no value to show."""
+    """Shown where there is no value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -47,12 +49,10 @@ class _Marker:
 
 
 MISSING = _Marker("(missing)")
-
-
 GIVEN = _Marker("(given)")
 
 
-# How far from a wrong number a legal one is looked for; sizes in a recipe may be huge.
+# Legal numbers are searched this far from a wrong one; sizes in a recipe may be huge.
 SEARCH = 10_000
 
 
@@ -65,11 +65,8 @@ def closest_text(value: Any, options: Iterable[Any]) -> str:
 def closest_number(value: int, legal: Callable[[int], bool], high: int) -> str:
     """The legal number in 1 ... `high` nearest to the value, the smaller of two; '' where none is near."""
     start = min(max(value, 1), high)
-    for distance in range(min(high, SEARCH) + 1):
-        for candidate in (start - distance, start + distance):
-            if 1 <= candidate <= high and legal(candidate):
-                return str(candidate)
-    return ""
+    candidates = range(max(1, start - SEARCH), min(high, start + SEARCH) + 1)
+    return nearest_legal(filter(legal, candidates), value)
 
 
 Violations = Iterator[Violation]

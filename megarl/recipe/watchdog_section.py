@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
 
-# Below trainer.collective_timeout_s: the end of a collective names nobody.
+# Shares of trainer.collective_timeout_s: a collective that times out names no rank.
 FIRST_STEP_SHARE, STEP_SHARE = 0.8, 0.5
 
 
 class WatchdogSection(Section):
     first_step_s: Seconds | None = None
-    """How long a rank may stand in one phase or span before the end of its first step, which compiles and allocates; below
+    """How long a rank may stay in one phase or span in its first step, which compiles and allocates; below
     `trainer.collective_timeout_s`. null: 0.8 of that."""
     step_s: Seconds | None = None
     """The same in all later steps. null: half of `trainer.collective_timeout_s`, or `first_step_s` where that is less."""
     files_s: Seconds = 1800.0
-    """The same in phases that read or write files of the model: `start`, `load_checkpoint` and `checkpoint`."""
+    """The same in phases that read or write model files: `start`, `load_checkpoint` and `checkpoint`."""
     stacks_s: Seconds = 5.0
-    """How long the processes of a run that hangs may take to write their stacks before they are ended."""
+    """Time for the processes of a hanging run to write their stacks before they are killed."""
 
 
 def watchdog_rules(recipe: Recipe) -> Violations:
-    """The watchdog names a rank that hangs before a collective ends, which names no rank, and not while a rank compiles."""
+    """The watchdog must fire before a collective times out, which names no rank, and not while a rank compiles."""
     section, trainer, (first_step_s, _) = recipe.watchdog, recipe.trainer, recipe.standing_s
     for key, seconds in (("first_step_s", section.first_step_s), ("step_s", section.step_s)):
         if seconds is None:

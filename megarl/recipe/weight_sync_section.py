@@ -18,60 +18,56 @@ if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
 
-# Bytes of a bucket where the recipe gives none: on a CPU two fit its cache, on a GPU the host waits for the device at each.
+# Default bytes of a bucket: two fit a CPU's cache; on a GPU the host waits for the device once a bucket.
 BUCKET_BYTES = {"cpu": 4 << 20, "gpu": 128 << 20}
 
 
 class WeightSyncSection(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
-    """How new weights reach the engines. On one machine: `shared_memory`, of the host; or `cuda_ipc`, where trainer ranks
-    write into the memory of an engine's GPU. As messages, one copy for all engines of a machine: `gloo` from host to host,
-    `nccl` from GPU to GPU, where `rollout.placement: separate` gives each trainer rank and each worker a GPU of its own.
-    `auto` takes `shared_memory` or `cuda_ipc` where trainer ranks and engines are on one machine, else `nccl` between GPUs
-    that are apart, else `gloo`. Where two GPUs of the machine cannot reach each other's memory it takes `nccl` or
-    `shared_memory` in the place of `cuda_ipc`."""
+    """How new weights reach the engines. On one machine: the host's `shared_memory`, or `cuda_ipc`, where trainer ranks
+    write into the memory of an engine's GPU. Between machines, one copy for all engines of a machine: `gloo` from host to
+    host, or `nccl` from GPU to GPU, if `rollout.placement: separate` gives each trainer rank and worker its GPU. `auto`
+    takes `shared_memory` or `cuda_ipc` on one machine, else `nccl` between separate GPUs, else `gloo`; `nccl` or
+    `shared_memory` replace `cuda_ipc` where GPUs cannot reach each other's memory."""
     mode: Literal["reshard", "checkpoint"] = "reshard"
-    """`reshard` sends each worker the parts that it holds, by megarl's table of the model. `checkpoint` sends every worker
-    the whole model, tensor by tensor, to vLLM's own loader: slower, and needs no table of vLLM's parameters."""
+    """`reshard` sends each worker its shards, by megarl's weight map of the model. `checkpoint` sends every worker the whole
+    model, tensor by tensor, for vLLM's loader: slower, and needs no weight map."""
     wire: Literal["full", "delta"] = "full"
-    """`full` sends weights as they are. `delta` sends what changed since the version before, bit for bit: for links slower
-    than a core finds the differences, 0.3 to 0.8 GB/s, so with `transport: gloo` alone. A trainer rank keeps a copy of what
-    it sends, and a worker of what it receives, in the host's memory."""
+    """`full` sends all weights. `delta` sends the exact changes since the last version: for links slower than 0.3 to 0.8
+    GB/s, at which a core finds the changes, so only with `transport: gloo`. Trainer ranks keep a copy of what they send, and
+    workers of what they receive, in the host's memory."""
     verify: Literal["all", "sampled"] = "all"
-    """Which of the boxes that arrive on a GPU are checked against their checksums: `all`; or one in sixteen, in every
-    version others, and always the first of what one rank wrote into a bucket. Elsewhere all are."""
+    """Boxes on a GPU whose checksum is verified: `all`; or `sampled`, the first box of each rank in a bucket and one in
+    sixteen, different ones in each version. On hosts all boxes are verified."""
     bucket_bytes: Positive | None = None
-    """Size of a bucket. Weights travel in buckets that are used again and again: two for each worker of an engine, which
-    shared memory, or the engine's GPU, must have room for. A row of the largest matrix must fit. `null`: 4 MiB in the
-    host's memory, of which both fit a CPU's cache; 128 MiB in a GPU's (`cuda_ipc`, `nccl`), where the host waits for the
-    device once a bucket."""
+    """Size of a bucket. Each worker of an engine has two, in shared memory or on its GPU. A row of the largest matrix must
+    fit. `null`: 4 MiB in the host's memory, where both fit a CPU's cache; 128 MiB on a GPU (`cuda_ipc`, `nccl`), where the
+    host waits for the device once a bucket."""
     timeout_s: Seconds = 120.0
-    """How long a trainer rank waits for an engine to read the next bucket before it gives that one up; an engine waits
-    longer for a rank. Other waits of a sync are multiples of it, too, which errors name; what vLLM does with the weights
-    once they are there counts in the wait for an engine's report."""
+    """How long a trainer rank waits for an engine to read a bucket before it gives the engine up. Other waits of a sync are
+    multiples of it; loading in vLLM counts in the wait for an engine's report."""
     retries: Count = 1
-    """How often weights that arrived with wrong bytes are sent again to the same engine before the run ends."""
+    """How often weights that arrive with wrong bytes are sent to an engine again before the run ends."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """What becomes of completions that an engine still generates when new weights come. `wait`: they are finished first, for
-    which `rollout.timeout_s` is the deadline. `keep`: they go on under the new weights, and have both versions. `abort`:
-    groups that are not complete are generated again under the new weights. A step waits for all of its rollouts before it
-    updates, so that a run has nothing in flight yet."""
+    """Completions that an engine still generates when new weights come. `wait`: finish them first, within
+    `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: generate incomplete groups
+    again under the new weights. A step waits for all of its rollouts before it updates, so nothing is in flight yet."""
 
 
-# What lies beside a row in a bucket takes at most this many bytes (`weight_sync/stream.py`).
+# Most bytes of a bucket that are not of a row (`weight_sync/stream.py`).
 BESIDE_ROW_BYTES = 256
 
 
 def weight_sync_rules(recipe: Recipe) -> Violations:
-    """The transport reaches the engines, and carries the chosen wire format and mode."""
+    """Transports that do not reach the engines, or do not carry the chosen wire format and mode."""
     section, rollout = recipe.weight_sync, recipe.rollout
     if section.transport == "nccl" and rollout.placement == "colocated":
         # A process group of NCCL has one member a GPU, and a sync's group has trainer ranks and workers.
         rule = "needs a GPU for each trainer rank and each worker, and rollout.placement is colocated"
         yield Violation("weight_sync.transport", "nccl", rule, "auto, or rollout.placement: separate")
     if section.mode == "checkpoint" and rollout.expert_parallel:
-        # vLLM's loaders (0.32; not DeepSeek's) finish an expert layer once the worker's experts are there, and then have
-        # no place for those of other ranks.
+        # vLLM's loaders (0.32; not DeepSeek's) finish an expert layer once the worker's experts have arrived, and then
+        # cannot take those of other ranks.
         rule = "vLLM cannot reload experts that rollout.expert_parallel shards over ranks"
         yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
     if recipe.actor.router_replay and section.in_flight == "keep":
@@ -92,7 +88,7 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
 
 
 def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
-    """megarl knows where vLLM holds the weights, and a bucket holds the longest row. For layouts that divide the model."""
+    """Models that cannot be resharded, and buckets that are too small, for layouts that divide the model."""
     section, rollout, key = recipe.weight_sync, recipe.rollout, "weight_sync.bucket_bytes"
     if rollout.replay is not None:
         return

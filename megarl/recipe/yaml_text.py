@@ -1,7 +1,7 @@
 """YAML text and `key=value` overrides to plain data, with every fault as a violation; and plain data to YAML.
 
 PyYAML reads YAML 1.1, in which `1e-5` is text, `no` and `on` are booleans, `010` is 8, `1:30` is 90, `2026-11-25` is a date,
-and a key that is given twice wins silently. Here scalars mean what they mean in YAML 1.2, and each key stands once.
+and a key that is given twice wins silently. Here scalars have the meaning of YAML 1.2, and a repeated key is an error.
 """
 
 from __future__ import annotations
@@ -85,29 +85,26 @@ def read_yaml(path: str | Path) -> tuple[dict[str, Any] | None, list[Violation]]
     """The mapping in a recipe file, or None and what is wrong with the file."""
     file = Path(path)
 
-    def refuse(value: Any, rule: str, nearest: str = "") -> tuple[None, list[Violation]]:
-        return None, [Violation("recipe", value, rule, nearest)]
+    def refuse(rule: str, nearest: str = "") -> tuple[None, list[Violation]]:
+        return None, [Violation("recipe", str(path), rule, nearest)]
 
     if not file.is_file():
-        siblings = sorted(str(one) for one in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
+        siblings = sorted(map(str, file.parent.glob("*.y*ml"))) if file.parent.is_dir() else []
         close = difflib.get_close_matches(str(file), siblings, 1) or siblings[:1]
-        return refuse(str(path), "is no file" if file.exists() else "the file does not exist", "".join(close))
+        return refuse("is no file" if file.exists() else "the file does not exist", "".join(close))
     try:
         data = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
-        return refuse(str(path), f"cannot be read: {error.strerror}")
+        return refuse(f"cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:
-        return refuse(str(path), f"is not UTF-8 text (byte {error.start})")
+        return refuse(f"is not UTF-8 text (byte {error.start})")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return refuse(str(path), f"is not valid YAML: {_one_line(error)}")
+        return refuse(f"is not valid YAML: {_one_line(error)}")
     if data is None:
-        return refuse(str(path), "the file is empty; a recipe is a mapping of sections", "run: {name: ..., steps: ...}")
+        return refuse("the file is empty; a recipe is a mapping of sections", "run: {name: ..., steps: ...}")
     if not isinstance(data, dict):
-        return refuse(
-            str(path),
-            f"holds a {type(data).__name__}; a recipe is a mapping of sections",
-            "run: {name: ..., steps: ...}",
-        )
+        rule = f"holds a {type(data).__name__}; a recipe is a mapping of sections"
+        return refuse(rule, "run: {name: ..., steps: ...}")
     return data, []
 
 
@@ -132,7 +129,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> list[Violatio
 
 
 def _set(data: Any, parts: list[str], value: Any) -> Violation | None:
-    """Put `value` at the path; sections that are absent or null are made."""
+    """Put `value` at the path; create sections that are absent or null."""
     here = data
     for depth, part in enumerate(parts):
         key: Any = part

@@ -2,9 +2,8 @@
 
 from megarl.schedule.compare import Executed, PlanMismatch, Summary, Turn, compare, refuse_unlike
 from megarl.schedule.cost import Cost
-from megarl.schedule.plan import MicroBatch, MiniBatch, Plan, Quality, plan_phase, quality
+from megarl.schedule.phase_plan import MicroBatch, MiniBatch, Plan, Quality, most_rows_behind_prompts, plan_phase, quality
 from megarl.schedule.schedule import Schedule, bubble_share, violations, worst_case_micro_batches
-from megarl.schedule.share import most_rows_behind_prompts
 
 __all__ = [
     "Cost",

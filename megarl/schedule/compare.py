@@ -1,4 +1,4 @@
-"""What ran equals what was planned: the engine returns the shapes it executed, and this compares them."""
+"""Compare what ran with the plan: a role returns the shapes that it executed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.schedule.plan import MiniBatch, Plan
+from megarl.schedule.phase_plan import MiniBatch, Plan
 
 
 class PlanMismatch(AssertionError):
-    """An engine ran something other than its plan, or ranks have planned unlike; only a bug can do that."""
+    """A role ran something other than its plan, or ranks have different plans; only a bug can do that."""
 
 
 class Summary(NamedTuple):
@@ -31,7 +31,7 @@ class Summary(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What a rank is about to run: which phase of which step, and the plan of it."""
+    """What a rank is about to run: step, phase and plan."""
 
     step: int
     phase: str
@@ -39,13 +39,13 @@ class Turn(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """63 bits that are others where anything of it is."""
+        """63 bits that differ where step, phase or plan differ."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
 
 def refuse_unlike(turns: Sequence[Turn]) -> None:
-    """Raise PlanMismatch where a rank is about to run something else than rank 0, with both values: ranks that run unequal
-    forward passes would wait for each other for ever. `turns` are those of all ranks, in rank order."""
+    """Raise PlanMismatch, with both values, where a rank is about to run something else than rank 0: ranks with different
+    forward passes would wait for each other forever. `turns` are those of all ranks, in rank order."""
     first = turns[0]
     for rank, turn in enumerate(turns):
         if turn.step != first.step:
@@ -55,7 +55,7 @@ def refuse_unlike(turns: Sequence[Turn]) -> None:
         if turn.plan != first.plan:
             raise PlanMismatch(
                 f"phase {first.phase} of step {first.step}: rank 0 has planned {first.plan}, and rank {rank} {turn.plan}; "
-                "they were given other lengths, seeds or schedules"
+                "their lengths, seeds or schedules differ"
             )
 
 
@@ -79,11 +79,12 @@ def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
             f"{where}: executed reports {len(executed.sequences)} sequence counts, {len(executed.tokens)} token counts and "
             f"{len(executed.slots)} slot counts"
         )
-    planned = [(len(one.samples), one.tokens, one.slots) for one in mini_batch.micro_batches[data_rank]]
+    rank = mini_batch.micro_batches[data_rank]
+    planned = [(len(micro_batch.samples), micro_batch.tokens, micro_batch.slots) for micro_batch in rank]
     ran = list(zip(executed.sequences, executed.tokens, executed.slots, strict=True))
-    for number, (expected, found) in enumerate(zip(planned, ran, strict=False)):
-        if expected != found:
-            raise PlanMismatch(f"{where}, micro-batch {number}: planned {_shape(expected)}, executed {_shape(found)}")
+    for number, (expected, actual) in enumerate(zip(planned, ran, strict=False)):
+        if expected != actual:
+            raise PlanMismatch(f"{where}, micro-batch {number}: planned {_shape(expected)}, executed {_shape(actual)}")
     if len(planned) != len(ran):
         raise PlanMismatch(f"{where}: planned {len(planned)} micro-batches, executed {len(ran)}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ class Schedule:
     """How one phase splits its batch: exactly one of `sequences` and `max_tokens` per micro-batch.
 
     `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts sequences over all
-    data-parallel ranks; None (a forward phase) takes the whole batch. With `share_prompts` the sequences of a group that are
-    in one micro-batch have their prompt in it once.
+    data-parallel ranks; None (a forward phase) takes the whole batch. With `share_prompts` a prompt runs once for the
+    sequences of its group in a micro-batch.
     """
 
     phase: str
@@ -76,7 +76,7 @@ def _fewest_for_longest(schedule: Schedule, share: int, layout: Layout, longest:
 
 
 def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 1) -> float:
-    """Share of a pipeline's time that its stages idle while it fills and drains, micro-batches being alike.
+    """Share of a pipeline's time that its stages idle while it fills and drains, for equal micro-batches.
 
     (p - 1) / (v * m + p - 1): 1F1B, interleaved with v chunks a stage (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
     """
@@ -84,8 +84,8 @@ def bubble_share(num_micro_batches: int, pipeline: int, virtual_pipeline: int = 
 
 
 class ScheduleFault(NamedTuple):
-    """A number that a layout cannot run, and the nearest that it can: `field` is a key below `phases.<phase>`, or "" for the
-    batch as a whole."""
+    """A number that a layout cannot run, and the nearest that it can. `field` is a key below `phases.<phase>`, or "" for the
+    whole batch."""
 
     phase: str
     field: str
@@ -118,18 +118,18 @@ def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_seque
     faults = []
     if num_sequences % size:
         rule = f"must divide the {num_sequences} sequences of a step"
-        faults.append(ScheduleFault(phase, field, size, rule, _nearest(legal, size)))
+        faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
     elif size % data:
         rule = f"must be a multiple of the data-parallel size {data}"
         legal = legal or [max(step, share) * data, max(step, share + 1) * data]
-        faults.append(ScheduleFault(phase, field, size, rule, _nearest(legal, size)))
+        faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
     elif share < step:
         rule = f"gives each of {data} data-parallel ranks {share}, and {runs_by}"
-        faults.append(ScheduleFault(phase, field, size, rule, _nearest(legal, size)))
+        faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
     elif schedule.sequences is not None and ceil(share, schedule.sequences) % step:
         legal = [n for n in range(1, share + 1) if ceil(share, n) % step == 0]
         rule = f"divides {share} sequences a rank into {ceil(share, schedule.sequences)} micro-batches, and {runs_by}"
-        nearest = _nearest(legal, schedule.sequences)
+        nearest = nearest_legal(legal, schedule.sequences)
         rule += "" if nearest else "; no number of sequences gives a legal count: use max_tokens"
         faults.append(ScheduleFault(phase, "micro_batch.sequences", schedule.sequences, rule, nearest))
     elif schedule.max_tokens is not None:
@@ -145,8 +145,9 @@ def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_seque
     return faults
 
 
-def _nearest(legal: Sequence[int], value: int) -> str:
-    return str(min(legal, key=lambda number: abs(number - value))) if legal else ""
+def nearest_legal(legal: Iterable[int], value: int) -> str:
+    """The legal number nearest to the value, the smaller of two; "" without a legal number."""
+    return str(min(legal, key=lambda number: (abs(number - value), number), default=""))
 
 
 def ceil(count: int, unit: int) -> int:

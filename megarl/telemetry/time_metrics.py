@@ -16,9 +16,7 @@ from typing import Any
 from megarl.models import ModelShape
 from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
-from megarl.planner.roles import Adapters, Frozen
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
-from megarl.recipe.role_sections import FreezeSection
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
 from megarl.telemetry.metrics_file import duration
@@ -270,15 +268,9 @@ def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -
     if phase not in UPDATE_PHASES:
         return partial(forward_flops, shape, critic=has_value_head)
     section = recipe.actor if role == "actor" else recipe.critic
-    frozen = (section.freeze if section is not None else None) or FreezeSection()
+    freeze = None if section is None else section.freeze
     lora = recipe.actor.lora if role == "actor" else None
-    return partial(
-        update_flops,
-        shape,
-        critic=has_value_head,
-        adapters=None if lora is None else Adapters(lora.rank, lora.targets),
-        frozen=Frozen(frozen.embedding, frozen.head, frozen.norms, frozen.layers),
-    )
+    return partial(update_flops, shape, critic=has_value_head, lora=lora, freeze=freeze)
 
 
 # The run ----------------------------------------------------------------------------------------------------------------

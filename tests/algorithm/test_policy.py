@@ -12,7 +12,7 @@ from megarl.algorithm import PolicyTokens, policy_loss
 from megarl.algorithm.policy import Loss, cispo, clip, gspo, load_policy_loss, policy_gradient
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_section import PolicyLossSection
-from megarl.recipe.structure import kinds, sections_of
+from megarl.recipe.load import kinds, sections_of
 
 # Empty, of one token, and longer; ratios near 1, and beyond every bound.
 LENGTHS = (3, 1, 0, 5, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.planner.advice import ALIKE, WORTHWHILE, Advice, advise, fit
+from megarl.planner.advice import ALIKE, WORTHWHILE, PlanAdvice, advise, fit
 from megarl.planner.forecast import Forecast
 from megarl.recipe.sizes import GIB
 from tests.planner_cases import forecast_of, write_qwen, write_small
@@ -80,11 +80,11 @@ RARE = {"share and cache too large", "share too small", "virtual pipeline in sin
 OF_QWEN = [pytest.param(name, marks=[pytest.mark.nightly] if name in RARE else []) for name in QWEN]
 
 
-def advice_on(found: Forecast) -> list[Advice]:
+def advice_on(found: Forecast) -> list[PlanAdvice]:
     return [*fit(found), *advise(found)]
 
 
-def measured(found: Forecast, one: Advice) -> float:
+def measured(found: Forecast, one: PlanAdvice) -> float:
     """What the forecast says of an advice's measure."""
     if one.measure == "engine_bytes":
         engines, device = found.job.engines, found.job.device_bytes
@@ -92,7 +92,7 @@ def measured(found: Forecast, one: Advice) -> float:
         return int(engines.utilization * device) if engines.utilization is not None else engines.memory.total
     phase = next(phase for phase in found.phases if phase.phase == one.phase)
     if one.measure == "device_bytes":
-        return phase.worst_memory.total + found.job.beside_bytes
+        return phase.worst_memory.total + found.job.bytes_during_training
     value = getattr(phase.quality, one.measure)
     assert isinstance(value, int | float)
     return value

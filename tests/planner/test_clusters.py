@@ -11,10 +11,9 @@ import yaml
 
 from megarl.planner.flops import sequence_cost
 from megarl.planner.forecast import forecast_phase, job_of
-from megarl.planner.nodes import find_placement
-from megarl.planner.placement import PlacementError
+from megarl.planner.placement import PlacementError, find_placement
 from megarl.recipe import load_recipe
-from megarl.recipe.rules import NOT_RUN
+from megarl.recipe.load import NOT_RUN
 from megarl.schedule import plan_phase
 from tests.cluster_cases import MODELS
 from tests.planner_cases import document_of

@@ -9,14 +9,15 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.planner.advice import fit
-from megarl.planner.engine_memory import Engines
+from megarl.planner.device_memory import BatchLimits, DeviceMemory, resident, resting
+from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.forecast import Forecast, Job, engine_room, job_of, on_devices
 from megarl.planner.lengths import Lengths
-from megarl.planner.memory import BatchLimits, Memory, resident, resting
-from megarl.planner.roles import Role, Savings
+from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
+from megarl.recipe.role_sections import MemorySection
 from megarl.recipe.sizes import GIB, memory_roles
-from tests.planner_cases import forecast_of, write_qwen
+from tests.planner_cases import forecast_of, planned_role, write_qwen
 
 SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"
 AUTOMATIC = [f"phases.{phase}.micro_batch.max_tokens=auto" for phase in ("actor_update", "actor_logprob")]
@@ -33,21 +34,23 @@ WEIGHTS = 2344 * 4
 WORKING = 7680 + 4480
 
 
-def engines(placement: str, shared: bool, count: int = 1, utilization: float | None = None) -> Engines:
-    return Engines(TINY, count, RolloutLayout(), "fp32", 1000, 3, 10, utilization, placement, shared)
+def engines(placement: str, shared: bool, count: int = 1, utilization: float | None = None) -> PlannedEngines:
+    return PlannedEngines(TINY, count, RolloutLayout(), "fp32", 1000, 3, 10, utilization, placement, shared)
 
 
-def roles(offload: str) -> tuple[Role, ...]:
+def roles(offload: str) -> tuple[PlannedRole, ...]:
     """An actor on two ranks, and a reference: both whole on each of them, the optimizer cut over both."""
     layout = Layout(data=2)
     return (
-        Role("actor", TINY, layout, "fp32", trained=True, savings=Savings(offload=offload)),
-        Role("reference", TINY, layout, "fp32", trained=False, savings=Savings(offload=offload)),
+        planned_role("actor", TINY, layout, "fp32", trained=True, memory=MemorySection.model_validate({"offload": offload})),
+        planned_role(
+            "reference", TINY, layout, "fp32", trained=False, memory=MemorySection.model_validate({"offload": offload})
+        ),
     )
 
 
 def test_a_worker_needs_its_weights_cache_and_working_memory() -> None:
-    assert engines("separate", False).memory == Memory(weights=WEIGHTS, engine=1000, logits=7680, activations=4480)
+    assert engines("separate", False).memory == DeviceMemory(weights=WEIGHTS, engine=1000, logits=7680, activations=4480)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_a_worker_needs_its_weights_cache_and_working_memory() -> None:
 )
 def test_engines_beside_a_trainer_that_works(placement: str, shared: bool, awake: int, beside: int) -> None:
     three = engines(placement, shared, count=3)
-    assert (three.awake_bytes(2, None), three.beside_bytes(2)) == (awake, beside)
+    assert (three.awake_bytes(2, None), three.bytes_during_training(2)) == (awake, beside)
 
 
 def test_a_stated_share_counts_on_gpus_where_it_is_more_than_is_needed() -> None:
@@ -86,13 +89,13 @@ def test_roles_at_rest_hold_what_is_not_moved_away(offload: str, at_rest: int, i
     assert resting(roles(offload), "actor").total == in_sync
 
 
-def job_with(one: Engines, offload: str = "none", device_bytes: int = 100_000) -> Job:
+def job_with(one: PlannedEngines, offload: str = "none", device_bytes: int = 100_000) -> Job:
     """A job of which the memory of roles and engines alone is asked."""
     return Job(roles(offload), (), Lengths((), (), ""), BatchLimits(1, 1, 1, 1), 1, one, device_bytes=device_bytes)
 
 
 ENGINE = WEIGHTS + 1000 + WORKING  # 22,536
-TRAINER = {"actor_update": Memory(weights=60_000)}
+TRAINER = {"actor_update": DeviceMemory(weights=60_000)}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ TRAINER = {"actor_update": Memory(weights=60_000)}
         ),
     ],
 )
-def test_the_fullest_device_of_each_phase(one: Engines, offload: str, totals: dict[str, int], room: int) -> None:
+def test_the_fullest_device_of_each_phase(one: PlannedEngines, offload: str, totals: dict[str, int], room: int) -> None:
     job = job_with(one, offload)
     assert {phase: held.total for phase, held in on_devices(job, TRAINER).items()} == totals
     assert engine_room(job, list(TRAINER.values())) == room
@@ -169,7 +172,7 @@ def test_an_automatic_cap_leaves_room_for_engines_that_stay_awake_alone(tmp_path
     }.items():
         found = forecast_of(file, [*AUTOMATIC, *overrides])
         assert found.fits, name
-        caps[name] = job_of(load_recipe(file, [*AUTOMATIC, *overrides])).schedule("actor_update")
+        caps[name] = job_of(load_recipe(file, [*AUTOMATIC, *overrides])).schedules[-1]
     largest = {name: schedule.max_tokens for name, schedule in caps.items() if schedule is not None}
     assert largest["turns"] == largest["apart"] == largest["share"]
     assert (largest["host"] or 0) < (largest["turns"] or 0)
@@ -177,7 +180,7 @@ def test_an_automatic_cap_leaves_room_for_engines_that_stay_awake_alone(tmp_path
 
 def test_engines_that_have_too_little_room_are_told_why(tmp_path: Path) -> None:
     file, large = write_qwen(tmp_path), "rollout.kv_cache_bytes=75161927680"
-    said = {"at rest": [], "device of its own": [SEPARATE], "for each of 8 on this machine": [CPU]}
+    said = {"idle roles": [], "device of its own": [SEPARATE], "for each of 8 on this machine": [CPU]}
     for text, overrides in said.items():
         (one,) = [one for one in fit(forecast_of(file, [large, *overrides])) if one.kind == "engine"]
         assert text in one.text

@@ -12,7 +12,8 @@ from megarl.models.megatron_weights import parameter_sizes
 from megarl.planner.activations import MASK_ROWS, mask_bytes
 from megarl.planner.engine_memory import cache_width
 from megarl.planner.flops import product_flops
-from megarl.planner.roles import Role, attention_weights, layer_weights, matrix_weights
+from megarl.planner.roles import attention_weights, layer_weights, matrix_weights
+from tests.planner_cases import planned_role
 
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -68,6 +69,6 @@ def test_masks_are_as_high_as_the_engine_makes_them():
     from megarl.models.attention import BLOCK
 
     assert MASK_ROWS == BLOCK
-    role = Role("actor", SHAPES[3], Layout(), "fp32", trained=True)
+    role = planned_role("actor", SHAPES[3], Layout(), "fp32", trained=True)
     assert mask_bytes(role, 7) == 0
     assert mask_bytes(role, 8) == BLOCK * (BLOCK + 7) * 4

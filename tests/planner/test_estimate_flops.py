@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.shape import Experts
 from megarl.planner.flops import executed_flops, forward_flops, update_flops
-from megarl.planner.roles import Adapters, Frozen, Role, Savings
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection
 from megarl.schedule import Schedule, plan_phase
 from tests.engine_cases import engine, objective_of, random_batch, start
 from tests.memory_cases import HEADS, MODELS, write_model
+from tests.planner_cases import planned_role
 from tests.ranks import run_ranks
 
 LENGTHS = [(5, 40), (70, 10), (3, 1), (100, 60)]
@@ -62,12 +63,16 @@ def test_operations_are_those_of_the_engine(tmp_path: Path, role: str) -> None:
     assert update == pytest.approx(3 * counted + again, rel=0.01)
 
 
+def selective(modules: Any) -> MemorySection:
+    return MemorySection(recompute="selective", recompute_modules=modules)
+
+
 MODULES = ("core_attn", "mlp")
 UPDATES = (
-    (Savings("full"), Frozen(), None),
-    (Savings("selective", modules=MODULES), Frozen(), None),
-    (Savings(), Frozen(embedding=True, layers=2), None),
-    (Savings("full"), Frozen(), LoraSection(rank=8, alpha=8.0)),
+    (MemorySection(recompute="full"), FreezeSection(), None),
+    (selective(MODULES), FreezeSection(), None),
+    (MemorySection(), FreezeSection(embedding=True, layers=2), None),
+    (MemorySection(recompute="full"), FreezeSection(), LoraSection(rank=8, alpha=8.0)),
 )
 
 
@@ -76,10 +81,7 @@ def count_updates(directory: str) -> list[int]:
     place, found = start(Layout()), []
     schedule = Schedule("actor_update", max_tokens=200, mini_batch=len(LENGTHS))
     for savings, frozen, lora in UPDATES:
-        memory = MemorySection.model_validate({"recompute": savings.recompute, "recompute_modules": savings.modules})
-        trained = engine(
-            directory, place, "actor", lr=1e-3, memory=memory, frozen=FreezeSection(**asdict(frozen)), lora=lora
-        )
+        trained = engine(directory, place, "actor", lr=1e-3, memory=savings, frozen=frozen, lora=lora)
         batch = random_batch(trained.shape.vocab, LENGTHS)
         (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), Layout(), 0).mini_batches
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
@@ -95,8 +97,7 @@ def test_an_update_runs_what_recompute_adapters_and_frozen_layers_make_of_it(tmp
     masked = sum(2 * queries * total * (total - 1) for total in map(sum, LENGTHS))  # of a layer's forward pass, in torch
     passes = (4 * SHAPE.num_layers, 4 * SHAPE.num_layers, 3 * SHAPE.num_layers - 2 * 2, 4 * SHAPE.num_layers)
     for (savings, frozen, lora), found, times in zip(UPDATES, counted, passes, strict=True):
-        adapters = None if lora is None else Adapters(lora.rank, lora.targets)
-        role = Role("actor", SHAPE, Layout(), "fp32", True, savings=savings, frozen=frozen, adapters=adapters)
+        role = planned_role("actor", SHAPE, Layout(), "fp32", True, memory=savings, freeze=frozen, lora=lora)
         expected = sum(executed_flops(role, sum(pair), pair[1]) for pair in LENGTHS) + times * masked
         assert found == pytest.approx(expected, rel=0.01), (savings, frozen, lora)
 
@@ -118,12 +119,12 @@ def test_one_rotary_table_is_kept_for_sequences_of_every_length(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("savings", "parts"), [
-    (Savings("selective"), "products"), (Savings("selective", modules=("mlp", "layernorm")), "dense"),
-    (Savings("selective", modules=("moe",)), "experts"), (Savings("selective", modules=("shared_experts",)), "shared"),
-    (Savings("selective", modules=("moe_act",)), ""), (Savings("full"), "products dense experts attention"),
-    (Savings("full", method="block", num_layers=1), "dense products/3 attention/3"),
+    (MemorySection(recompute="selective"), "products"), (selective(("mlp", "layernorm")), "dense"),
+    (selective(("moe",)), "experts"), (selective(("shared_experts",)), "shared"),
+    (selective(("moe_act",)), ""), (MemorySection(recompute="full"), "products dense experts attention"),
+    (MemorySection(recompute="full", recompute_method="block", recompute_num_layers=1), "dense products/3 attention/3"),
 ])  # fmt: skip
-def test_each_module_of_recompute_costs_its_own_operations(savings: Savings, parts: str) -> None:
+def test_each_module_of_recompute_costs_its_own_operations(savings: MemorySection, parts: str) -> None:
     """Three layers, the first dense, counted matrix by matrix for one sequence of 10 tokens."""
     experts = Experts(count=64, per_token=2, ffn=16, shared_ffn=32, first_dense=1)
     shape = replace(SHAPE, num_layers=3, hidden=8, heads=2, groups=1, head_dim=4, ffn=48, vocab=10, experts=experts)
@@ -135,9 +136,9 @@ def test_each_module_of_recompute_costs_its_own_operations(savings: Savings, par
         "shared": 2 * 2 * 10 * 3 * 8 * 32,
     }
     again = sum(counts[name] // int(share or 1) for name, _, share in (part.partition("/") for part in parts.split()))
-    critic = Role("critic", shape, Layout(), "bf16", True)
+    critic = planned_role("critic", shape, Layout(), "bf16", True)
     assert executed_flops(critic, 10, 5) == update_flops(shape, 10, 5, critic=True)
-    assert executed_flops(replace(critic, savings=savings), 10, 5) == update_flops(shape, 10, 5, critic=True) + again
+    assert executed_flops(replace(critic, memory=savings), 10, 5) == update_flops(shape, 10, 5, critic=True) + again
 
 
 def test_frozen_layers_behind_a_frozen_embedding_have_no_backward_pass() -> None:
@@ -147,8 +148,8 @@ def test_frozen_layers_behind_a_frozen_embedding_have_no_backward_pass() -> None
     layer = forward_flops(replace(shape, num_layers=1), 5, 0)
     head = forward_flops(shape, 5, 2) - 2 * layer
     linear = layer - SHAPE.heads * SHAPE.head_dim * 2 * 2 * 15
-    assert update_flops(shape, 5, 2, frozen=Frozen(layers=1)) == 6 * layer - linear + 3 * head
-    assert update_flops(shape, 5, 2, frozen=Frozen(embedding=True, layers=1)) == 4 * layer + 2 * head
+    assert update_flops(shape, 5, 2, freeze=FreezeSection(layers=1)) == 6 * layer - linear + 3 * head
+    assert update_flops(shape, 5, 2, freeze=FreezeSection(embedding=True, layers=1)) == 4 * layer + 2 * head
 
 
 def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
@@ -159,9 +160,9 @@ def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
     linear, products, head = 2 * 3 * 2 * matrices, 2 * 2 * 2 * 8 * pairs, 2 * 8 * 10 * 2
     assert forward_flops(shape, 3, 2) == linear + products + head
     assert update_flops(shape, 3, 2) == 3 * (linear + products + head)
-    assert update_flops(shape, 3, 2, frozen=Frozen(head=True, layers=1)) == 2.5 * linear + 3 * products + 2 * head
+    assert update_flops(shape, 3, 2, freeze=FreezeSection(head=True, layers=1)) == 2.5 * linear + 3 * products + 2 * head
     adapters = 2 * 3 * 2 * 4 * ((16 + 8) + (8 + 8))  # of rank 4: qkv gives 16 rows, proj 8
-    found = update_flops(shape, 3, 2, adapters=Adapters(4, ("qkv", "proj")))
+    found = update_flops(shape, 3, 2, lora=LoraSection(rank=4, alpha=1.0, targets=("qkv", "proj")))
     assert found == 2 * linear + 3 * products + 2 * head + 3 * adapters
 
 

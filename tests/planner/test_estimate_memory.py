@@ -16,21 +16,23 @@ from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, rank_segments
 from megarl.planner import activations
 from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
-from megarl.planner.memory import (
+from megarl.planner.device_memory import (
     FRAGMENTATION,
     BatchLimits,
+    DeviceMemory,
     Load,
-    Memory,
     largest_cap,
     micro_batches_held,
     peak,
     resident,
     working,
 )
-from megarl.planner.roles import Frozen, Role, Savings, stage_weights
+from megarl.planner.roles import PlannedRole, stage_weights
+from megarl.recipe.role_sections import FreezeSection, MemorySection
+from megarl.schedule.phase_plan import most_rows_behind_prompts
 from megarl.schedule.schedule import Schedule, in_micro_batch
-from megarl.schedule.share import most_rows_behind_prompts
 from tests.memory_cases import CASES, HEADS, MODELS, Case, measure
+from tests.planner_cases import planned_role
 
 # The model's target is 10 % (benchmarks/memory.py); here it is within 2 %, and most terms, lost, make more than 3 %.
 TOLERANCE = 0.03
@@ -94,7 +96,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 
 @st.composite
-def roles(draw: st.DrawFn, trained: bool = True) -> Role:
+def roles(draw: st.DrawFn, trained: bool = True) -> PlannedRole:
     tensor = draw(st.sampled_from([1, 2, 4]))
     layout = Layout(
         tensor,
@@ -103,39 +105,41 @@ def roles(draw: st.DrawFn, trained: bool = True) -> Role:
         sequence_parallel=tensor > 1 and draw(st.booleans()),
     )
     name = draw(st.sampled_from(["actor", "critic"]))
-    return Role(name, draw(shapes()), layout, draw(st.sampled_from(["fp32", "bf16"])), trained, draw(st.booleans()))
+    return planned_role(
+        name, draw(shapes()), layout, draw(st.sampled_from(["fp32", "bf16"])), trained, entropy_bonus=draw(st.booleans())
+    )
 
 
 @given(roles(), st.data())
-def test_weights_are_those_a_rank_loads(role: Role, data: st.DataObject) -> None:
+def test_weights_are_those_a_rank_loads(role: PlannedRole, data: st.DataObject) -> None:
     layout = role.layout
     stage = data.draw(st.integers(0, layout.pipeline - 1))
     tensor_rank = data.draw(st.integers(0, layout.tensor - 1))
     loaded = sum(
         (one.row1 - one.row0) * (one.col1 - one.col0)
-        for one in rank_segments(role.shape, layout, tensor_rank, stage, critic=role.critic)
+        for one in rank_segments(role.shape, layout, tensor_rank, stage, critic=role.has_value_head)
     )
     rows = padded_vocab(role.shape, layout.tensor) // layout.tensor
     padding = rows - min(max(role.shape.vocab - tensor_rank * rows, 0), rows)
     last = stage == layout.pipeline - 1
-    own_head = last and not role.critic and (not role.shape.tied or layout.pipeline > 1)
+    own_head = last and not role.has_value_head and (not role.shape.tied or layout.pipeline > 1)
     tables = (stage == 0) + own_head
-    value_head = role.shape.hidden if last and role.critic else 0
+    value_head = role.shape.hidden if last and role.has_value_head else 0
     assert stage_weights(role, stage) == loaded + tables * padding * role.shape.hidden + value_head
 
 
 @given(roles())
-def test_more_data_ranks_share_the_optimizer_and_nothing_else(role: Role) -> None:
+def test_more_data_ranks_share_the_optimizer_and_nothing_else(role: PlannedRole) -> None:
     one, three = (replace(role, layout=replace(role.layout, data=data)) for data in (1, 3))
     whole, third = resident(one, 0), resident(three, 0)
     assert (third.weights, third.gradients) == (whole.weights, whole.gradients)
     assert 0 <= 3 * third.optimizer - whole.optimizer < 3 * 12
-    assert resident(replace(role, trained=False), 0) == Memory(weights=whole.weights)
+    assert resident(replace(role, trained=False), 0) == DeviceMemory(weights=whole.weights)
 
 
 @given(roles(), st.booleans(), st.integers(1, 5000), st.integers(1, 5000))
-def test_the_peak_rises_with_slots_and_layers(role: Role, update: bool, slots: int, more: int) -> None:
-    def total(of: Role, tokens: int) -> int:
+def test_the_peak_rises_with_slots_and_layers(role: PlannedRole, update: bool, slots: int, more: int) -> None:
+    def total(of: PlannedRole, tokens: int) -> int:
         return peak([of], of, load(update, tokens, head_tokens=tokens)).total
 
     deeper = replace(role, shape=replace(role.shape, num_layers=2 * role.shape.num_layers))
@@ -145,7 +149,7 @@ def test_the_peak_rises_with_slots_and_layers(role: Role, update: bool, slots: i
 
 @given(roles(), st.integers(10, 400), st.integers(1, 30), st.booleans(), st.floats(0.5, 3.0))
 def test_the_largest_cap_fits_and_the_next_does_not(
-    role: Role, longest: int, count: int, update: bool, share: float
+    role: PlannedRole, longest: int, count: int, update: bool, share: float
 ) -> None:
     def total(cap: int, copied_rows: int = 0) -> int:
         held = max(2, role.layout.pipeline)
@@ -169,14 +173,14 @@ def test_the_largest_cap_fits_and_the_next_does_not(
 
 
 def test_a_stage_holds_one_micro_batch_for_itself_and_every_later_stage() -> None:
-    role = Role("actor", SHAPE, Layout(1, 4, 1), "bf16", True)
+    role = planned_role("actor", SHAPE, Layout(1, 4, 1), "bf16", True)
     assert [micro_batches_held(role, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert [micro_batches_held(role, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
 
 
 def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as they may take, and never more than there are."""
-    role = Role("critic", SHAPE, Layout(), "bf16", True, savings=Savings(offload_activations=True))
+    role = planned_role("critic", SHAPE, Layout(), "bf16", True, memory=MemorySection(offload_activations=True))
 
     def found(on_cpu: bool, early: int) -> int:
         monkeypatch.setattr(activations, "PREFETCH_BYTES", early)
@@ -189,46 +193,52 @@ def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pyte
 
 def test_only_gloo_copies_the_gradients_to_reduce_them() -> None:
     """An update of few tokens: what is largest then is the copy, of 4 bytes a weight, where there is one."""
-    role = Role("critic", SHAPE, Layout(), "fp32", True, frozen=Frozen(embedding=True))
+    role = planned_role("critic", SHAPE, Layout(), "fp32", True, freeze=FreezeSection(embedding=True))
     held = {cpu: working(replace(role, on_cpu=cpu), 0, load(True, 8)) for cpu in (True, False)}
     assert held[True].gradients == resident(role, 0).gradients and held[False].gradients == 0
 
 
 @pytest.mark.parametrize("update", [True, False])
 def test_a_gpu_s_allocator_keeps_a_share_of_what_comes_and_goes(update: bool) -> None:
-    role = Role("critic", SHAPE, Layout(), "bf16", True)
+    role = planned_role("critic", SHAPE, Layout(), "bf16", True)
     held = working(role, 0, load(update, 1000))
     assert held.reserved == pytest.approx(FRAGMENTATION * held.total, abs=1)
     assert working(replace(role, on_cpu=True), 0, load(False, 1000)).reserved == 0
 
 
+def whole(**values: Any) -> MemorySection:
+    return MemorySection(recompute="full", **{f"recompute_{key}": value for key, value in values.items()})
+
+
 def test_whole_layers_are_recomputed_by_megatrons_methods() -> None:
     """Of four layers: an input for each chunk of layers, or the first layers' inputs and all of the others."""
-    role = Role("actor", SHAPE, Layout(), "bf16", True)
+    role = planned_role("actor", SHAPE, Layout(), "bf16", True)
     layer, kept = saved_per_token(role, 0), SHAPE.hidden * 2
 
     def saved(**values: Any) -> int:
-        return saved_by_stage(replace(role, savings=Savings("full", **values)), 0)
+        return saved_by_stage(replace(role, memory=whole(**values)), 0)
 
     assert [saved(num_layers=count) for count in (1, 2, 3, 4)] == [4 * kept, 2 * kept, 2 * kept, kept]
     assert [saved(method="block", num_layers=count) for count in (1, 3, 9)] == [kept + 3 * layer, 3 * kept + layer, 4 * kept]
-    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2), savings=Savings("full", method="block"))
+    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2), memory=whole(method="block"))
     assert [saved_by_stage(chunks, stage) for stage in (0, 1)] == [2 * kept, 2 * kept]
     # The layers of one chunk are all there again when its backward pass begins.
-    held = [backward_per_token(replace(role, savings=Savings("full", num_layers=count)), 0) for count in (1, 2, 3)]
+    held = [backward_per_token(replace(role, memory=whole(num_layers=count)), 0) for count in (1, 2, 3)]
     assert held[1] - held[0] == layer and held[2] == held[0]
 
 
 def test_each_recomputed_module_is_not_kept() -> None:
     """One dense layer in bf16 with 4 heads of 32, 2 groups, hidden 128 and feed-forward 192, by the terms of
     `activations.py`."""
-    role = Role("actor", SHAPE, Layout(), "bf16", True)
+    role = planned_role("actor", SHAPE, Layout(), "bf16", True)
 
     def spared(*modules: str) -> int:
-        kept = saved_by_stage(replace(role, savings=Savings("selective", modules=modules)), 0)
+        kept = saved_by_stage(
+            replace(role, memory=MemorySection.model_validate({"recompute": "selective", "recompute_modules": modules})), 0
+        )
         return (saved_by_stage(role, 0) - kept) // SHAPE.num_layers
 
-    assert spared("core_attn") == 128 * 2 + 4 * 4 == spared(*Savings().modules)
+    assert spared("core_attn") == 128 * 2 + 4 * 4 == spared(*MemorySection().recompute_modules)
     assert spared("mlp") == 5 * 192 * 2
     assert spared("layernorm") == 2 * 128 * (4 + 2)
     assert spared("core_attn", "mlp") == spared("core_attn") + spared("mlp")
@@ -238,30 +248,30 @@ def test_each_recomputed_module_is_not_kept() -> None:
 def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -> None:
     """Of 4 layers in two stages, with keys of 64 elements; a mask of 256 rows of 512 keys is there once."""
 
-    def added(savings: Savings, update: bool = True) -> int:
-        role = Role("critic", SHAPE, Layout(1, 2, 1), "bf16", True, savings=savings)
+    def added(savings: MemorySection, update: bool = True) -> int:
+        role = planned_role("critic", SHAPE, Layout(1, 2, 1), "bf16", True, memory=savings)
         plain, shared = (working(role, 0, load(update, 1000, rows)).activations for rows in (0, 9000))
         return shared - plain - 256 * 512 * 2
 
     row = 2 * 64 * 2
-    assert added(Savings()) == 2 * 9000 * 2 * row
-    assert added(Savings("full")) == added(Savings("selective")) == 9000 * row
-    assert added(Savings("selective", modules=("mlp",))) == added(Savings())
+    assert added(MemorySection()) == 2 * 9000 * 2 * row
+    assert added(MemorySection(recompute="full")) == added(MemorySection(recompute="selective")) == 9000 * row
+    assert added(MemorySection(recompute="selective", recompute_modules=("mlp",))) == added(MemorySection())
     # Attention, with its qkv, rotated queries and keys, output and copy, is now more than the rotation before it.
-    assert added(Savings(), update=False) == 9000 * row - 1000 * 3 * 128 * 2
+    assert added(MemorySection(), update=False) == 9000 * row - 1000 * 3 * 128 * 2
 
 
 def test_sequence_parallelism_saves_activations_and_no_weights() -> None:
-    plain, parallel = (Role("actor", SHAPE, Layout(4, 1, 1, split), "bf16", True) for split in (False, True))
+    plain, parallel = (planned_role("actor", SHAPE, Layout(4, 1, 1, split), "bf16", True) for split in (False, True))
     held = [working(role, 0, load(True, 1000)).activations for role in (plain, parallel)]
     assert held[1] < held[0]
     assert resident(plain, 0) == resident(parallel, 0)
 
 
 def test_the_fullest_rank_is_found_across_layouts() -> None:
-    actor = Role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
-    critic = Role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
-    reference = Role("reference", SHAPE, Layout(1, 1, 4), "bf16", False)
+    actor = planned_role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
+    critic = planned_role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
+    reference = planned_role("reference", SHAPE, Layout(1, 1, 4), "bf16", False)
     found = peak([actor, critic, reference], critic, load(True, 500))
     by_rank = []
     for rank in range(4):
@@ -273,7 +283,7 @@ def test_the_fullest_rank_is_found_across_layouts() -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    actor, critic = (Role(name, SHAPE, Layout(2, 1, 1), "bf16", True) for name in ("actor", "critic"))
+    actor, critic = (planned_role(name, SHAPE, Layout(2, 1, 1), "bf16", True) for name in ("actor", "critic"))
     with pytest.raises(ValueError, match="running role critic is not one of"):
         peak([actor], critic, load(True, 10))
     wider = replace(critic, layout=Layout(4, 1, 1))

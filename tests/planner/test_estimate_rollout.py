@@ -9,8 +9,8 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import parameter_sizes
-from megarl.planner.engine_memory import Engines
-from megarl.planner.memory import Memory
+from megarl.planner.device_memory import DeviceMemory
+from megarl.planner.engine_memory import PlannedEngines
 
 QWEN_7B = ModelShape.from_config(
     {
@@ -37,8 +37,8 @@ def engine_memory(
     rows: int,
     tokens: int,
     quantization: str | None = None,
-) -> Memory:
-    return Engines(shape, 1, layout, precision, cache, rows, tokens, None, quantization=quantization).memory
+) -> DeviceMemory:
+    return PlannedEngines(shape, 1, layout, precision, cache, rows, tokens, None, quantization=quantization).memory
 
 
 def test_a_known_model_weighs_what_its_card_says() -> None:

@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.planner import nodes
+from megarl.planner import placement
 from megarl.planner.forecast import job_of, worst_memory
-from megarl.planner.nodes import NodeSize, find_placement, node_size, own_devices, place, placement_lines
-from megarl.planner.placement import PlacementError
+from megarl.planner.placement import NodeSize, PlacementError, find_placement, local_gpus, node_size, place, placement_lines
 from megarl.recipe import load_recipe
 from tests.planner_cases import write_qwen
 
@@ -85,14 +84,14 @@ def test_the_size_of_a_node_where_nobody_says_it(tmp_path: Path) -> None:
 def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert own_devices(tmp_path) == 3
+    assert local_gpus(tmp_path) == 3
 
 
 def test_what_no_node_holds_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
     recipe = load_recipe(write_qwen(tmp_path))
     with pytest.raises(PlacementError, match=r"on nodes of 2 GPUs \(asked\): .* 4 workers do not fit a node of 2 devices"):
         place(recipe, NodeSize(2, None, "asked"))
-    with pytest.raises(PlacementError, match="trainer.ranks = 8 cannot be dealt over nodes with 3 ranks each"):
+    with pytest.raises(PlacementError, match="trainer.ranks = 8 cannot be spread over nodes with 3 ranks each"):
         place(recipe, NodeSize(0, 3, "asked"))
 
 
@@ -125,7 +124,7 @@ def test_constants_of_host_memory_are_those_of_the_code_that_takes_it() -> None:
     from megarl.cluster.ray_cluster import OBJECT_STORE_BYTES
     from megarl.weight_sync.transport import NUM_BUCKETS
 
-    assert (nodes.OBJECT_STORE_BYTES, nodes.NUM_BUCKETS) == (OBJECT_STORE_BYTES, NUM_BUCKETS)
+    assert (placement.OBJECT_STORE_BYTES, placement.NUM_BUCKETS) == (OBJECT_STORE_BYTES, NUM_BUCKETS)
 
 
 def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
     file = write_qwen(tmp_path)
     weights = 28 * (3584 * (3584 + 1024 + 3584 + 3 * 18944) + 4608 + 2 * 3584) + 3584 * (2 * 152064 + 1)
 
-    def held(*overrides: str) -> nodes.HostMemory:
+    def held(*overrides: str) -> placement.HostMemory:
         recipe = load_recipe(file, ["reference.memory.offload=none", *overrides])
         found = find_placement(recipe, 8, None).host
         assert found is not None

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
         "4 trainer ranks a node need 4 devices, and a node has 2: .* 2 nodes",
     ),
     "fewer nodes than ranks need": (of(8), Cluster(1, 4, 4), "need 2 nodes, and there are 1: start 2 nodes"),
-    "ranks that do not divide": (of(6), Cluster(2, 4, 4), "trainer.ranks = 6 cannot be dealt over nodes with 4 ranks each"),
+    "ranks that do not divide": (of(6), Cluster(2, 4, 4), "trainer.ranks = 6 cannot be spread over nodes with 4 ranks each"),
 }
 
 

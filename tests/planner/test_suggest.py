@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.planner.check import suggestion_lines
 from megarl.planner.forecast import job_of
 from megarl.planner.layouts import NODE_RANKS, layout_text, layouts_of
-from megarl.planner.plan_report import suggestion_lines
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import load_recipe
 from tests.planner_cases import forecast_of, write_qwen, write_small

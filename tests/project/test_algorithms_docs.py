@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from megarl.algorithm import loss_weights
 from megarl.algorithm.estimate import ADVANTAGES
 from megarl.recipe.algorithm_section import Advantage, AlgorithmSection, KlSection, MismatchSection, PolicyLossSection
-from megarl.recipe.structure import kinds, sections_of
+from megarl.recipe.load import kinds, sections_of
 from tests.algorithm.test_policy import LENGTHS, OPTIONS, of_paper, tokens
 
 LONGEST = 6  # tokens that a completion may have

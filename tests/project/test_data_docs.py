@@ -7,7 +7,7 @@ import yaml
 
 from megarl.recipe import Recipe
 from megarl.recipe.data_section import DataSection
-from megarl.recipe.structure import kinds, sections_of
+from megarl.recipe.load import kinds, sections_of
 from megarl.reward.workers import REASONS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data-and-rewards.md").read_text()

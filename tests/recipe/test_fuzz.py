@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.recipe import RecipeError, parse_recipe
-from megarl.recipe.table import phase_table
+from megarl.recipe.phase_table import phase_table
 from megarl.recipe.yaml_text import apply_overrides
 from tests.recipe_cases import PPO, make_folder
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from megarl.cli import app, train_command
 from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
+from megarl.recipe.phase_table import phase_table
 from megarl.recipe.section import Section
-from megarl.recipe.table import phase_table
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.telemetry.run_directory import Resume
 from tests.recipe_cases import CONFIG, edited, make_folder, write
@@ -200,7 +200,7 @@ def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_every_field_is_explained() -> None:
-    from megarl.recipe.structure import sections_of
+    from megarl.recipe.load import sections_of
 
     todo: list[type[Section]] = [Recipe]
     seen = set()

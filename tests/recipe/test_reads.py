@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe import Recipe
+from megarl.recipe.load import sections_of
 from megarl.recipe.section import Section
-from megarl.recipe.structure import sections_of
 from tests.recipe_reads import Member, read_members
 
 ROOT = Path(__file__).resolve().parents[2]

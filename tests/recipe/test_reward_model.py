@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.planner.roles import Savings
 from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.role_sections import MemorySection
 from megarl.recipe.sizes import memory_roles
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 
@@ -58,8 +58,8 @@ def test_the_memory_section_of_the_actor_saves_nothing_of_a_reward_model(folder)
     """A reward model has none of its own: its weights stay on the device."""
     memory = ("actor.memory", {"offload": "all", "recompute": "full"})
     roles = memory_roles(load_recipe(write(folder, edited(PHASE, PART, MODEL, memory))))
-    assert roles["actor"].savings == Savings(recompute="full", offload="all")
-    assert roles["reward_model"].savings == Savings()
+    assert roles["actor"].memory == MemorySection(recompute="full", offload="all")
+    assert roles["reward_model"].memory == MemorySection()
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import check_layout, vllm_segments
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.device_section import DeviceSection
+from megarl.recipe.phase_table import engine_name
 from megarl.recipe.phases_section import rollout_and_reward_phases
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
-from megarl.recipe.table import engine_name
 from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout_cases import recipe, without_vllm_table

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.load import sections_of
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.section import Section
-from megarl.recipe.structure import sections_of
 from megarl.recipe.yaml_text import dump_yaml, parse_yaml, read_yaml
 from tests.recipe_cases import edited, make_folder, write
 

@@ -14,9 +14,9 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import recipe_yaml
+from megarl.recipe.phase_table import engine_lines
 from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
 from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
-from megarl.recipe.table import engine_lines
 from megarl.rollout import RolloutError
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.planner_cases import forecast_of, write_qwen
@@ -189,8 +189,8 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
     [
         (["device.memory_gib=14"], "rollout.kv_cache_bytes", "more rollout.tensor, or actor.memory.offload: all"),
         (["rollout.kv_cache_bytes=85899345920"], "rollout.kv_cache_bytes", "the device has 80 GiB; nearest: at most"),
-        (["rollout.memory_utilization=0.92"], "rollout.memory_utilization", "73.6 GiB are free beside .* nearest: null"),
-        (["device.memory_gib=36", "rollout.memory_utilization=0.9"], "rollout.memory_utilization", "are free beside"),
+        (["rollout.memory_utilization=0.92"], "rollout.memory_utilization", "73.6 GiB are free with .* nearest: null"),
+        (["device.memory_gib=36", "rollout.memory_utilization=0.9"], "rollout.memory_utilization", "are free with"),
     ],
     ids=["no sequence fits", "an engine larger than its device", "vLLM's own share", "a share that the cache would fill"],
 )
