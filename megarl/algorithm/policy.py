@@ -17,13 +17,8 @@ from torch import Tensor
 
 from megarl.algorithm.loss import MAX_LOG_RATIO
 from megarl.recipe.algorithm_section import (
-    CispoLossSection,
-    ClipLossSection,
     FunctionLossSection,
-    GmpoLossSection,
-    GspoLossSection,
     PolicyLossSection,
-    SapoLossSection,
 )
 from megarl.recipe.own_code import load_marked, mark
 
@@ -128,19 +123,19 @@ def load_policy_loss(section: PolicyLossSection) -> Callable[[PolicyTokens], Los
 
     The loss raises ValueError where a user's function does not give each token a loss and a mark.
     """
-    match section:
-        case ClipLossSection():
+    match section.kind:
+        case "clip":
             return partial(clip, low=section.low, high=section.high, dual=section.dual)
-        case GspoLossSection():
+        case "gspo":
             return partial(gspo, low=section.low, high=section.high)
-        case CispoLossSection():
+        case "cispo":
             return partial(cispo, low=section.low, high=section.high)
-        case GmpoLossSection():
+        case "gmpo":
             return partial(gmpo, low=section.low, high=section.high)
-        case SapoLossSection():
+        case "sapo":
             positive, negative = section.positive_temperature, section.negative_temperature
             return partial(sapo, positive_temperature=positive, negative_temperature=negative)
-        case FunctionLossSection():
+        case "function":
             function = load_marked("algorithm.policy_loss.target", section.target, POLICY_LOSS, section.options)
             return partial(_checked, section, function)
         case _:
