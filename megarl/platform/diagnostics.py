@@ -80,6 +80,9 @@ def dump_flight_recorder(path: Path) -> None:
     """Write this process's last collectives, for `torchfrtrace --prefix flight-recorder- FOLDER`, and as JSON to a second
     file. Any thread may call it. torch 2.13 keeps 2000 collectives (TORCH_FR_BUFFER_SIZE), for gloo and for NCCL apart."""
     recorder: Any = torch._C._distributed_c10d
-    backend = "nccl" if hasattr(recorder, "_dump_nccl_trace") else "fr"  # torch is built with NCCL
-    path.write_bytes(getattr(recorder, f"_dump_{backend}_trace")(True, True, False))
-    path.with_name(path.name + ".json").write_bytes(getattr(recorder, f"_dump_{backend}_trace_json")(True, False))
+    if hasattr(recorder, "_dump_nccl_trace"):  # torch is built with NCCL
+        binary, text = recorder._dump_nccl_trace, recorder._dump_nccl_trace_json
+    else:
+        binary, text = recorder._dump_fr_trace, recorder._dump_fr_trace_json
+    path.write_bytes(binary(True, True, False))
+    path.with_name(path.name + ".json").write_bytes(text(True, False))

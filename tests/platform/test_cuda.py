@@ -89,7 +89,9 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
     with cuda_stub.recorded() as calls:
         weights = SimpleNamespace(publish=lambda *_: calls.append("publish"))
         trainer = object.__new__(pipeline.Trainer)
-        trainer.parts = SimpleNamespace(actor=Actor(calls), weights=weights, rollouts=None, engines_sleep=engines_sleep)  # type: ignore[assignment]
+        trainer.parts = SimpleNamespace(
+            roles={"actor": Actor(calls)}, weights=weights, rollouts=None, engines_sleep=engines_sleep
+        )  # type: ignore[assignment]
         trainer._publish(1, None)
     assert calls == ["present", "gathered", *before, "publish", "away"]
 

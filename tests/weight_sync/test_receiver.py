@@ -222,10 +222,19 @@ def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipe
     assert packed[-1] == "lm_head 32", "a head's own weights are packed"
 
 
-def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+# oneDNN packs bf16 only where the CPU has units for it.
+PACKED_BY_ONEDNN = [torch.float32, *([torch.bfloat16] if torch.cpu._is_avx512_bf16_supported() else [])]
+
+
+@pytest.mark.parametrize("dtype", PACKED_BY_ONEDNN)
+def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """vLLM's own packing of 40 rows of 1 KiB, which its kernel for small weights does not take. It must skip the gaps."""
     pytest.importorskip("vllm", reason="needs vLLM's kernels")
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    columns, gap = 1024 // dtype.itemsize, 64 // dtype.itemsize
 
     class Method:
         def process_weights_after_loading(self, module: torch.nn.Module) -> None:
@@ -233,7 +242,7 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypa
 
     def loaded() -> Any:
         module: Any = linear(0, Method())
-        module.weight = torch.nn.Parameter(torch.zeros(40, 512, dtype=torch.bfloat16), requires_grad=False)
+        module.weight = torch.nn.Parameter(torch.zeros(40, columns, dtype=dtype), requires_grad=False)
         module.quant_method.process_weights_after_loading(module)
         return module
 
@@ -244,9 +253,9 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypa
         return hidden + other
 
     modules["kept"].cpu_linear = of_another_kernel
-    receiver = receiver_of(modules, {f"{name}.weight": 40 * 512 for name in modules})
-    receiver._sizes = {f"{name}.weight": (40, 512) for name in modules}
-    content, hidden = torch.randn(40, 512).bfloat16(), torch.randn(3, 512).bfloat16()
+    receiver = receiver_of(modules, {f"{name}.weight": 40 * columns for name in modules})
+    receiver._sizes = {f"{name}.weight": (40, columns) for name in modules}
+    content, hidden = torch.randn(40, columns).to(dtype), torch.randn(3, columns).to(dtype)
     expected = torch.nn.functional.linear(hidden, content)
     strides: list[tuple[int, ...]] = []
     process = receiver._process
@@ -257,14 +266,14 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(monkeypa
 
     receiver._process = note
     boxes = [Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name in modules]
-    for has_avx, stored in ((True, 544), (False, 512)):
+    for has_avx, stored in ((True, columns + gap), (False, columns)):
         monkeypatch.setattr(Platform, "has_avx", lambda platform, has_avx=has_avx: has_avx)
         for spare in receiver._spares:  # garbage between the rows
-            matrix = spare.take((48, 1024), torch.bfloat16, CPU).fill_(float("nan"))
+            matrix = spare.take((48, 1024), dtype, CPU).fill_(float("nan"))
             del matrix
             spare.take_back()
         take(receiver, boxes, works_for(receiver, boxes))
-        assert strides == [(stored, 1), (512, 1)] and modules["a"].weight.numel() == 0
+        assert strides == [(stored, 1), (columns, 1)] and modules["a"].weight.numel() == 0
         for module in modules.values():
             assert torch.allclose(module.cpu_linear(hidden, None, None), expected, atol=0.2, rtol=0.02)
         modules["kept"].cpu_linear = of_another_kernel
