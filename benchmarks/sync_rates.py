@@ -209,7 +209,7 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
         began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
         for box in reader.boxes(WeightManifest.from_dict(values), engine, works=works):
             box.within(targets[box.parameter]).copy_(box.content)
-        busy = num_copy_threads(sync.rollout.workers) * (time.perf_counter() - began - reader.figures.wait_s)
+        busy = num_copy_threads(sync.rollout.workers) * (time.perf_counter() - began - reader.times.wait_s)
         own = time.thread_time() - own
         others = time.process_time() - cpu - own
         connection.send((others, own) if TRANSPORTS[sync.transport].messages else (0.0, busy))

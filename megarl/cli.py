@@ -198,7 +198,7 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="A Hugging Face directory or hub name to evaluate.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The figures as one JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The metrics as one JSON document.")] = False,
 ) -> None:
     """Let rollout engines answer the held-out prompts of a recipe's `evaluation`, and report how well they do."""
     run = Path(source) if Path(source).is_dir() else None

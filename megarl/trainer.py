@@ -346,7 +346,7 @@ class Trainer:
                     break
             self.guard.weights(role, plan.phase)
         ran, metrics = self._prove(role.place, plan, batch, [update.executed for update in updates])
-        with span("figures"):
+        with span("metrics"):
             metrics |= update_metrics(role.role, plan, updates, role.place)
         if role.router_replay is not None:
             metrics |= role.router_replay.take_metrics()

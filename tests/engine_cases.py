@@ -166,7 +166,7 @@ def small_batch(vocab: int, count: int = 12) -> Batch:
 
 
 @dataclass(frozen=True)
-class Figures:
+class UpdateMetrics:
     """Of one update: its loss and gradient norm, and the per-token outputs before it, in sample order."""
 
     loss: float
@@ -176,7 +176,7 @@ class Figures:
 
 def train(
     directory: str, layouts: Mapping[str, Layout], steps: int, max_tokens: int, precision: str = "fp32"
-) -> dict[str, list[Figures]]:
+) -> dict[str, list[UpdateMetrics]]:
     """`train_roles` under the layouts of some roles."""
     places = start_places(layouts.values())
     return train_roles(directory, {role: places[layout] for role, layout in layouts.items()}, steps, max_tokens, precision)
@@ -184,12 +184,12 @@ def train(
 
 def train_roles(
     directory: str, places: Mapping[str, Place], steps: int, max_tokens: int, precision: str
-) -> dict[str, list[Figures]]:
+) -> dict[str, list[UpdateMetrics]]:
     """Every role in turn: forward, then an update, `steps` times."""
     roles = {role: engine(directory, place, role, lr=1e-2, precision=precision) for role, place in places.items()}
     batch = small_batch(next(iter(roles.values())).shape.vocab)
     num_tokens = int(batch.completion_lengths.sum())
-    figures: dict[str, list[Figures]] = {role: [] for role in roles}
+    metrics: dict[str, list[UpdateMetrics]] = {role: [] for role in roles}
     for _ in range(steps):
         for role, trained in roles.items():
             place = trained.place
@@ -204,8 +204,8 @@ def train_roles(
                 name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
                 for name in (("values",) if role == "critic" else ("logprobs", "entropy"))
             }
-            figures[role].append(Figures(total_loss(update, place), update.grad_norm, outputs))
-    return figures
+            metrics[role].append(UpdateMetrics(total_loss(update, place), update.grad_norm, outputs))
+    return metrics
 
 
 def gradients_of(
@@ -248,7 +248,7 @@ def train_with_checkpoints(
     roles = {role: engine(directory, places[layout], role, lr=lr) for role, layout in layouts.items()}
     batch = small_batch(roles["actor"].shape.vocab, 8)
     schedule = Schedule("update", max_tokens=40, mini_batch=8)
-    done, figures = 0, []
+    done, metrics = 0, []
     if resume:
         latest = latest_checkpoint(Path(folder))
         assert latest is not None
@@ -257,7 +257,7 @@ def train_with_checkpoints(
         for role, trained in roles.items():
             (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), trained.place.layout, 0).mini_batches
             update = trained.update(batch, mini_batch, objective_of(role, 100))
-            figures.append((number, role, total_loss(update, trained.place), update.grad_norm, update.learning_rate))
+            metrics.append((number, role, total_loss(update, trained.place), update.grad_norm, update.learning_rate))
         if save_at == number + 1:
             save_checkpoint(folder, number + 1, roles, {"updates": number + 1})
-    return figures
+    return metrics

@@ -67,11 +67,11 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
 
     receiving, found = Receiving(engine), {"loaded": sample()}
     for version, (name, model) in enumerate((("new", new), ("back", old)), start=1):
-        figures = sync.publish(version, megatron_shards(model, Layout())[0], receiving)
+        metrics = sync.publish(version, megatron_shards(model, Layout())[0], receiving)
         found[name] = sample()
     sync.close()
     close_engines()
-    return found | {"bound_bytes": figures["sync/bound_bytes"]}
+    return found | {"bound_bytes": metrics["sync/bound_bytes"]}
 
 
 def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:

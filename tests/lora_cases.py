@@ -26,9 +26,9 @@ PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "p
 
 @dataclass
 class Trained:
-    """`figures` are of each update: loss, gradient norm, learning rate, log-probabilities before it."""
+    """`metrics` are of each update: loss, gradient norm, learning rate, log-probabilities before it."""
 
-    figures: list[tuple[float, float, float, np.ndarray]]
+    metrics: list[tuple[float, float, float, np.ndarray]]
     base: np.ndarray  # log-probabilities without adapters, after the last update
     adapted: np.ndarray  # with them
     initial: dict[str, np.ndarray]  # A of each adapter of this rank, before the first update
@@ -66,15 +66,15 @@ def train_lora(
         latest = latest_checkpoint(Path(str(folder)))
         assert latest is not None
         done = load_checkpoint(latest, {"actor": actor})["updates"]
-    figures = []
+    metrics = []
     for number in range(done, steps):
         before = logprobs()
         update = actor.update(batch, mini_batch, objective_of("actor", int(batch.completion_lengths.sum())))
-        figures.append((total_loss(update, place), update.grad_norm, update.learning_rate, before))
+        metrics.append((total_loss(update, place), update.grad_norm, update.learning_rate, before))
         if save_at == number + 1:
             save_checkpoint(str(folder), number + 1, {"actor": actor}, {"updates": number + 1})
     num_trained = sum(parameter.numel() for chunk in actor.chunks for buffer in chunk.buffers for parameter in buffer.params)
-    return Trained(figures, logprobs(adapted=False), logprobs(), initial, num_trained, _base_gradients(actor))
+    return Trained(metrics, logprobs(adapted=False), logprobs(), initial, num_trained, _base_gradients(actor))
 
 
 def _base_gradients(actor: Role) -> int:

@@ -15,7 +15,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import MemorySection
 from megarl.schedule import Schedule, compare, plan_phase
-from tests.engine_cases import Figures, engine, keeping_entropy, objective_of, small_batch, start, total_loss
+from tests.engine_cases import UpdateMetrics, engine, keeping_entropy, objective_of, small_batch, start, total_loss
 
 # One choice a sample: [tokens - 1, layers with experts, experts a token], or None where none was recorded.
 Routing = dict[int, np.ndarray | None]
@@ -41,12 +41,12 @@ def with_routing(batch: Batch, routing: Routing) -> Batch:
     return dataclasses.replace(batch, samples=samples)
 
 
-def measure(trained: Role, batch: Batch, max_tokens: int, updates: int) -> list[Figures]:
+def measure(trained: Role, batch: Batch, max_tokens: int, updates: int) -> list[UpdateMetrics]:
     """A forward phase and an update, `updates` times."""
     place = trained.place
     schedule = Schedule("actor_update", max_tokens=max_tokens, mini_batch=len(batch.lengths))
     (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
-    figures = []
+    metrics = []
     for _ in range(updates):
         results, executed = trained.forward(batch, mini_batch)
         compare(mini_batch, place.data_rank, executed)
@@ -56,14 +56,14 @@ def measure(trained: Role, batch: Batch, max_tokens: int, updates: int) -> list[
             name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
             for name in ("logprobs", "entropy")
         }
-        figures.append(Figures(total_loss(update, place), update.grad_norm, outputs))
-    return figures
+        metrics.append(UpdateMetrics(total_loss(update, place), update.grad_norm, outputs))
+    return metrics
 
 
 def replay(
     directory: str, layout: Layout, max_tokens: int, memory: Mapping[str, Any], updates: int = 2
-) -> tuple[list[Figures], dict[str, float]]:
-    """What an actor measures that replays another choice than its own, and the figures of the replay."""
+) -> tuple[list[UpdateMetrics], dict[str, float]]:
+    """What an actor measures that replays another choice than its own, and the metrics of the replay."""
     place = start(layout)
     actor = engine(directory, place, lr=1e-2, router_replay=True, memory=MemorySection(**memory))
     batch = small_batch(actor.shape.vocab)
@@ -100,9 +100,9 @@ def own_choice(actor: Role, batch: Batch) -> Routing:
     return {sample: chosen[at : at + batch.lengths[sample] - 1] for sample, at in zip(micro.samples, bounds, strict=False)}
 
 
-def replay_own(directory: str) -> tuple[list[Figures], list[Figures], list[Figures], dict[str, float]]:
-    """Figures without replay, with the engine's own choice replayed, and of an engine that may replay and has no record;
-    one update each, all from the same weights. And the figures of the second."""
+def replay_own(directory: str) -> tuple[list[UpdateMetrics], list[UpdateMetrics], list[UpdateMetrics], dict[str, float]]:
+    """Return UpdateMetrics without replay, with the engine's own choice replayed, and of an engine that may replay and has
+    no record: one update each, all from the same weights. And the metrics of the second."""
     place = start(Layout())
     batch = small_batch(ModelShape.from_directory(directory).vocab)
     routing = own_choice(engine(directory, place), batch)

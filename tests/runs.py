@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: recipes, prompts, and the figures a run leaves."""
+"""Whole runs on tiny models: recipes, prompts, and the metrics a run leaves."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _train(recipe: str, resume: bool) -> None:
         stop_cluster()  # a rank that goes on would see the cluster die
 
 
-def figures(folder: Path, name: str) -> list[dict[str, Any]]:
+def metrics_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without its timings and the sync of a start, which a resume has once more."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if not _is_of_time_or_start(key)} for line in lines]

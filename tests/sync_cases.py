@@ -94,7 +94,7 @@ class ThreadEngines:
                 again.add(place[0])
                 if self._manifest.attempt > self._retries:
                     raise error
-        received = sum(reader.figures.received_bytes for reader in self.readers.values())
+        received = sum(reader.times.received_bytes for reader in self.readers.values())
         return tuple(sorted(again)), {"sync/received_bytes": received}
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Engines(Protocol):
         """Engines that have failed so far; does not wait."""
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        """Wait for all; the engines that need another attempt and are ready for it, and the figures of the others."""
+        """Wait for all; the engines that need another attempt and are ready for it, and the metrics of the others."""
 
 
 class Matrices:
@@ -202,7 +202,7 @@ class WeightSync:
         engines: Engines | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """Send a version to all engines, or to the `chosen` engines of rank 0; the `sync/...` figures, on every rank.
+        """Send a version to all engines, or to the `chosen` engines of rank 0; the `sync/...` metrics, on every rank.
 
         `parameters` are all parameters of this rank by Megatron's local names; only rank 0 has `engines`. Engines that died
         or took wrong bytes get further attempts, as often as `engines` asks for them. Raises SyncError on every rank, naming
@@ -211,7 +211,7 @@ class WeightSync:
         self._engines, self._begun = engines, time.perf_counter()
         wanted = every = tuple(range(self._settings.num_engines)) if chosen is None else tuple(chosen)
         self._homes = self._find_homes(parameters, version, every)
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         pack_s, sent_bytes, attempt = 0.0, 0, 0
         changed_bytes = content_bytes = 0
         while wanted:
@@ -227,12 +227,12 @@ class WeightSync:
             sent_bytes += sum(streamed.sent_bytes for streamed in done)
             changed_bytes += sum(streamed.changed_bytes for streamed in done)
             content_bytes += sum(streamed.content_bytes for streamed in done)
-            wanted, figures = self._from_first(partial(self._finish, manifest, parameters, done))
+            wanted, metrics = self._from_first(partial(self._finish, manifest, parameters, done))
         if self._parts is not None:
-            figures["sync/changed_share"] = changed_bytes / max(1, content_bytes)
+            metrics["sync/changed_share"] = changed_bytes / max(1, content_bytes)
         if self._shard_bytes is not None:
-            figures["sync/bound_bytes"] = len(every) * self._shard_bytes
-        return figures | {
+            metrics["sync/bound_bytes"] = len(every) * self._shard_bytes
+        return metrics | {
             "sync/sent_bytes": sent_bytes,
             "sync/pack_s": pack_s,
             "sync/attempts": attempt,
@@ -374,14 +374,14 @@ class WeightSync:
     def _finish(
         self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor], done: Sequence[Streamed]
     ) -> tuple[tuple[int, ...], dict[str, float]]:
-        """On rank 0, wait for the engines: those that need another attempt, and the figures."""
+        """On rank 0, wait for the engines: those that need another attempt, and the metrics."""
         lost = [(rank, engine, why) for rank, streamed in enumerate(done) for engine, why in streamed.lost.items()]
         for _, engine, _ in lost:
             self._meetings[engine] = 0
         if self._engines is None:
             return (), {}
         try:
-            again, figures = self._engines.finish()
+            again, metrics = self._engines.finish()
         except Exception as error:  # raised again; engines meet anew in the next sync
             self._meetings = [0] * len(self._meetings)  # a failed engine has left its group
             for rank, engine, why in lost:
@@ -389,11 +389,11 @@ class WeightSync:
             raise
         received = [engine for engine in manifest.leading if engine not in again]
         self._bases.finish(manifest.version, received, self._starts)
-        figures["sync/total_s"] = time.perf_counter() - self._begun
+        metrics["sync/total_s"] = time.perf_counter() - self._begun
         if again:  # buckets in the memory of a dead engine are gone
-            return again, figures
+            return again, metrics
         rate = memcpy_bytes_per_s(parameters[self._embedding], self._sender.buckets)
-        return again, figures | {"sync/memcpy_bytes_per_s": rate}
+        return again, metrics | {"sync/memcpy_bytes_per_s": rate}
 
     def _watch(self) -> None:
         """On rank 0, called while it waits: stop waiting for engines that have failed."""

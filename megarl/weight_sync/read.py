@@ -35,7 +35,7 @@ def no_works(boxes: Sequence[Box]) -> Works:
 
 
 @dataclass
-class ReadFigures:
+class ReadTimes:
     """What a reader did for one version: seconds of waiting for buckets, of checksums and of finishing works, and bytes of
     boxes. Seconds of several threads are divided by their number."""
 
@@ -158,7 +158,7 @@ class StreamReader:
         self._in_place: list[Box] = []  # boxes that are read in place
         self._works = Works()
         self._link = Link()
-        self.figures = ReadFigures()
+        self.times = ReadTimes()
 
     def boxes(
         self,
@@ -179,7 +179,7 @@ class StreamReader:
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
-        self.figures = ReadFigures()
+        self.times = ReadTimes()
         self._prepare(manifest, engine)
         end = self._link.open(manifest, self._stream, engine, self._worker)
         if self._checks is not None:
@@ -196,7 +196,7 @@ class StreamReader:
                 if self._checks is not None:
                     begun = time.perf_counter()
                     wrong = self._checks.wrong()  # the only time that verification waits for the device
-                    self.figures.verify_s += time.perf_counter() - begun
+                    self.times.verify_s += time.perf_counter() - begun
                     if wrong:
                         raise self._wrong(manifest, wrong[0])
                 meanwhile()
@@ -223,7 +223,7 @@ class StreamReader:
     ) -> Iterator[Box]:
         """Do all works, then yield the other boxes where they lie, and hash them there. When everything was read the ranks
         make their sums, which are then compared."""
-        figures, pieces, begun = self.figures, self._pieces, time.perf_counter()
+        times, pieces, begun = self.times, self._pieces, time.perf_counter()
         if tuple(home.address for home in self._homes) != manifest.homes:
             self._let_go()
             dtype, in_place = DTYPES[manifest.precision], list[Box]()
@@ -234,25 +234,25 @@ class StreamReader:
                 in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content)))
             # Set together at the end: a failure above leaves no half of them to the next version.
             self._works, self._in_place, self._homes = works(in_place), in_place, homes
-        figures.wait_s += time.perf_counter() - begun
+        times.wait_s += time.perf_counter() - begun
         words = [box.in_words for box in self._in_place]
         num_threads = min(num_copy_threads(manifest.rollout.workers), self._works.most_threads)
         copies = Copies(words, self._works.each, manifest.version, num_threads)
         copies.run(lambda count: end.release(count - 1))
-        figures.verify_s, figures.pack_s, sums = copies.verify_s, copies.pack_s, copies.sums
+        times.verify_s, times.pack_s, sums = copies.verify_s, copies.pack_s, copies.sums
         for count, number in enumerate(copies.left):
             yield self._in_place[number]
             begun = time.perf_counter()
             sums[number] = piece_checksum(words[number], manifest.version, number)
             if count % RELEASE_PIECES == 0:
                 end.release(number)
-            figures.verify_s += time.perf_counter() - begun
-        figures.received_bytes += sum(part.nbytes for part in words)
+            times.verify_s += time.perf_counter() - begun
+        times.received_bytes += sum(part.nbytes for part in words)
         end.release(len(pieces) - 1)
         meanwhile()
         begun = time.perf_counter()
         sent_sums = end.sums(np.unique(pieces.source), len(pieces))
-        figures.wait_s += time.perf_counter() - begun
+        times.wait_s += time.perf_counter() - begun
         wrong = np.flatnonzero(sums != sent_sums)
         if len(wrong):
             which = self._plan.describe(pieces.copy[wrong[0]])
@@ -264,8 +264,8 @@ class StreamReader:
         """Take a bucket; yield each box as soon as its bytes are verified, while they are in the cache."""
         begun = time.perf_counter()
         memory = end.take(bucket)
-        figures, taken = self.figures, time.perf_counter()
-        figures.wait_s += taken - begun
+        times, taken = self.times, time.perf_counter()
+        times.wait_s += taken - begun
         place, boxes = self._boxes.get(bucket, (0, []))
         if place != memory.data_ptr():
             dtype, boxes = DTYPES[manifest.precision], []
@@ -284,8 +284,8 @@ class StreamReader:
         for box, piece in boxes:
             if host is not None and host.is_wrong(piece):
                 raise self._wrong(manifest, piece.number)
-            figures.verify_s += time.perf_counter() - begun
-            figures.received_bytes += piece.end - piece.start
+            times.verify_s += time.perf_counter() - begun
+            times.received_bytes += piece.end - piece.start
             yield box
             begun = time.perf_counter()
 

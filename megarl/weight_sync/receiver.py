@@ -136,16 +136,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 finally:
                     for spare in self._spares:
                         spare.clear()
-        received_s, figures = time.perf_counter() - started, self._reader.figures
-        repack_s = self._repack_s + figures.pack_s
+        received_s, times = time.perf_counter() - started, self._reader.times
+        repack_s = self._repack_s + times.pack_s
         self.report = {
             "version": manifest.version,
-            "received_bytes": float(figures.received_bytes),
-            "wait_s": figures.wait_s,
-            "verify_s": figures.verify_s,
-            "apply_s": received_s - repack_s - figures.wait_s - figures.verify_s,
+            "received_bytes": float(times.received_bytes),
+            "wait_s": times.wait_s,
+            "verify_s": times.verify_s,
+            "apply_s": received_s - repack_s - times.wait_s - times.verify_s,
             "repack_s": repack_s,  # in checkpoint mode vLLM's loader does both
-            "transfer_s": received_s - repack_s - figures.verify_s,
+            "transfer_s": received_s - repack_s - times.verify_s,
         }
 
     def shutdown(self) -> None:
@@ -355,7 +355,7 @@ class WorkerReport:
 
     def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
         """Take a version in one call: vLLM's three calls would each ask all of an engine's processes. Returns the version
-        and figures; or after a failure whether another process caused it, the message, and whether a deadline passed."""
+        and the report; or after a failure whether another process caused it, the message, and whether a deadline passed."""
         worker: Any = self
         worker.start_weight_update()
         worker.update_weights({"manifest": manifest, "engine": engine})

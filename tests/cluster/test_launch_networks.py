@@ -20,7 +20,7 @@ import pytest
 
 from megarl.telemetry.exit_status import HUNG
 from tests.networks import Network, two_networks
-from tests.runs import figures, tiny_recipe
+from tests.runs import metrics_of, tiny_recipe
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def write_recipe(folder: Path, name: str, **changes: object) -> Path:
 def test_two_machines_train_to_the_end_and_leave_nothing(folder: Path) -> None:
     with job(folder, write_recipe(folder, "whole", trainer__collective_timeout_s=240)) as sides:
         assert_ended(sides, 0, 0)
-    assert [line["step"] for line in figures(folder, "whole")] == [1, 2, 3]
+    assert [line["step"] for line in metrics_of(folder, "whole")] == [1, 2, 3]
 
 
 def until_rollout(folder: Path, sides: list[Side]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.test_launch_slurm import MULTI_NODE, ROOT
 from tests.gated_reward import GATE, OPENS_S
 from tests.ports import unused_port
-from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 
 JOB_S = 540.0
@@ -33,16 +33,16 @@ def write_recipe(folder: Path, name: str, ranks: int, **changes: Any) -> Path:
 
 
 def run_through(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """The figures of a run without Slurm."""
+    """The metrics of a run without Slurm."""
     tiny_run(folder)
     train_on_ranks(write_recipe(folder, "whole", ranks))
-    whole = figures(folder, "whole")
+    whole = metrics_of(folder, "whole")
     assert len(whole) == STEPS and len({line["actor/loss"] for line in whole}) == STEPS
     return whole
 
 
 def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All figures but those of how weights travelled, which is another matter between nodes."""
+    """All metrics but those of how weights travelled, which is another matter between nodes."""
     return [{key: value for key, value in line.items() if not key.startswith("sync/")} for line in lines]
 
 
@@ -89,7 +89,7 @@ def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_
         ended = cluster.wait(job, JOB_S, said=output)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), message(tmp_path, "preempted", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": ranks // 2, "node1": ranks // 2}
-    assert without_sync(figures(tmp_path, "preempted")) == without_sync(whole)
+    assert without_sync(metrics_of(tmp_path, "preempted")) == without_sync(whole)
     starts = [json.loads(line) for line in (tmp_path / "runs" / "preempted" / "starts.jsonl").read_text().splitlines()]
     assert [(start["from_step"], start["slurm_restart"]) for start in starts] == [(0, None), (1, 1)]
     assert starts[1]["before"]["how"] == "requeued"
@@ -103,7 +103,7 @@ def test_a_run_with_engines_on_a_node_of_their_own_ends_like_one_on_one_node(tmp
         ended = cluster.wait(job, JOB_S, said=tmp_path / "separate.out")
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), message(tmp_path, "separate", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": 4}
-    assert without_sync(figures(tmp_path, "separate")) == without_sync(whole)
+    assert without_sync(metrics_of(tmp_path, "separate")) == without_sync(whole)
 
 
 def ranks_of_nodes(folder: Path, job: str) -> dict[str, int]:

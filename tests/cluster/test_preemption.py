@@ -19,7 +19,7 @@ from megarl.cluster.preemption import Abandoned, Asked, LeaveNow, Preemption, ha
 from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted, record_end, record_start, starts_summary
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 STEPS, RANKS = 6, 2
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
@@ -238,11 +238,11 @@ def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
         recipe = _recipe(folder, "again", mode)
         message = run_ranks(_train_until, RANKS, str(recipe), Resume.IF_SAVED, step, phase, deadline_s=RUN_DEADLINE_S)
         assert all((words is None) == (done == STEPS) for words in message), message
-        assert len(figures(folder, "again")) == done
+        assert len(metrics_of(folder, "again")) == done
         assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == checkpoints
         if step:
             assert f"step {checkpoints[-1]} is saved" in message[0]
-    assert figures(folder, "again") == figures(folder, "whole")
+    assert metrics_of(folder, "again") == metrics_of(folder, "whole")
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, 2, 3, 3]
 
@@ -282,11 +282,11 @@ def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_st
     run.send_signal(USR1)
     _, message = run.communicate(timeout=RUN_DEADLINE_S)
     assert run.returncode == REQUEUE, message
-    done = len(figures(folder, "live"))
+    done = len(metrics_of(folder, "live"))
     assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in message
     # The next start on ranks that need not be started for it.
     again = tiny_recipe(folder, "live", False, RANKS, 1, 2, done + 1, rollout__replay=str(folder / "rollouts"))
     assert run_ranks(_train_until, RANKS, str(again), Resume.IF_SAVED, 0, "", deadline_s=RUN_DEADLINE_S) == [None] * RANKS
-    assert [line["step"] for line in figures(folder, "live")] == list(range(1, done + 2))
+    assert [line["step"] for line in metrics_of(folder, "live")] == list(range(1, done + 2))
     starts = [json.loads(line) for line in (Path(metrics).parent / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, done] and starts[1]["before"]["how"] == "requeued"

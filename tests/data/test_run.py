@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.reward.test_service import Judge
-from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 STEPS, MIDDLE = 4, 2
@@ -60,8 +60,8 @@ def test_a_run_over_a_mixture_with_a_curriculum_resumes_exactly(tmp_path, judge,
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (resumed / "metrics.jsonl").write_text("".join(lines[:MIDDLE]))
     train_on_ranks(recipe, resume=True)
-    assert figures(tmp_path, "resumed") == figures(tmp_path, "whole")
-    last = figures(tmp_path, "whole")[-1]
+    assert metrics_of(tmp_path, "resumed") == metrics_of(tmp_path, "whole")
+    last = metrics_of(tmp_path, "whole")[-1]
     assert last["data/num_bad_rows"] == 1 and last["data/num_rows"] == 6 and last["data/num_passed_over"] > 0
     assert last["data/part_0_epochs"] > last["data/part_1_epochs"] > 0
     assert last["reward/http_num_answered"] == 16 and last["reward/num_masked"] == 0

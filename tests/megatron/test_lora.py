@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 def _assert_same(found, expected, where):
-    for step, (one, other) in enumerate(zip(found.figures, expected.figures, strict=True)):
+    for step, (one, other) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
         assert one[:3] == pytest.approx(other[:3], rel=1e-4), (where, step)
         np.testing.assert_allclose(one[3], other[3], rtol=1e-4, atol=1e-4, err_msg=f"{where} {step}")
     np.testing.assert_allclose(found.adapted, expected.adapted, rtol=1e-4, atol=1e-4, err_msg=str(where))
@@ -44,7 +44,7 @@ def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied,
     directory = str(save_tiny_model(tmp_path, family, tied))
     (reference,) = run_ranks(train_lora, 1, directory, Layout(), STEPS, 400)
     # B starts at 0: the first log-probabilities are the base model's, and they are its own still after the updates.
-    np.testing.assert_array_equal(reference.figures[0][3], reference.base)
+    np.testing.assert_array_equal(reference.metrics[0][3], reference.base)
     assert np.abs(reference.adapted - reference.base).max() > 1e-2
     assert reference.base_gradients == 0
     for layout in layouts:
@@ -66,7 +66,7 @@ def test_updates_equal_lora_by_hand(tmp_path):
     optimizer = torch.optim.AdamW(trained, eps=EPSILON, weight_decay=0.0)
     batch = small_batch(model.config.vocab_size)
     num_tokens = int(batch.completion_lengths.sum())
-    for loss, norm, learning_rate, logprobs in found.figures:
+    for loss, norm, learning_rate, logprobs in found.metrics:
         rows, total = [], torch.zeros(())
         for sample in batch.samples.values():
             tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
@@ -114,13 +114,13 @@ def test_resume_of_adapters_is_exact_and_may_change_the_layout(tmp_path, layout)
     directory, folder = str(save_tiny_model(tmp_path / "model")), str(tmp_path / "checkpoints")
     whole = run_ranks(train_lora, layout.ranks, directory, layout, 5, 40, folder, 2)[0]
     resumed = run_ranks(train_lora, layout.ranks, directory, layout, 5, 40, folder, None, True)[0]
-    assert len(resumed.figures) == 3  # a shared Adam counter shows at the second
-    for one, other in zip(resumed.figures, whole.figures[2:], strict=True):
+    assert len(resumed.metrics) == 3  # a shared Adam counter shows at the second
+    for one, other in zip(resumed.metrics, whole.metrics[2:], strict=True):
         assert one[:3] == other[:3]
         np.testing.assert_array_equal(one[3], other[3])
     np.testing.assert_array_equal(resumed.adapted, whole.adapted)
     changed = run_ranks(train_lora, 2, directory, Layout(tensor=2), 5, 40, folder, None, True)[0]
-    for one, other in zip(changed.figures, whole.figures[2:], strict=True):
+    for one, other in zip(changed.metrics, whole.metrics[2:], strict=True):
         assert one[:3] == pytest.approx(other[:3], rel=1e-4)
         np.testing.assert_allclose(one[3], other[3], rtol=1e-4, atol=1e-4)
 

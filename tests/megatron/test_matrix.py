@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.models.layout import Layout
-from tests.engine_cases import Figures, train
+from tests.engine_cases import UpdateMetrics, train
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -149,7 +149,7 @@ def reference(tmp_path_factory):
     """(family, tied, layers) -> the model's directory, and what one rank measures on it; each computed once."""
 
     @cache
-    def of(model: tuple[str, bool, int]) -> tuple[Path, dict[str, list[Figures]]]:
+    def of(model: tuple[str, bool, int]) -> tuple[Path, dict[str, list[UpdateMetrics]]]:
         family, tied, layers = model
         directory = save_tiny_model(tmp_path_factory.mktemp(family), family, tied, layers=layers)
         return directory, measured(directory, {"actor": Layout(), "critic": Layout()}, WHOLE)
@@ -157,7 +157,7 @@ def reference(tmp_path_factory):
     return of
 
 
-def measured(directory: Path, layouts: dict[str, Layout], max_tokens: int) -> dict[str, list[Figures]]:
+def measured(directory: Path, layouts: dict[str, Layout], max_tokens: int) -> dict[str, list[UpdateMetrics]]:
     """What the first rank measured; every rank agrees on the gradient norms."""
     (ranks,) = {layout.ranks for layout in layouts.values()}
     found = run_ranks(train, ranks, str(directory), layouts, STEPS, max_tokens)
@@ -167,8 +167,8 @@ def measured(directory: Path, layouts: dict[str, Layout], max_tokens: int) -> di
     return found[0]
 
 
-def differences(found: dict[str, list[Figures]], expected: dict[str, list[Figures]]) -> dict[str, float]:
-    """The largest relative difference of each column, over roles and steps; per-token figures are related to their root
+def differences(found: dict[str, list[UpdateMetrics]], expected: dict[str, list[UpdateMetrics]]) -> dict[str, float]:
+    """The largest relative difference of each column, over roles and steps; per-token metrics are related to their root
     mean square, as single ones may be near 0."""
     largest = dict.fromkeys(COLUMNS, 0.0)
     for role in expected:
@@ -205,8 +205,8 @@ def test_a_layout_gives_the_numbers_of_one_rank(reference, layout_table, model, 
 def test_the_updates_that_are_compared_move_the_weights(reference):
     for model in dict.fromkeys(model for model, _ in CASES):
         _, expected = reference(model)
-        for role, figures in expected.items():
-            moved = differences({role: figures[1:]}, {role: figures[:-1]})
+        for role, metrics in expected.items():
+            moved = differences({role: metrics[1:]}, {role: metrics[:-1]})
             assert all(value > 100 * TOLERANCE for value in moved.values() if value), (model, role)
             assert {"loss", "grad norm"} <= {column for column, value in moved.items() if value}
 

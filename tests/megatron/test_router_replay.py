@@ -45,13 +45,13 @@ def alone(directory):
 @pytest.mark.layout
 def test_replaying_the_own_choice_changes_no_bit(directory):
     (found,) = run_ranks(router_cases.replay_own, 1, directory)
-    (expected,), (replayed,), (unrecorded,), figures = found
+    (expected,), (replayed,), (unrecorded,), metrics = found
     for one in (replayed, unrecorded):
         assert (one.loss, one.grad_norm) == (expected.loss, expected.grad_norm)
         assert all(np.array_equal(one.outputs[name], column) for name, column in expected.outputs.items())
-    assert figures["mismatch/routing_share"] == 0.0
+    assert metrics["mismatch/routing_share"] == 0.0
     lengths = small_batch(ModelShape.from_directory(directory).vocab).lengths
-    assert figures["actor/router_replay_share"] == pytest.approx(1 - len(lengths) / lengths.sum())
+    assert metrics["actor/router_replay_share"] == pytest.approx(1 - len(lengths) / lengths.sum())
 
 
 @pytest.mark.parametrize("layout,memory", LAYOUTS)
@@ -61,8 +61,8 @@ def test_every_layout_replays_the_same_choice(directory, alone, layout, memory):
     expected, shares = alone
     off = differences({"actor": found[0][0]}, {"actor": expected})
     assert max(off.values()) <= TOLERANCE, off
-    for _, figures in found:
-        assert figures == pytest.approx(shares, abs=0.01)  # a router at a border may choose otherwise
+    for _, metrics in found:
+        assert metrics == pytest.approx(shares, abs=0.01)  # a router at a border may choose otherwise
 
 
 @pytest.mark.layout

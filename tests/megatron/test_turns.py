@@ -1,4 +1,4 @@
-"""Sequences with observations between the policy's turns: log-probabilities, loss, gradient and figures are those of the
+"""Sequences with observations between the policy's turns: log-probabilities, loss, gradient and metrics are those of the
 policy's own tokens, written out with Hugging Face's model, and observations have no other part than being read."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def trained(directory: str, layout: Layout) -> dict[str, Any]:
 
 @pytest.mark.layout
 @pytest.mark.parametrize("layout", [Layout(), Layout(context=2)], ids=["one rank", "two context ranks"])
-def test_loss_gradient_and_figures_are_those_of_own_tokens_by_brute_force(tmp_path: Path, layout: Layout) -> None:
+def test_loss_gradient_and_metrics_are_those_of_own_tokens_by_brute_force(tmp_path: Path, layout: Layout) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = save_tiny_model(tmp_path / "model", "qwen3", False)

@@ -81,9 +81,9 @@ MANIFEST = WeightManifest(
 
 
 def sync(pool: EnginePool) -> tuple[int, dict[str, float]]:
-    """As the trainer ranks do: until no engine has to be served again. The attempts, and the figures."""
+    """As the trainer ranks do: until no engine has to be served again. The attempts, and the metrics."""
     wanted: tuple[int, ...] = (0, 1)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     attempt = 0
     while wanted:
         attempt += 1
@@ -92,8 +92,8 @@ def sync(pool: EnginePool) -> tuple[int, dict[str, float]]:
             pool.ask(1, wanted)
         pool.pause(1, attempt, wanted)
         pool.begin(replace(MANIFEST, attempt=attempt, engines=wanted))
-        wanted, figures = pool.finish()
-    return attempt, figures
+        wanted, metrics = pool.finish()
+    return attempt, metrics
 
 
 @pytest.mark.parametrize("follower", [LED, WRONG])

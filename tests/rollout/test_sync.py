@@ -72,12 +72,12 @@ def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, l
     try:
         before = samples(pool, 1)
         assert distance(old, before) < 1e-4
-        figures = publisher.publish(1, new, pool)
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+        metrics = publisher.publish(1, new, pool)
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
         after = samples(pool, 1)
         assert distance(new, after) < 1e-4
         sent = (publisher if layout.expert_parallel else whole).publish(2, old, pool)
-        assert layout.expert_parallel or sent["sync/received_bytes"] > figures["sync/received_bytes"]
+        assert layout.expert_parallel or sent["sync/received_bytes"] > metrics["sync/received_bytes"]
         assert same(before, samples(pool, 1)), "the first weights did not come back"
         publisher.in_place = True
         corrupt_in_place(publisher, times=1)

@@ -28,13 +28,13 @@ def test_a_worked_example_is_measured_right() -> None:
     layout = Layout(tensor=4, pipeline=2, data=2, sequence_parallel=True)
     ranks = ((MicroBatch((0,), 10, 12), MicroBatch((1,), 20, 20)), (MicroBatch((2,), 40, 40), MicroBatch((3,), 6, 8)))
     plan = Plan("actor_update", (MiniBatch(0, (0, 1, 2, 3), ranks),), layout)
-    figures = quality(plan, [10, 20, 40, 6], Cost(0.0, 1.0))
-    assert (figures.num_micro_batches, figures.tokens, figures.slots, figures.max_slots) == (2, 76, 80, 40)
-    assert figures.useful_share == pytest.approx(76 / 80)
-    assert figures.imbalance == pytest.approx(46 / 38)
+    metrics = quality(plan, [10, 20, 40, 6], Cost(0.0, 1.0))
+    assert (metrics.num_micro_batches, metrics.tokens, metrics.slots, metrics.max_slots) == (2, 76, 80, 40)
+    assert metrics.useful_share == pytest.approx(76 / 80)
+    assert metrics.imbalance == pytest.approx(46 / 38)
     # Rank 0: 30 + 2 + (20 + 1) = 53, rank 1: 46 + 2 + (40 + 1) = 89.
-    assert figures.bubble_share == pytest.approx((21 + 41) / (53 + 89))
-    assert figures.efficiency == pytest.approx(76 / (2 * 89))
+    assert metrics.bubble_share == pytest.approx((21 + 41) / (53 + 89))
+    assert metrics.efficiency == pytest.approx(76 / (2 * 89))
 
 
 def test_mini_batches_wait_for_their_own_slowest_rank() -> None:
@@ -42,8 +42,8 @@ def test_mini_batches_wait_for_their_own_slowest_rank() -> None:
     uneven = [
         MiniBatch(0, (0, 1), ((MicroBatch((a,), a + 1, a + 1),), (MicroBatch((1 - a,), 2 - a, 2 - a),))) for a in (0, 1)
     ]
-    figures = quality(Plan("x", tuple(uneven), layout), [1, 2], Cost(0.0, 0.0))
-    assert figures.imbalance == pytest.approx(4 / 3) and figures.efficiency == pytest.approx(6 / (2 * 4))
+    metrics = quality(Plan("x", tuple(uneven), layout), [1, 2], Cost(0.0, 0.0))
+    assert metrics.imbalance == pytest.approx(4 / 3) and metrics.efficiency == pytest.approx(6 / (2 * 4))
 
 
 def test_the_cost_of_a_model_is_its_operations() -> None:
@@ -142,12 +142,12 @@ def test_plans_reach_their_targets(kind: str, data: int, per_rank: int) -> None:
     """Padding under 2 %, micro-batches within one of the fewest, ranks within 1 % (8 a rank: 3 % of the longest's bound)."""
     layout, cost = Layout(tensor=2, data=data, sequence_parallel=True), Cost(1.5e-5)
     lengths, cap = batch(kind, per_rank, layout)
-    figures = quality(plan_phase(Schedule("critic_value", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
+    metrics = quality(plan_phase(Schedule("critic_value", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
     costs = [cost.sequence(length) for length in lengths]
     least_imbalance = max(1.0, max(costs) * data / sum(costs))
-    assert figures.useful_share >= 0.98
-    assert figures.num_micro_batches <= -(-sum(lengths) // (cap * data)) + 1
-    assert figures.imbalance <= least_imbalance * (1.01 if per_rank == 64 else 1.03)
+    assert metrics.useful_share >= 0.98
+    assert metrics.num_micro_batches <= -(-sum(lengths) // (cap * data)) + 1
+    assert metrics.imbalance <= least_imbalance * (1.01 if per_rank == 64 else 1.03)
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)

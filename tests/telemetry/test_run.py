@@ -14,7 +14,7 @@ from megarl.megatron.role import Role
 from megarl.recipe import load_recipe
 from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.sink_cases import mlflow_points, tensorboard_points, wait_for_wandb, wandb_points
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_running_out_of_memory_leaves_what_held_it_and_says_where(run):
 
 def test_every_sink_has_every_step_of_both_starts_once(run):
     directory, _ = run
-    lines = figures(directory.parents[1], "all")
+    lines = metrics_of(directory.parents[1], "all")
     assert [line["telemetry/sink_failures"] for line in lines] == [0] * STEPS
     expected = [(line["step"], pytest.approx(line["actor/grad_norm"], abs=1e-3)) for line in lines]
     assert len(expected) == STEPS

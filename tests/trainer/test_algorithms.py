@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.recipe.phases_section import ENGINE_PHASES, PHASES
 from tests.planner_cases import document_of
-from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 STEPS, MORE_STEPS = 3, 4
 LOSSES = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "actor/clip_fraction")
@@ -93,7 +93,7 @@ def trained(folder: Path, name: str, ranks: int, changes: dict[str, Any], **more
     """The figures of a run, which the tests of this file share."""
     if not (folder / "runs" / name).exists():
         train_on_ranks(recipe(folder, name, ranks, changes, **more))
-    return figures(folder, name)
+    return metrics_of(folder, name)
 
 
 def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], *
         if checkpoint.name > f"step-{step:06d}":
             shutil.rmtree(checkpoint)
     train_on_ranks(recipe(folder, copy.name, 1, changes, **more), resume=True)
-    return figures(folder, copy.name)
+    return metrics_of(folder, copy.name)
 
 
 @pytest.mark.layout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, HELD_OUT, COMPLETIONS = 3, 7, 6
@@ -47,7 +47,7 @@ def test_a_run_is_measured_before_while_and_after_it_trains(run: tuple[Path, dic
         assert (line["evaluation/num_prompts"], line["evaluation/num_left_out"]) == (HELD_OUT, 1)
         assert 0 < line["evaluation/pass_at_1"] <= line["evaluation/pass_at_4"] <= 1
         assert 0 <= line["evaluation/majority_at_6"] <= 1 and line["evaluation/mean_error"] > 0
-    steps = {line["step"]: line for line in figures(folder, "whole")}
+    steps = {line["step"]: line for line in metrics_of(folder, "whole")}
     assert steps[2]["evaluation/mean"] == lines[1]["evaluation/mean"] and "evaluation/mean" not in steps[1]
     table = [json.loads(line) for line in (folder / "runs/whole/evaluations/step-000003.jsonl").read_text().splitlines()]
     assert [len(line["rewards"]) for line in table] == [COMPLETIONS] * HELD_OUT
@@ -65,7 +65,7 @@ def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Pat
 
 
 def test_one_update_a_batch_has_a_ratio_of_exactly_one(run: tuple[Path, dict[str, Any]]) -> None:
-    for line in figures(run[0], "whole"):
+    for line in metrics_of(run[0], "whole"):
         assert "schedule/actor_logprob/micro_batches" not in line
         assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == line["actor/ratio_drift_exceeded"] == 0
 
@@ -76,6 +76,7 @@ def test_training_does_not_depend_on_being_measured(run: tuple[Path, dict[str, A
     unmeasured = {key: value for key, value in changes.items() if key != "evaluation"}
     train_on_ranks(tiny_recipe(folder, "unmeasured", False, 2, 1, 1, STEPS, **unmeasured))
     measured = [
-        {key: value for key, value in line.items() if not key.startswith("evaluation/")} for line in figures(folder, "whole")
+        {key: value for key, value in line.items() if not key.startswith("evaluation/")}
+        for line in metrics_of(folder, "whole")
     ]
-    assert measured == figures(folder, "unmeasured")
+    assert measured == metrics_of(folder, "unmeasured")

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.cluster.cores import CHOSEN, NodeLoad, engine_cores, rank_cores
 from megarl.trainer import Trainer
-from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 START_DEADLINE_S, END_DEADLINE_S = 420, 180
@@ -101,7 +101,7 @@ def killed(tmp_path_factory):
     finally:
         run.terminate()
     assert run.returncode != 0
-    return folder, changes, output, figures(folder, "killed")
+    return folder, changes, output, metrics_of(folder, "killed")
 
 
 def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_names_it(killed):
@@ -146,7 +146,7 @@ def test_a_run_whose_engine_died_too_often_is_resumed(killed):
     folder, changes, _, lines = killed
     steps = len(lines) + 2
     train_on_ranks(tiny_recipe(folder, "killed", False, 2, 1, 2, steps, **changes), resume=True)
-    resumed = figures(folder, "killed")
+    resumed = metrics_of(folder, "killed")
     assert [line["step"] for line in resumed] == list(range(1, steps + 1))
     _assert_synchronised(resumed)
 

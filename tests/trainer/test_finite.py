@@ -15,7 +15,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.non_finite import FiniteGuard, NotFinite
 from tests.ranks import run_ranks
-from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run
 
 STEPS = 2
 GROUP_SIZE = 4
@@ -77,7 +77,7 @@ def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> 
     changes = {"rollout__replay": str(folder / "rollouts"), "run__on_not_finite": "skip",
                "reward": [{"kind": "function", "target": "tests.rewards:too_large"}]}  # fmt: skip
     run_ranks(train_with_faults, 2, str(tiny_recipe(folder, "skip", True, 2, 1, 2, STEPS, **changes)))
-    first, second = figures(folder, "skip")
+    first, second = metrics_of(folder, "skip")
     assert (first["finite/masked_samples"], first["finite/skipped_updates"]) == (GROUP_SIZE + 1, 0)
     assert (second["finite/masked_samples"], second["finite/skipped_updates"]) == (0, 1)
     assert second["schedule/actor_update/updates"] == 4 and second["actor/skipped_updates"] == 0, "no loss scale's"

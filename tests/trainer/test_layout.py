@@ -1,10 +1,10 @@
-"""A PPO run of four ranks gives the same figures under every layout, given the same rollouts."""
+"""A PPO run of four ranks gives the same metrics under every layout, given the same rollouts."""
 
 from typing import Any
 
 import pytest
 
-from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.layout
 STEPS = 3
@@ -63,7 +63,7 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path, names):
         run = name.replace(" ", "-")
         recipe = tiny_recipe(tmp_path, run, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay), **more)
         train_on_ranks(recipe)
-        found[name] = figures(tmp_path, run)
+        found[name] = metrics_of(tmp_path, run)
         assert len(found[name]) == STEPS
     for name, lines in found.items():
         for line, expected in zip(lines, found["one"], strict=True):

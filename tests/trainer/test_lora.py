@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.recipe import load_recipe
-from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.tiny_models import save_tiny_reward_model, save_tiny_tokenizer
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -25,7 +25,7 @@ def test_adapters_and_a_reward_model_in_a_run(tmp_path):
     recipe = tiny_recipe(tmp_path, "whole", False, 2, 2, 1, STEPS, run__dump_rollouts=True, **changes)
     assert load_recipe(recipe).reference_is_base
     train_on_ranks(recipe)
-    whole = figures(tmp_path, "whole")
+    whole = metrics_of(tmp_path, "whole")
     # The engine samples with what the trainer has, after every update too: the merged weights arrived.
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in whole)
     assert len({line["actor/entropy"] for line in whole}) == STEPS
@@ -45,6 +45,6 @@ def test_adapters_and_a_reward_model_in_a_run(tmp_path):
     recipe = tiny_recipe(tmp_path, "other", False, 4, 1, 2, STEPS, **changes)
     assert not load_recipe(recipe).reference_is_base
     train_on_ranks(recipe)
-    for line, expected in zip(figures(tmp_path, "other"), whole, strict=True):
+    for line, expected in zip(metrics_of(tmp_path, "other"), whole, strict=True):
         for key in ("reward/model_mean", "reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/kl"):
             assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), (line["step"], key)

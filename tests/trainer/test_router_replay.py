@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS = 2
@@ -22,7 +22,7 @@ def test_the_choices_of_the_engine_arrive_at_the_trainer(tmp_path):
     tiny_run(tmp_path, "qwen3_moe")
     recipe = tiny_recipe(tmp_path, "live", False, 2, 2, 1, STEPS, run__dump_rollouts=True, **CHANGES)
     train_on_ranks(recipe)
-    live = figures(tmp_path, "live")
+    live = metrics_of(tmp_path, "live")
     for number, line in enumerate(live, 1):
         with np.load(tmp_path / "runs" / "live" / "rollouts" / f"step-{number:06d}.npz") as dump:
             lengths = dump["prompt_lengths"] + dump["completion_lengths"]
@@ -41,7 +41,7 @@ def test_the_choices_of_the_engine_arrive_at_the_trainer(tmp_path):
     alone = CHANGES | {"actor__layout": {}, "actor__memory": {}}
     recipe = tiny_recipe(tmp_path, "again", False, 1, 1, 1, STEPS, rollout__replay=replay, **alone)
     train_on_ranks(recipe)
-    for line, expected in zip(figures(tmp_path, "again"), live, strict=True):
+    for line, expected in zip(metrics_of(tmp_path, "again"), live, strict=True):
         for key in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/router_replay_share"):
             assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), (line["step"], key)
 

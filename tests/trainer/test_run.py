@@ -22,7 +22,7 @@ from megarl.rollout.replay import FilePayload, dump_file
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
 from tests.rollout_cases import same
-from tests.runs import RUN_DEADLINE_S, figures, megarl, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -81,7 +81,7 @@ def _from_the_middle(folder, name):
 
 def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(run):
     folder, ppo, _ = run
-    for line in figures(folder, "whole"):
+    for line in metrics_of(folder, "whole"):
         ran = {phase: line[f"schedule/{phase}/sequences"] for phase in SIZES if f"schedule/{phase}/sequences" in line}
         # GRPO with one update a batch needs no critic, no reference and no log-probabilities of their own.
         assert ran == SIZES if ppo else ran.keys() == {"actor_update"}
@@ -91,7 +91,7 @@ def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(ru
 
 def test_rollout_and_trainer_agree_after_every_sync(run):
     folder, _, _ = run
-    lines = figures(folder, "whole")
+    lines = metrics_of(folder, "whole")
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
     assert len({line["actor/entropy"] for line in lines}) == STEPS, "the weights move"
@@ -133,7 +133,7 @@ def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
     folder, _, _ = run
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("sample")]
-    lines = figures(folder, "whole")
+    lines = metrics_of(folder, "whole")
     assert len(requests) == 16 * STEPS
     assert sum(event["args"]["tokens"] for event in requests) == sum(line["tokens/completion"] for line in lines)
     assert [event["args"]["version"] for event in requests] == [step for step in range(STEPS) for _ in range(16)]
@@ -195,14 +195,14 @@ def _resume(run, **more):
     folder, ppo, changes = run
     _from_the_middle(folder, "resumed")
     train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes | more), resume=True)
-    return figures(folder, "resumed")
+    return metrics_of(folder, "resumed")
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(run):
     """With the whole run's rollouts: all figures but the engine's and the sync's."""
     folder, _, _ = run
     resumed = _resume(run, rollout__replay=str(folder / "runs" / "whole" / "rollouts"), run__dump_rollouts=False)
-    for line, expected in zip(resumed, figures(folder, "whole"), strict=True):
+    for line, expected in zip(resumed, metrics_of(folder, "whole"), strict=True):
         without = expected.keys() - line.keys()
         assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
         assert line == {key: value for key, value in expected.items() if key in line}
@@ -211,7 +211,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(run):
 @pytest.mark.nightly  # in CI one of GRPO is, in a job of Slurm: test_launch_slurm_run.py
 def test_a_run_that_is_resumed_with_an_engine_equals_one_that_never_stopped(run):
     shutil.rmtree(run[0] / "runs" / "resumed", ignore_errors=True)  # of the test before
-    assert _resume(run) == figures(run[0], "whole")
+    assert _resume(run) == metrics_of(run[0], "whole")
 
 
 def test_a_run_resumes_under_another_layout(run):
@@ -220,7 +220,7 @@ def test_a_run_resumes_under_another_layout(run):
     # The same rollouts: one flipped last bit could sample another token.
     changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
     train_on_ranks(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes), resume=True)
-    found, whole = figures(folder, "other"), figures(folder, "whole")
+    found, whole = metrics_of(folder, "other"), metrics_of(folder, "whole")
     assert len(found) == STEPS
     keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]
     assert len(keys) >= (6 if ppo else 4)

@@ -16,7 +16,7 @@ from megarl.rollout.groups import RolloutBatch, RolloutExecuted
 from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
 from tests.rewards import rarely
-from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 STEPS, PROMPTS, SIZE, MAX_ROUNDS = 3, 4, 2, 3
 SALT = 40  # of draws by which one step needs one round, one needs two, and one three and fillers
@@ -125,8 +125,8 @@ def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_th
     for undone in range(2, STEPS + 1):
         shutil.rmtree(runs / "cut" / "checkpoints" / f"step-{undone:06d}")
     run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "cut", False, 2, 1, 1, STEPS, **changes)), True)
-    whole, wanted = figures(tmp_path, "whole"), expected(tmp_path)
-    assert figures(tmp_path, "cut") == whole
+    whole, wanted = metrics_of(tmp_path, "whole"), expected(tmp_path)
+    assert metrics_of(tmp_path, "cut") == whole
     assert scored == [PROMPTS * SIZE * sum(step["rounds"] for step in wanted), 0], "each sequence once, on rank 0"
     for line, step in zip(whole, wanted, strict=True):
         assert (line["rollout/rounds"], line["rollout/filler_groups"]) == (step["rounds"], step["filled"])
@@ -149,8 +149,8 @@ def test_engines_take_several_rounds_and_repeat_them_after_a_resume(tmp_path: Pa
     train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, 3, **changes))
     train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 1, **changes))
     train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 3, **changes), resume=True)
-    whole = figures(tmp_path, "whole")
-    assert figures(tmp_path, "cut") == whole
+    whole = metrics_of(tmp_path, "whole")
+    assert metrics_of(tmp_path, "cut") == whole
     assert len({line["rollout/rounds"] for line in whole}) > 1
     for line in whole:
         assert line["rollout/version"] == line["step"] - 1 and line["mismatch/logprob_max"] <= 1e-4
@@ -183,7 +183,7 @@ def test_engines_complete_each_prompt_greedily_beside_and_a_replay_of_both_gives
             likeliest = model(tokens).logits[0, len(prompt) - 1 : -1].argmax(-1)
         assert likeliest.tolist() == completion.tolist()
     train_on_ranks(tiny_recipe(tmp_path, "again", False, 1, 1, 1, 2, **changes, rollout__replay=str(rollouts)))
-    for line, again in zip(figures(tmp_path, "live"), figures(tmp_path, "again"), strict=True):
+    for line, again in zip(metrics_of(tmp_path, "live"), metrics_of(tmp_path, "again"), strict=True):
         assert line["rollout/greedy_tokens"] > 0 and line["mismatch/logprob_max"] <= 1e-4
         without = line.keys() - again.keys()
         assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
@@ -195,7 +195,7 @@ def test_engines_complete_each_prompt_greedily_beside_and_a_replay_of_both_gives
 def test_engines_keep_their_version_while_the_critic_warms_up(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     train_on_ranks(tiny_recipe(tmp_path, "warm", True, 1, 1, 1, 3, critic__warmup_steps=1))
-    lines = figures(tmp_path, "warm")
+    lines = metrics_of(tmp_path, "warm")
     assert [line["rollout/version"] for line in lines] == [0, 0, 1]
     assert [line["sync/version"] for line in lines] == [0, 1, 2]
     assert [line.get("sync/received_bytes", 0) > 0 for line in lines] == [False, True, True]

@@ -11,7 +11,7 @@ import pytest
 from megarl.recipe import ENGINE_PHASES
 from megarl.schedule import PlanMismatch, Summary, Turn, refuse_unlike
 from tests.ranks import run_ranks
-from tests.runs import fake_rollouts, figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 STEPS = 2
 PROVEN = ("micro_batches", "tokens", "slots", "max_tokens")
@@ -32,7 +32,7 @@ def train(folder, name, ppo=True, **changes):
 
 def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder):
     train(folder, "proof")
-    for line in figures(folder, "proof"):
+    for line in metrics_of(folder, "proof"):
         assert line["actor/ratio_drift_exceeded"] == 0, "rounding is far below the default bound"
         for phase in (phase for phase in ENGINE_PHASES if phase != "reward_model"):  # the recipe has none
             at = f"schedule/{phase}/"
@@ -244,7 +244,7 @@ def test_drift_before_the_first_update_is_measured_and_warned_about_once(folder)
     replay = {"rollout__replay": str(folder / "rollouts"), "algorithm__max_ratio_drift": OFFSET / 2}
     recipe = tiny_recipe(folder, "drift", False, 2, 1, 2, STEPS, **replay, **several)
     warnings = run_ranks(train_drifting, 2, str(recipe))
-    for line in figures(folder, "drift"):
+    for line in metrics_of(folder, "drift"):
         assert line["actor/ratio_drift_max"] == pytest.approx(math.expm1(OFFSET), rel=0.01)
         assert line["actor/ratio_drift_exceeded"] == 1
         assert OFFSET / 4 < line["actor/ratio_drift_mean"] < OFFSET, "a part of the first mini-batch has none"

@@ -16,7 +16,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.groups import EpisodeFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.replay import FilePayload, dump_rollout
 from megarl.telemetry.disk import read_lines
-from tests.runs import figures, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.sync
 PROMPTS, SIZE, TURNS, LONGEST = 4, 4, 3, 4
@@ -68,7 +68,7 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
     train_on_ranks(tiny_recipe(tmp_path, "live", False, 1, 1, 1, 2, **CHANGES, **evaluated(tmp_path)))
     run, tokenizer = tmp_path / "runs" / "live", load_tokenizer(str(tmp_path / "model"))
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    for line in figures(tmp_path, "live"):
+    for line in metrics_of(tmp_path, "live"):
         file = run / "rollouts" / f"step-{line['step']:06d}.npz"
         samples = FilePayload(str(file)).fetch(range(PROMPTS * SIZE))
         table = read_lines(run / "samples" / f"step-{line['step']:06d}.jsonl")
@@ -105,11 +105,11 @@ def test_a_resume_plays_the_same_episodes_and_a_replay_gives_the_same_numbers(tm
     train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, 2, **changes))
     train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 1, **changes))
     train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 2, **changes), resume=True)
-    whole = figures(tmp_path, "whole")
-    assert figures(tmp_path, "cut") == whole
+    whole = metrics_of(tmp_path, "whole")
+    assert metrics_of(tmp_path, "cut") == whole
     rollouts = str(tmp_path / "runs" / "whole" / "rollouts")
     train_on_ranks(tiny_recipe(tmp_path, "again", False, 2, 1, 2, 2, **changes, rollout__replay=rollouts))
-    for line, again in zip(whole, figures(tmp_path, "again"), strict=True):
+    for line, again in zip(whole, metrics_of(tmp_path, "again"), strict=True):
         for key in ("reward/mean", "reward/environment", "reward/num_masked", "rollout/turns_mean", "rollout/failed_share"):
             assert line[key] == again[key]
         assert again["actor/grad_norm"] == pytest.approx(line["actor/grad_norm"], rel=1e-3)
@@ -187,7 +187,7 @@ def test_advantages_of_episodes_are_those_computed_by_hand(tmp_path: Path) -> No
     wanted = [5 / 6, -1 / 6, -2 / 3, None, 0.0, -0.75, -0.75, 1.5]
     table = read_lines(tmp_path / "runs" / "hand" / "samples" / "step-000001.jsonl")
     assert [row["advantage"] for row in table] == [None if one is None else pytest.approx(one, abs=1e-6) for one in wanted]
-    (line,) = figures(tmp_path, "hand")
+    (line,) = metrics_of(tmp_path, "hand")
     assert line["rollout/turns_mean"] == 13 / 8 and line["rollout/failed_share"] == 1 / 8 == 1 - line["rollout/done_share"]
     assert line["rollout/observation_tokens"] == 2 * 5 and line["tokens/completion"] == 3 * 13 + 10
     assert line["reward/mean"] == pytest.approx(6 / 7)

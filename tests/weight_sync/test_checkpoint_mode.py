@@ -101,10 +101,10 @@ def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path:
     for mode in ("reshard", "checkpoint"):
         publisher = Publisher(model, rollout, engines=2, mode=mode)
         engines = ThreadEngines(ModelShape.from_directory(model), rollout, engines=2)
-        figures = publisher.publish(1, model, engines)
+        metrics = publisher.publish(1, model, engines)
         engines.close()
         publisher.close()
-        received, bound = figures["sync/received_bytes"], figures["sync/bound_bytes"]
+        received, bound = metrics["sync/received_bytes"], metrics["sync/bound_bytes"]
         bounds.append(bound)
         assert bound == bounds[0] > 0, "it depends on the engines alone"
         if mode == "reshard":

@@ -143,23 +143,23 @@ def engines_of(trainer: Trainer) -> ThreadEngines:
 
 def test_what_did_not_change_does_not_travel(trainer: Trainer) -> None:
     before = dict(trainer.expected[1])
-    figures = trainer.publish()
+    metrics = trainer.publish()
     elements = [
         (new != before[worker][name]).float().mean() * new.numel()
         for worker, parameters in trainer.expected[2].items()
         for name, new in parameters.items()
     ]
-    share = 2 * float(sum(elements)) / (figures["sync/bound_bytes"] / 2)  # two bytes an element; two engines
-    assert 0 < figures["sync/changed_share"] == pytest.approx(share, rel=0.01)
-    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"]
-    assert figures["sync/sent_bytes"] < 0.05 * figures["sync/bound_bytes"]
+    share = 2 * float(sum(elements)) / (metrics["sync/bound_bytes"] / 2)  # two bytes an element; two engines
+    assert 0 < metrics["sync/changed_share"] == pytest.approx(share, rel=0.01)
+    assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"]
+    assert metrics["sync/sent_bytes"] < 0.05 * metrics["sync/bound_bytes"]
 
 
 def test_a_difference_to_other_bytes_never_passes(trainer: Trainer) -> None:
     kept = trainer.kept(0, 1)
     assert kept is not None and kept.version == 1
     kept._contents[-1][0][7] ^= 1
-    figures = trainer.publish()
+    metrics = trainer.publish()
     trainer.check()
-    assert figures["sync/attempts"] == 2 and engines_of(trainer).bases[-2:] == [1, None]
+    assert metrics["sync/attempts"] == 2 and engines_of(trainer).bases[-2:] == [1, None]
     assert any("wrong bytes in bucket" in str(error) for error in engines_of(trainer).failures)

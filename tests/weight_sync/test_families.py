@@ -59,8 +59,8 @@ def takes_versions(old: Path, new: Path, family: str) -> None:
     first, second = answers(engine), answers(other)
     assert first != second
     publisher, receiving = Publisher(new, in_place=True), Receiving(engine)
-    figures = publisher.publish(1, new, receiving)
-    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0 and figures["sync/in_place"]
+    metrics = publisher.publish(1, new, receiving)
+    assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0 and metrics["sync/in_place"]
     assert answers(engine) == second, "not the engine that loaded from disk"
     publisher.in_place = False
     assert not publisher.publish(2, old, receiving)["sync/in_place"]
@@ -71,9 +71,9 @@ def takes_versions(old: Path, new: Path, family: str) -> None:
         assert answers(engine) == second, "not the engine that loaded from disk"
         with without_vllm_table(family):
             publisher = Publisher(old, mode="checkpoint")
-            figures = publisher.publish(3, old, receiving)
+            metrics = publisher.publish(3, old, receiving)
             assert answers(engine) == first, "not the engine that loaded from disk"
-            assert figures["sync/received_bytes"] > 0 and "sync/bound_bytes" not in figures, "nobody knows the bound"
+            assert metrics["sync/received_bytes"] > 0 and "sync/bound_bytes" not in metrics, "nobody knows the bound"
             publisher.close()
     close_engines()
 
@@ -107,8 +107,8 @@ def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollou
 
     def publish(version: int, engines: EnginePool | None) -> Path:
         model, in_place = ((old, True), (new, False), (old, False), (new, True))[version - 1]
-        figures = sync.publish(version, held[model] if in_place else MappingProxyType(held[model]), engines)
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0 and figures["sync/in_place"] == in_place
+        metrics = sync.publish(version, held[model] if in_place else MappingProxyType(held[model]), engines)
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0 and metrics["sync/in_place"] == in_place
         return model
 
     if rank:

@@ -93,10 +93,10 @@ def first_version(request: pytest.FixtureRequest) -> None:
 def test_workers_read_the_trainers_own_memory_and_the_next_version_too(case: Case) -> None:
     manifest = case.engines._manifest
     assert manifest.homes and all(tensor.is_shared() for tensor in case.shards.values())
-    figures = case.publish(1)
+    metrics = case.publish(1)
     case.assert_taken(1)
     assert case.engines._manifest.homes == manifest.homes, "what was shared is shared once"
-    assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
+    assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
 
 
 @settings(max_examples=10, deadline=None)
@@ -237,8 +237,8 @@ def test_where_there_is_no_room_for_all_ranks_weights_travel_in_buckets(models: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.weight_sync.publish.has_room", none)
-        figures = publisher.publish(1, models[0], engines)
-    assert figures["sync/in_place"] == 0.0 and engines.versions == [1]
+        metrics = publisher.publish(1, models[0], engines)
+    assert metrics["sync/in_place"] == 0.0 and engines.versions == [1]
     assert asked == [private_bytes(shards := publisher.shards(models[0]), list(shards), torch.float32)]
     engines.close()
     publisher.close()

@@ -157,7 +157,7 @@ def publish_twice(
     sync = WeightSync(shape, layout, settings, "memory", rank, group)
     for version in (1, 2):
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
-        figures = sync.publish(version, parameters, engines)
+        metrics = sync.publish(version, parameters, engines)
         found.append(resident("VmHWM") - rest)
     if engines is not None:
         assert_taken([worker.weights for worker in engines.workers], parameters, layout)
@@ -166,7 +166,7 @@ def publish_twice(
     held = megatron.parameter_sizes(shape, layout, rank), vllm.parameter_sizes(shape, rollout, 0)
     layer, worker_layer = (num_bytes(sizes, ".layers.0.") for sizes in held)
     (first, second), worker = found, num_bytes(held[1], "")
-    return Peaks(first, second, layer, worker_layer, worker, bool(figures["sync/in_place"]))
+    return Peaks(first, second, layer, worker_layer, worker, bool(metrics["sync/in_place"]))
 
 
 def num_bytes(sizes: Mapping[str, tuple[int, int]], of: str) -> int:

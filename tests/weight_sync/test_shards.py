@@ -40,18 +40,18 @@ BUCKET_BYTES = 8192  # a tiny model is many buckets, and most boxes are cut
 def publish_and_read(
     models: list[str], layout: Layout, settings: SyncSettings, nodes: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Publish each model as a version; rank 0 has the engines, one on each of `nodes`. Returns the figures."""
+    """Publish each model as a version; rank 0 has the engines, one on each of `nodes`. Returns the metrics."""
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), ModelShape.from_directory(models[0])
     sync = WeightSync(shape, layout, settings, Path(models[0]).parent.name, rank, dist.group.WORLD)
     readers = ThreadEngines(shape, settings.rollout, len(nodes)) if rank == 0 else None
     if readers is not None:
         readers.nodes = list(nodes)
-    figures = []
+    metrics = []
     for version, model in enumerate(map(Path, models), start=1):
         shards = megatron_shards(model, layout)[rank]
         # Merged weights are in a mapping of another kind: they cannot be read in place.
-        figures.append(sync.publish(version, MappingProxyType(shards) if settings.merges else shards, readers))
+        metrics.append(sync.publish(version, MappingProxyType(shards) if settings.merges else shards, readers))
         if readers is not None:
             assert readers.versions == [version] * len(nodes)
             for engine, worker in readers.places:
@@ -60,7 +60,7 @@ def publish_and_read(
     if readers is not None:
         readers.close()
     sync.close()
-    return figures
+    return metrics
 
 
 def settings_of(
@@ -110,11 +110,11 @@ def test_workers_receive_exactly_their_shards(
     settings = settings_of(rollout, engines, precision, transport)
     models = two_models(tmp_path, family, tied)
     answers = run_ranks(publish_and_read, layout.ranks, models, layout, settings, ["here"] * engines)
-    for figures in answers[0]:
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
-        assert figures["sync/attempts"] == 1
+    for metrics in answers[0]:
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
+        assert metrics["sync/attempts"] == 1
         # Weights are fp32: for bf16 they are cast.
-        assert figures["sync/in_place"] == (transport == "shared_memory" and precision == "fp32")
+        assert metrics["sync/in_place"] == (transport == "shared_memory" and precision == "fp32")
     assert all(answer == answers[0] for answer in answers)
     assert not [name for name in os.listdir(segment.ROOT) if name.startswith(f"megarl-{tmp_path.name}")]
 
@@ -132,10 +132,10 @@ def test_workers_receive_exactly_their_shards(
 def test_messages_bring_one_copy_to_each_node(tmp_path: Path, nodes: list[str], copies: int, transport: str) -> None:
     layout, settings = Layout(1, 2, 1), settings_of(RolloutLayout(2), len(nodes), transport=transport)
     answers = run_ranks(publish_and_read, layout.ranks, two_models(tmp_path), layout, settings, nodes)
-    for figures in answers[0]:
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
-        one_copy = figures["sync/bound_bytes"] / len(nodes)
-        assert copies * one_copy <= figures["sync/sent_bytes"] < 1.1 * copies * one_copy
+    for metrics in answers[0]:
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
+        one_copy = metrics["sync/bound_bytes"] / len(nodes)
+        assert copies * one_copy <= metrics["sync/sent_bytes"] < 1.1 * copies * one_copy
     assert not [name for name in os.listdir(segment.ROOT) if name.startswith(f"megarl-{tmp_path.name}")]
 
 
@@ -152,9 +152,9 @@ def test_shards_arrive_by_layer_where_adapters_are_merged(
 ) -> None:
     settings = settings_of(rollout, len(nodes), "bf16", transport, merges=True)
     answers = run_ranks(publish_and_read, layout.ranks, two_models(tmp_path), layout, settings, nodes)
-    for figures in answers[0]:
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] > 0
-        assert figures["sync/attempts"] == 1 and not figures["sync/in_place"]
+    for metrics in answers[0]:
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
+        assert metrics["sync/attempts"] == 1 and not metrics["sync/in_place"]
 
 
 @pytest.mark.parametrize(("transport", "wire"), [("shared_memory", "full"), ("gloo", "delta")])
@@ -170,9 +170,9 @@ def test_fp8_blocks_of_all_ranks_make_the_blocks_of_the_worker(tmp_path: Path, t
     settings, layout = settings_of(RolloutLayout(2), precision="bf16", **form), Layout(tensor=2, pipeline=2)
     answers = run_ranks(publish_and_read, layout.ranks, [*models, models[1]], layout, settings, ["here"])
     whole_bytes = sum(2 * tensor.numel() for tensor in checkpoint(Path(models[0])).values())
-    for figures in answers[0]:
-        assert figures["sync/received_bytes"] == figures["sync/bound_bytes"] < 0.6 * whole_bytes
-        assert figures["sync/attempts"] == 1
+    for metrics in answers[0]:
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] < 0.6 * whole_bytes
+        assert metrics["sync/attempts"] == 1
     if wire == "delta":
         assert answers[0][2]["sync/changed_share"] == 0.0 and answers[0][1]["sync/changed_share"] > 0.5
 
