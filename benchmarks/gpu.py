@@ -229,7 +229,7 @@ def estimated_bytes(
 ) -> int:
     """The estimate for one rank that has taken optimizer steps, or else without the moments that a first step makes."""
     from megarl.models.layout import Layout
-    from megarl.planner.device_memory import Load, peak
+    from megarl.planner.memory_estimate import Load, peak
     from megarl.planner.roles import PlannedRole
     from megarl.recipe.role_sections import FreezeSection, MemorySection
 

@@ -24,7 +24,7 @@ from megarl.megatron.role import RoleSettings, Training
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import checkpoint_sizes
-from megarl.planner.device_memory import DeviceMemory, Load, peak
+from megarl.planner.memory_estimate import DeviceMemory, Load, peak
 from megarl.planner.roles import PlannedRole
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Plan, Schedule, plan_phase

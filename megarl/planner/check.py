@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl.planner.advice import MIB, PlanAdvice, advise, fit, gib
-from megarl.planner.device_memory import RESERVE, DeviceMemory
 from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecast, forecast, job_of
 from megarl.planner.lengths import LengthsError, ReadMetrics
 from megarl.planner.measured import Measured, MeasuredError, measured
+from megarl.planner.memory_estimate import RESERVE, DeviceMemory
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe

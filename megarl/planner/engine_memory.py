@@ -23,7 +23,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import block_bytes, quantised_parameters
 from megarl.models.vllm_weights import held_experts, padded_vocab, stage_layers
-from megarl.planner.device_memory import DeviceMemory
+from megarl.planner.memory_estimate import DeviceMemory
 from megarl.planner.roles import BYTES, expert_weights, layer_weights
 
 # What null means for `rollout.kv_cache_bytes` and `phases.rollout.max_concurrent` on CPUs. On GPUs the cache takes what is

@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
 
-from megarl.planner.device_memory import (
+from megarl.planner.engine_memory import PlannedEngines
+from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
+from megarl.planner.lengths import Lengths, ReadMetrics, find_lengths
+from megarl.planner.memory_estimate import (
     BatchLimits,
     DeviceMemory,
     Load,
@@ -22,9 +25,6 @@ from megarl.planner.device_memory import (
     usable_bytes,
     worst_load,
 )
-from megarl.planner.engine_memory import PlannedEngines
-from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
-from megarl.planner.lengths import Lengths, ReadMetrics, find_lengths
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.phases_section import ROLE_OF

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.device_memory import BatchLimits
+from megarl.planner.memory_estimate import BatchLimits
 
 # The quantiles of a step's completion lengths in `metrics.jsonl`, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)

@@ -6,7 +6,6 @@ import importlib.metadata
 from dataclasses import replace
 
 from megarl.models import ModelShape
-from megarl.planner.device_memory import BatchLimits, largest_cap, resting, usable_bytes
 from megarl.planner.engine_memory import (
     CACHE_BLOCK_TOKENS,
     CPU_BATCHED_TOKENS,
@@ -16,6 +15,7 @@ from megarl.planner.engine_memory import (
     PlannedEngines,
     concurrent_sequences,
 )
+from megarl.planner.memory_estimate import BatchLimits, largest_cap, resting, usable_bytes
 from megarl.planner.roles import PlannedRole
 from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape

@@ -9,10 +9,10 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.planner.advice import fit
-from megarl.planner.device_memory import BatchLimits, DeviceMemory, resident, resting
 from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.forecast import Forecast, Job, engine_room, job_of, on_devices
 from megarl.planner.lengths import Lengths
+from megarl.planner.memory_estimate import BatchLimits, DeviceMemory, resident, resting
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
 from megarl.recipe.role_sections import MemorySection

@@ -16,7 +16,7 @@ from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, rank_segments
 from megarl.planner import activations
 from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
-from megarl.planner.device_memory import (
+from megarl.planner.memory_estimate import (
     FRAGMENTATION,
     BatchLimits,
     DeviceMemory,

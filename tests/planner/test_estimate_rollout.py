@@ -9,8 +9,8 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import parameter_sizes
-from megarl.planner.device_memory import DeviceMemory
 from megarl.planner.engine_memory import PlannedEngines
+from megarl.planner.memory_estimate import DeviceMemory
 
 QWEN_7B = ModelShape.from_config(
     {

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.planner.device_memory import RESERVE
 from megarl.planner.flops import forward_flops, sequence_cost
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, forecast, forecast_phase, job_of, worst_memory
 from megarl.planner.lengths import Lengths
+from megarl.planner.memory_estimate import RESERVE
 from megarl.recipe import load_recipe
 from megarl.recipe.sizes import GIB
 from megarl.schedule import Schedule, plan_phase, quality

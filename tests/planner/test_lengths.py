@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.planner.device_memory import BatchLimits
 from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, find_lengths
+from megarl.planner.memory_estimate import BatchLimits
 from megarl.telemetry.metrics_file import read_metrics
 
 LIMITS = BatchLimits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
