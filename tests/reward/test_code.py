@@ -18,7 +18,7 @@ from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import CodeRewardSection
-from megarl.reward import sandbox, verifiers
+from megarl.reward import sandbox, sandbox_keeper, verifiers
 from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
 from megarl.reward.verifiers import code_of, code_verifier, programs_of
 from megarl.reward.workers import RewardWorkers
@@ -216,6 +216,11 @@ def test_limits_score_zero_and_are_counted(model):  # noqa: F811
     counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}
     assert counted == {"reward/code_num_passed": 2, "reward/code_num_cpu_time": 1, "reward/code_num_failed": 1}
     assert metrics["reward/code"] == 0.5 and metrics["reward/code_num_memory"] == 0
+
+
+@pytest.mark.parametrize(("cpu_s", "limit"), [(0.8, "cpu_time"), (0.1, "")])
+def test_a_killed_program_hit_its_cpu_limit_also_where_ticks_ran_ahead_of_its_seconds(cpu_s, limit):
+    assert sandbox_keeper._limit_hit(-signal.SIGKILL, b"", cpu_s, {"cpu_s": 1}) == limit
 
 
 def test_without_a_sandbox_no_code_runs(monkeypatch):
