@@ -49,7 +49,7 @@ test-learning: setup
 # between which and megatron-core stand the tests of the layouts, the families' logits and the checkpoints: those run, and so
 # do all others, in two streams.
 OWN := adapter_export attention compiled logprobs objective plans weights
-BESIDE_019 := $(patsubst %,tests/megatron/test_%.py,checkpoint experts finite freeze golden place precision stages)
+BESIDE_019 := $(patsubst %,tests/megatron/test_%.py,checkpoint experts finite freeze golden place precision)
 OF_MEGATRON := $(filter-out $(OWN:%=tests/megatron/test_%.py),$(wildcard tests/megatron/test_*.py tests/platform/test_*.py))
 
 test-megatron-0.19: setup
