@@ -57,6 +57,14 @@ def test_pages_that_the_tree_names_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
+def test_the_makefile_names_test_files_that_exist() -> None:
+    command = ["make", "--dry-run", "test-megatron-0.19"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    files = set(re.findall(r"tests/[\w/]+\.py", shown))
+    assert len(files) > 15
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+
+
 def test_the_architecture_names_files_that_exist_and_every_room() -> None:
     page = TEXTS["architecture.md"]
     files = set(re.findall(r"`((?:megarl|launch|tests)/[\w/]+\.\w+)`", page))
