@@ -29,13 +29,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.fixture(scope="module")  # vLLM keeps what one file's engines leave in its globals
+@pytest.fixture(scope="session")
 def engine_process() -> Iterator[ProcessPoolExecutor]:
-    """A process that has imported vLLM, as soon as a first test has used it: for engines that need no other one."""
-    from tests.in_process_engine import own_process
+    """A process that imports vLLM at the first call, once for all tests; each call has a fork of it for itself."""
+    from tests.in_process_engine import EngineProcess
 
-    with own_process() as one:
-        yield one
+    with EngineProcess() as process:
+        yield process
 
 
 LAYOUT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()

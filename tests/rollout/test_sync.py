@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from megarl.cluster.ray_cluster import start_cluster, stop_cluster
 from megarl.models.layout import RolloutLayout
 from megarl.rollout import RolloutError
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncError
+from tests.rollout.conftest import TORCHRUN, Engines
 from tests.rollout_cases import (
     STOP,
     Publisher,
@@ -32,25 +31,6 @@ from tests.rollout_cases import (
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One Ray for all pools of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in TORCHRUN.items():
-            patch.setenv(name, value)
-        start_cluster()
-        yield
-        stop_cluster()
-
-
-def open_engines(model: Path, **rollout: object) -> EnginePool:
-    pool = EnginePool(recipe(model, **rollout), str(model), STOP, seed=3)
-    pool.start()
-    return pool
-
 
 @pytest.mark.parametrize(
     ("family", "tied", "layers", "layout"),
@@ -61,12 +41,15 @@ def open_engines(model: Path, **rollout: object) -> EnginePool:
         pytest.param("mixtral", False, 2, RolloutLayout(data=2, expert_parallel=True), marks=pytest.mark.nightly),
     ],
 )
-def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, layers: int, layout: RolloutLayout) -> None:
+def test_each_worker_takes_its_shards(
+    cluster: None, tmp_path: Path, family: str, tied: bool, layers: int, layout: RolloutLayout
+) -> None:
     """By parts and, where experts are not dealt, by whole tensors; an engine of which one worker took wrong bytes takes all
     of it again."""
     old, new = (save_model(tmp_path / name, family, tied, seed, layers) for seed, name in enumerate(("old", "new")))
     publisher, whole = (Publisher(new, layout, mode=mode) for mode in ("reshard", "checkpoint"))
-    pool = open_engines(old, **asdict(layout))
+    pool = EnginePool(recipe(old, **asdict(layout)), str(old), STOP, seed=3)
+    pool.start()
     assert pool._engines[0].process is not None
     shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
     try:
@@ -92,15 +75,11 @@ def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, l
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePool, Publisher, Path, Path]]:
+def running(engines: Engines) -> Iterator[tuple[EnginePool, Publisher, Path, Path]]:
     """Two engines with version 1, a publisher, and the models of version 1 and of the next."""
-    folder = tmp_path_factory.mktemp("models")
-    old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new, engines=2)
-    pool = open_engines(old, engines=2)
-    publisher.publish(1, new, pool)
-    yield pool, publisher, new, old
-    pool.shutdown()
+    publisher, pool = Publisher(engines.new, engines=2), engines.pool(0, 1)
+    publisher.publish(1, engines.new, pool)
+    yield pool, publisher, engines.new, engines.old
     publisher.close()
 
 
@@ -230,17 +209,3 @@ def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -
     batch = pool.generate(prompts(), 1)
     assert set(batch.first_version) == set(batch.last_version) == {4}
     assert distance(new, batch.payload.fetch(range(16))) < 1e-4
-
-
-def test_an_engine_without_restarts_left_whose_logprobs_are_no_numbers_ends_the_run(running: Running) -> None:
-    pool, publisher, new, _ = running
-    broken = publisher.shards(new)
-    broken["decoder.final_layernorm.weight"][0] = torch.nan
-    publisher.publish_shards(5, broken, pool)
-    section = pool._recipe.rollout.model_copy(update={"max_restarts": 0})
-    pool._recipe = pool._recipe.model_copy(update={"rollout": section})
-    said = (
-        r"rollout engine \d died in phase rollout after 0 restarts .*: a log-probability of group \d is nan, under version 5"
-    )
-    with pytest.raises(RolloutError, match=said):
-        pool.generate(prompts(), 1)
