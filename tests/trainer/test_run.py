@@ -208,7 +208,6 @@ def test_a_resumed_run_equals_one_that_never_stopped(run):
         assert line == {key: value for key, value in expected.items() if key in line}
 
 
-@pytest.mark.nightly  # in CI one of GRPO is, in a job of Slurm: test_launch_slurm_run.py
 def test_a_run_that_is_resumed_with_an_engine_equals_one_that_never_stopped(run):
     shutil.rmtree(run[0] / "runs" / "resumed", ignore_errors=True)  # of the test before
     assert _resume(run) == metrics_of(run[0], "whole")
@@ -251,11 +250,12 @@ def _assert_step_samples_as_the_export_does(folder, name, step, model):
     assert same(sampled, loaded)
 
 
-def test_an_export_loads_in_transformers_and_an_engine_that_loaded_it_answers_as_the_one_in_the_run(run, tmp_path):
+def test_an_export_loads_in_transformers(run, tmp_path):
+    """An engine that loads an export: test_evaluation.py."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, _, _ = run
-    _assert_step_samples_as_the_export_does(folder, "whole", MIDDLE + 1, tmp_path / "out")
+    megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.dtype == torch.float32
@@ -263,6 +263,11 @@ def test_an_export_loads_in_transformers_and_an_engine_that_loaded_it_answers_as
     assert all(0 < distance < 0.2 for distance in moved)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
     assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()
+
+
+@pytest.mark.nightly
+def test_an_engine_that_loaded_an_export_answers_as_the_one_in_the_run(run, tmp_path):
+    _assert_step_samples_as_the_export_does(run[0], "whole", MIDDLE + 1, tmp_path / "out")
 
 
 @pytest.mark.nightly
