@@ -1,4 +1,4 @@
-"""Shared by all tests: quiet libraries, one thread each (the machine's cores go to the ranks), the table of the layouts."""
+"""Shared by all tests: quiet libraries, one thread each (the machine's cores go to the ranks)."""
 
 import os
 from collections.abc import Generator, Iterator
@@ -36,22 +36,3 @@ def engine_process() -> Iterator[ProcessPoolExecutor]:
 
     with EngineProcess() as process:
         yield process
-
-
-LAYOUT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()
-
-
-@pytest.fixture
-def layout_table(request: pytest.FixtureRequest) -> list[tuple[str, ...]]:
-    """Rows that are printed after the tests, the column names first."""
-    return request.config.stash.setdefault(LAYOUT_TABLE, [])
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash.get(LAYOUT_TABLE, [])
-    if not rows:
-        return
-    terminalreporter.section("largest relative difference from one rank")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 
 from megarl.cluster.agent import STORE_GONE, OtherNodes, Outcome, judge, main
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
@@ -116,23 +116,6 @@ def test_a_rank_killed_on_one_node_ends_those_of_both(tmp_path):
     assert (first.returncode, second.returncode) == (FAILED, FAILED), errors
     assert "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in errors[0]
     assert "megarl.cluster.agent: rank 3 was killed by SIGKILL" in errors[1]
-
-
-def test_the_first_node_that_fails_speaks_for_all_and_a_job_that_is_over_starts_nobody_again():
-    store = HashStore()
-    first, second = OtherNodes(store, 2, keeps_store=True), OtherNodes(store, 2, keeps_store=False)
-    assert first.agreed(0) is None
-    killed = Outcome(FAILED, "rank 3 was killed by SIGKILL", restarts=True)
-    followed = Outcome(FAILED, "rank 0 ended with exit status 1", restarts=True)
-    assert first.publish(0, killed) == second.publish(0, followed) == killed
-    over = Outcome(FAILED, "rank 1 ended with exit status 1")
-    assert second.publish(1, over) == over
-    end = time.monotonic() + DEADLINE_S
-    while first.agreed(1) is None and time.monotonic() < end:
-        time.sleep(0.01)
-    assert (first.agreed(0), first.agreed(1), first.agreed(2)) == (killed, over, None)
-    first.close()
-    second.close()
 
 
 def test_no_node_starts_ranks_again_without_the_store_of_node_0():

@@ -90,15 +90,9 @@ def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
     assert found["phases.actor_logprob.micro_batch"] == found["phases.actor_update.micro_batch"]
 
 
-def test_engines_cut_otherwise_are_put_back_to_tensor_ranks(tmp_path: Path) -> None:
-    found = by_key(suggestions_of(write_qwen(tmp_path), ["rollout.pipeline=2"]))
-    assert found["rollout.pipeline"] == 1
-    assert "rollout.data" not in found and "rollout.expert_parallel" not in found
-
-
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
     file, last = write_qwen(tmp_path), 64
-    for memory_gib in (50, 64, 80, 100, 141, 192, 288):
+    for memory_gib in (50, 80, 288):
         try:
             suggested = suggestions_of(file, [f"device.memory_gib={memory_gib}"])
         except NothingFits:
@@ -111,13 +105,6 @@ def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
         assert cut <= last
         last = cut
     assert last == 1
-
-
-def test_engines_are_not_cut_to_save_the_trainer_a_cut(tmp_path: Path) -> None:
-    """Trainer and engines share the devices: what fits with less cutting of both together is what is proposed."""
-    job = job_of(load_recipe(write_qwen(tmp_path), ["device.memory_gib=50"]), "long-tail")
-    found = by_key(suggest(job))
-    assert found["actor.layout"]["tensor"] * found["actor.layout"]["pipeline"] * found["rollout.tensor"] <= 8
 
 
 def test_a_model_too_large_is_said_with_what_it_takes(tmp_path: Path) -> None:

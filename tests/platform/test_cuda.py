@@ -135,23 +135,6 @@ def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device
     assert returned_at == 2 * sizes
 
 
-def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_stub, "max_memory_reserved", lambda: 7)
-    with cuda_stub.recorded() as calls:
-        assert gpu.take_peak_reserved_bytes() == 7
-    assert calls == ["reset_peak_memory_stats"], "the next step has a peak of its own"
-    lines: list[dict[str, Any]] = []
-    writer = object.__new__(run_writer.RunWriter)
-    metrics_file = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
-    vars(writer).update(
-        _gather=lambda local: [local, (local[0], 9), (local[0], 8)],
-        _metrics=metrics_file, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
-        _records=SimpleNamespace(metrics=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
-    )  # fmt: skip
-    writer.step(1, SimpleNamespace(by_span=dict), [], None, {}, [])  # type: ignore[arg-type]
-    assert lines == [{"memory/reserved": 9}]
-
-
 # Memory that other processes reach -----------------------------------------------------------------------------------
 
 

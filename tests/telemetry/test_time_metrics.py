@@ -1,7 +1,5 @@
 """Where a step's time went, worked by hand: ranks, roles, engines, devices, and the run as a whole."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,6 @@ from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
 from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
-from megarl.rollout.engine import EngineReport, RequestLog, RequestTimes
-from megarl.rollout.handle import ClockOffset
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.time_metrics import (
@@ -24,10 +20,8 @@ from megarl.telemetry.time_metrics import (
     idle_metrics,
     role_metrics,
     run_totals,
-    step_flops,
     totals_lines,
 )
-from megarl.telemetry.trace import FIRST_PROCESS, EngineTraces, in_lanes, merge
 from tests.runs import tiny_recipe, tiny_run
 
 # Two ranks in a step of 10 s: rank 1 computes for longer, and rank 0 waits for it.
@@ -130,15 +124,6 @@ def test_a_run_s_totals_are_those_of_its_lines():
     assert "waited for beyond the median rank: rank 2 by 3.0 s, rank 1 by 1.5 s" in text
 
 
-def test_stragglers_count_from_where_the_run_had_as_many_ranks():
-    earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0]}
-    totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
-    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
-    assert run_totals([{"time/step": 1.0}])["stragglers"] == []
-    with pytest.raises(ValueError, match="time/step"):
-        run_totals([])
-
-
 def test_the_page_explains_every_metric():
     page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
     waits = {("actor_update", f"wait_{whom}"): 1.0
@@ -155,74 +140,6 @@ def test_the_page_explains_every_metric():
 
 
 # Requests of the engines ------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
-
-
-def test_an_engine_is_busy_from_its_first_group_to_its_last():
-    clock = Clock()
-    log = RequestLog(clock)
-    with log.in_flight():
-        clock.seconds += 2
-        with log.in_flight():
-            clock.seconds += 3
-        clock.seconds += 1
-    clock.seconds += 10
-    first = log.take()
-    assert first.busy == ((100.0, 6.0),) and first.busy_s == 6.0 and first.now == 116.0
-    with log.in_flight():
-        clock.seconds += 1
-        assert log.take().busy == ((116.0, 1.0),)  # asked in the middle: what is left comes with the next answer
-        clock.seconds += 2
-    assert log.take().busy == ((117.0, 2.0),)
-
-
-def test_another_clock_is_read_from_the_answer_that_came_soonest():
-    offset = ClockOffset()
-    offset.learn(10.0, 12.0, 61.5)
-    offset.learn(20.0, 20.5, 70.5)
-    offset.learn(30.0, 33.0, 80.0)
-    assert offset.seconds == 70.5 - 20.25
-
-
-def test_requests_are_in_the_merged_trace_on_rank_0_s_clock(tmp_path):
-    """An engine whose clock is 50 s ahead, two of its requests at once, and a step that is done again after a resume."""
-
-    def report(*requests):
-        return EngineReport(0.0, ((1051.0, 3.0),), requests, engine=1, host="there", offset_s=50.0)
-
-    early = RequestTimes("1-0-0", 0, 1050.5, 1051.0, 1051.5, 1053.0, 9, 4)
-    other = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
-    behind = RequestTimes("1-1-0", 2, 1050.5, 1053.0, 1053.5, 1054.0, 3, 4)
-    traces = EngineTraces(tmp_path)
-    traces.write(1, 1000.0, [report(early, other, behind)])
-    traces.write(2, 1010.0, [report(early)])
-    with (tmp_path / "trace" / "engine-00001.jsonl").open("a") as file:
-        file.write('{"step": 3, "sta')  # rank 0 was killed
-    (tmp_path / "trace" / "rank-00000.jsonl").write_text(json.dumps({"rank": 0, "host": "here", "offset_s": 0.0}) + "\n")
-    EngineTraces(tmp_path).write(2, 1020.0, [report()])
-    events = [event for event in merge(tmp_path)["traceEvents"] if event["pid"] == FIRST_PROCESS + 1]
-    (name,) = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert name == "rollout engine 1 on there"
-    requests = [event for event in events if event.get("cat") == "request" and event["name"].startswith("sample")]
-    assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in requests] == [
-        ("sample 0", 1, 1001_000_000, 2_000_000), ("sample 1", 2, 1001_250_000, 2_750_000),
-        ("sample 2", 1, 1003_000_000, 1_000_000),
-    ]  # fmt: skip
-    assert requests[1]["args"] == {"request": "1-0-1", "step": 1, "tokens": 12, "version": 4, "queued_ms": 750.0}
-    generating = [event["ts"] for event in events if event["name"] == "generating"]
-    assert generating == [1001_000_000, 1001_000_000]
-
-
-def test_lanes_never_hold_two_requests_at_once():
-    """At most three of these run at once, so three lanes are enough."""
-    assert in_lanes([(0, 4), (1, 2), (2, 3), (2, 5), (4, 6)]) == [1, 2, 2, 3, 2]
-    assert in_lanes([]) == []
 
 
 def test_peaks_go_by_whole_words_of_a_device_s_name():
@@ -260,20 +177,3 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
     assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
     known = TimeMetrics(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
     assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == metrics["mfu/actor_update"]
-
-
-def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):
-    """Counted by hand: 3 completions of 2 tokens behind a prompt of 4 tokens, two of them in one micro-batch, through 2
-    layers. An early stop has left out the second epoch."""
-    shape = ModelShape.from_directory(tiny_run(tmp_path))
-    recipe = recipe_with(tmp_path, peak_tflops=2.0)
-    shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
-    pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
-    ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}
-    flops = step_flops(recipe, {"actor": shape}, Sizes([4, 4, 4], [2, 2, 2], [True] * 3, ran))
-    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
-    pairs = 3 * 21 - 10  # of tokens that meet: 1 + 2 + ... + 6 of each sequence, without 1 + 2 + 3 + 4 of one prompt
-    head = 2 * 8 * 10 * 6
-    assert flops["actor_update"] == 3 * (2 * 14 * 2 * matrices + 2 * 2 * 2 * 8 * pairs + head)
-    assert flops["rollout"] == 2 * 18 * 2 * matrices + 2 * 2 * 2 * 8 * (3 * 21) + head
-    assert flops.keys() == {"rollout", "actor_update"}
