@@ -48,11 +48,20 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
     assert outcome.status == status and words in outcome.sentence, outcome
 
 
+# It waits a second for what it gives other ranks ten to thirty for.
+AGENT = """
+import sys
+from megarl.cluster import agent
+agent.REFUSAL_S = agent.STRAGGLER_S = 1.0
+sys.exit(agent.main(sys.argv[1:]))
+"""
+
+
 @contextmanager
 def _agent(folder, *words, node=None, port=0, restarts=1):
     """An agent with two ranks, alone or as one `node` of two. It ends with the test, whatever becomes of that."""
     program = Path(__file__).parents[1].joinpath("exiting_rank.py")
-    command = [sys.executable, "-m", "megarl.cluster.agent", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    command = [sys.executable, "-c", AGENT, "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
     command += [*(["--standalone"] if node is None else place), str(program), *words]
     agent = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
