@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.planner.advice import ALIKE, PlanAdvice, advise, fit
+from megarl.planner.advice import ALIKE, WORTHWHILE, PlanAdvice, advise, fit
 from megarl.planner.forecast import Forecast
+from megarl.recipe.sizes import GIB
 from tests.planner_cases import forecast_of, write_qwen, write_small
+from tests.recipe_cases import CONFIG
 
 VIRTUAL = "actor.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2, sequence_parallel: true}"
 # Recipe, its overrides, and the kinds of advice that it must draw, with their phase.
@@ -147,6 +150,31 @@ def test_following_the_advice_ends(name: str, tmp_path: Path) -> None:
     assert found.fits or name == "device too small"
 
 
+@pytest.mark.parametrize("cap", [262144, 8192])
+def test_the_rule_of_the_update_is_not_named_where_it_widens_the_gap(cap: int, tmp_path: Path) -> None:
+    """A mini-batch of eight is all that an update has to fill a cap with; the whole batch of the other phase fills it."""
+    stated = [
+        "trainer.ranks=1",
+        "actor.layout={tensor: 1, pipeline: 1}",
+        "rollout={max_new_tokens: 4096, engines: 1, tensor: 1, kv_cache_bytes: 4294967296}",
+        "device=null",
+        "phases.actor_update={mini_batch: 8, micro_batch: {max_tokens: 262144}}",
+        f"phases.actor_logprob.micro_batch.max_tokens={cap}",
+    ]
+    found = forecast_of(write_qwen(tmp_path), stated)
+    (one,) = [one for one in advise(found) if one.kind == "ratio_drift"]
+    assert drift_gap(found) > ALIKE and "the same rule" not in one.text
+    changed = forecast_of(write_qwen(tmp_path), [*stated, *one.changes])
+    assert drift_gap(changed) <= ALIKE and not [one for one in advise(changed) if one.kind == "ratio_drift"]
+
+
+def test_actor_logprob_is_never_sped_up_away_from_actor_update(tmp_path: Path) -> None:
+    single = [f"phases.{phase}.micro_batch={{sequences: 1}}" for phase in ("actor_logprob", "actor_update")]
+    kinds = {(one.kind, one.phase) for one in advice_on(forecast_of(write_qwen(tmp_path), single))}
+    assert ("cap", "actor_update") in kinds
+    assert not {phase for _, phase in kinds} & {"actor_logprob"}
+
+
 def test_what_cannot_fit_is_said_without_a_change(tmp_path: Path) -> None:
     found = forecast_of(write_qwen(tmp_path), ["device.memory_gib=14"])
     said = ("no cap and no layout of these ranks fits", "neither memory.recompute: full nor", "the trainer must hold less")
@@ -172,3 +200,42 @@ def test_memory_that_limits_is_answered_with_recompute_and_offload(tmp_path: Pat
             changed = forecast_of(file, [*stated, *one.changes])
             held = next(phase.worst_memory.total for phase in changed.phases if phase.phase == one.phase)
             assert one.after is None or held == one.after <= (changed.job.usable_bytes or 0)
+
+
+def test_more_memory_is_asked_for_only_where_it_is_known_to_be_there(tmp_path: Path) -> None:
+    file, single = write_qwen(tmp_path), ["phases.reference_logprob.micro_batch={sequences: 2}"]
+    takes = {}
+    for device in ("{memory_gib: 80}", "null"):
+        stated = [*single, f"device={device}"]
+        before = forecast_of(file, stated)
+        (one,) = [one for one in advice_on(before) if one.phase == "reference_logprob"]
+        assert one.after is not None and one.after >= one.before * (1 + WORTHWHILE)
+        after = forecast_of(file, [*stated, *one.changes])
+        takes[device] = tuple(
+            next(phase for phase in found.phases if phase.phase == "reference_logprob").worst_memory.total
+            for found in (before, after)
+        )
+    assert takes["{memory_gib: 80}"][1] > takes["{memory_gib: 80}"][0]
+    assert takes["null"][1] <= takes["null"][0]
+
+
+def test_a_larger_mini_batch_names_the_phase_that_then_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_small(tmp_path, ("phases.actor_logprob", {"micro_batch": {"max_tokens": 64}}), model=CONFIG)
+    layout = "actor.layout={tensor: 1, pipeline: 4}"
+    (one,) = [one for one in advise(forecast_of(file, [layout])) if (one.kind, one.phase) == ("mini_batch", "actor_update")]
+    assert one.changes == ("phases.actor_update.mini_batch=16", "phases.actor_logprob=null")
+    in_reward = [layout, "algorithm.kl.place=reward"]
+    (kept,) = [
+        one for one in advise(forecast_of(file, in_reward)) if (one.kind, one.phase) == ("mini_batch", "actor_update")
+    ]
+    assert kept.changes == ("phases.actor_update.mini_batch=16",)
+
+
+def test_a_phase_that_does_not_fit_gets_no_advice_on_its_speed(tmp_path: Path) -> None:
+    found = forecast_of(write_qwen(tmp_path), ["phases.actor_update.micro_batch={sequences: 12}"])
+    kinds: dict[str, list[Any]] = {}
+    for one in advice_on(found):
+        kinds.setdefault(one.phase, []).append(one.kind)
+    assert kinds["actor_update"] == ["memory", "savings"]
+    assert found.device_peak > 72 * GIB

@@ -17,7 +17,7 @@ from megarl.planner.lengths import Lengths
 from megarl.planner.memory_estimate import RESERVE
 from megarl.recipe import load_recipe
 from megarl.recipe.sizes import GIB
-from megarl.schedule import plan_phase, quality
+from megarl.schedule import Schedule, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
 
@@ -78,6 +78,28 @@ def test_time_is_operations_over_what_the_plan_leaves_of_the_rate(small: Path) -
     stated = ["device={memory_gib: 1, tflops: 4}"]
     slow = job_of(load_recipe(small, stated), tflops=2.0)
     assert (slow.tflops, job_of(load_recipe(small, stated)).tflops, job_of(load_recipe(small)).tflops) == (2.0, 4.0, None)
+
+
+def test_a_shared_prompt_is_computed_once_in_operations_and_time(small: Path) -> None:
+    """Groups of two in one micro-batch each: every second prompt is left out, in full, and of the head nothing is."""
+    job = job_of(load_recipe(small), tflops=2.0)
+    lengths = Lengths((10,) * 16, (5,) * 16, "stated")
+    schedule = Schedule("actor_update", max_tokens=20, mini_batch=16, share_prompts=True)
+    phase = forecast_phase(replace(job, lengths=lengths), schedule)
+    shape = phase.role.shape
+    needed = (
+        3 * (16 * forward_flops(shape, 15, 5) - 8 * forward_flops(shape, 10, 0)) + 16 * 5 * 2 * shape.hidden * shape.vocab
+    )
+    assert phase.flops == pytest.approx(needed)
+    assert phase.seconds == pytest.approx(needed / (8 * 2e12 * phase.quality.efficiency))
+
+
+@pytest.mark.parametrize("rule", [{"max_tokens": 4096}, {"sequences": 4}])
+def test_the_worst_case_of_shared_prompts_holds_their_copies(small: Path, rule: dict[str, int]) -> None:
+    job = job_of(load_recipe(small))
+    plain = Schedule("critic_update", mini_batch=16, **rule)  # type: ignore[arg-type]
+    shared = replace(plain, share_prompts=True)
+    assert worst_memory(job, shared).total > worst_memory(job, plain).total
 
 
 RULES = ("{sequences: 1}", "{sequences: 3}", "{max_tokens: 64}", "{max_tokens: 150}", "{max_tokens: 4096}")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, find_lengths
@@ -35,6 +35,12 @@ def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: st
     assert find_lengths(kind, bounds, seed) == found
 
 
+def test_another_seed_draws_other_lengths() -> None:
+    bounds = BatchLimits(64, 8, 1000, 4000)
+    for kind in DISTRIBUTIONS:
+        assert find_lengths(kind, bounds, 1).totals != find_lengths(kind, bounds, 2).totals
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -49,6 +55,17 @@ def test_every_form_of_a_file_gives_the_same_lengths(text: str, tmp_path: Path) 
     file.write_text(text)
     found = find_lengths(str(file), LIMITS, 1)
     assert (found.prompts, found.completions) == ((50, 100, 1, 7), (10, 300, 1, 200))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(st.integers(2, 400), min_size=4, max_size=4))
+def test_a_whole_length_is_split_so_that_both_parts_are_legal(tmp_path: Path, totals: list[int]) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("\n".join(map(str, totals)))
+    found = find_lengths(str(file), LIMITS, 1)
+    assert found.totals == tuple(totals)
+    assert all(1 <= prompt <= 100 for prompt in found.prompts)
+    assert all(1 <= completion <= 300 for completion in found.completions)
 
 
 def test_another_number_of_rows_is_drawn_from(tmp_path: Path) -> None:

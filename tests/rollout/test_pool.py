@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megarl.rollout import EngineDied, RolloutError
-from megarl.rollout.engine import EngineProcess
+from megarl.rollout import EngineDied, RolloutError, handle
+from megarl.rollout.engine import EngineProcess, GroupRequest
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
 from megarl.weight_sync.publish import _leaders
+from megarl.weight_sync.segment import machine
 from tests.rollout_cases import recipe, save_model
 
 pytestmark = pytest.mark.sync
@@ -138,6 +142,38 @@ def test_engines_share_memory_where_their_machine_is_one_and_not_where_its_name_
     assert _leaders(facts, (0, 1, 2)) == (0, 1, 0)
 
 
+def test_what_an_engine_leaves_behind_is_looked_for_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(node: int) -> None:
+        asked.append("there")
+        raise RolloutError("its node is gone")
+
+    asked: list[str] = []
+    monkeypatch.setattr(handle, "clear_away", lambda process: asked.append("here"))
+    monkeypatch.setattr(handle, "node_share", gone)
+    monkeypatch.setattr(platform, "node", lambda: "node0")
+    settings: Any = SimpleNamespace(index=0, place=SimpleNamespace(node=1))
+    for name in (machine(), "another"):
+        engine = EngineHandle(settings, 1.0, 1)
+        engine.process = of_machine(name)
+        engine.kill()
+    assert asked == ["here", "there"]
+
+
+def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools) -> None:
+    """It died between two turns, where it is asked for the next one."""
+    said = [DEAD, "queued"]
+
+    class Answering(Scripted):
+        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+            return said.pop(0) if method == "submit" else ("facts", "tokens")
+
+    pool = pools(Answering(0, [], []))
+    pool._deadline = 0.0
+    calls = pool._submit(pool._engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
+    assert list(calls) == ["facts"] and pool._engines[0].restarts == 1
+    assert pool._deadline > time.monotonic(), "the one before has passed while it was started again"
+
+
 def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
 
@@ -150,3 +186,18 @@ def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytes
 
     assert turns("colocated", 4) == [True, True]
     assert turns("separate", 4) == turns("colocated", None) == [False, False]
+
+
+def test_an_engine_that_dies_while_it_falls_asleep_is_left_to_the_sync() -> None:
+    called: list[str] = []
+
+    def ends(reference: str, phase: str) -> None:
+        called.append(reference)
+        raise EngineDied("its process is gone")
+
+    def one(turns: bool, name: str) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(takes_turns=turns), call=lambda method: f"{name} {method}", get=ends)
+
+    pool: Any = SimpleNamespace(_engines=[one(True, "a"), one(False, "b"), one(True, "c")])
+    EnginePool.rest(pool)
+    assert called == ["a sleep", "c sleep"]

@@ -14,9 +14,10 @@ from megarl.build import _disk_full
 from megarl.megatron import checkpoint
 from megarl.models.layout import Layout
 from megarl.telemetry import exit_status, run_directory
-from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, write_whole
+from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, read_lines, write_whole
 from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError, RunLock
+from megarl.telemetry.sinks import Memory
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -44,6 +45,12 @@ def test_a_torn_word_about_the_end_counts_as_none(tmp_path: Path, torn: str) -> 
     assert exit_status.hang_reason(tmp_path) is None
     exit_status.record_start(tmp_path, ["a"], 0)
     assert "1 x unknown" in exit_status.starts_summary(tmp_path)[1]
+
+
+def test_a_torn_memory_of_a_sink_begins_another_run_there(tmp_path: Path) -> None:
+    (tmp_path / "wandb.json").write_text('{"id": "a')
+    memory = Memory(tmp_path / "wandb.json", new=False)
+    assert (memory.id, memory.step) == (None, 0)
 
 
 def test_a_line_that_did_not_fit_costs_that_line_alone(tmp_path: Path) -> None:
@@ -254,3 +261,8 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         run.recipe.write_bytes(content)
         with pytest.raises(RunDirectoryError, match="recipe.yaml"):
             run.read_recipe()
+
+
+def test_lines_are_objects_alone(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b'{"a": 1}\n3\n\n"b"\n{"c": "\xe2\x80\n{"d": "\xe2\x80\xa8"}')
+    assert read_lines(tmp_path / "x") == [{"a": 1}, {"d": "\u2028"}]
