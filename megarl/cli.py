@@ -74,20 +74,10 @@ def check(
         typer.Option(min=0, help="GPUs of each node to place the run on; 0 for CPUs."),
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Trainer ranks on a node; as many as fit.")] = None,
-    list_features: Annotated[bool, typer.Option("--features", help="List what is supported; needs no recipe.")] = False,
 ) -> None:
     """Prove recipes without touching a device, and show what each phase will do."""
-    if list_features:
-        from megarl.recipe.feature_table import features
-
-        table = Table("feature", "recipe key", "supported")
-        for row in features():
-            table.add_row(*(escape(cell.replace("`", "").replace("**", "")) for cell in row))
-        _console().print(table)
-        if not arguments:
-            return
     if not arguments:
-        _fail("no recipe; give a YAML file, as recipes/quickstart.yaml, or --features for what one may ask for")
+        _fail("no recipe; give a YAML file, as recipes/quickstart.yaml")
     recipes: list[str] = []
     overrides: list[str] = []
     for argument in arguments:  # with `=` in it and no file of that name, an argument is an override
