@@ -61,7 +61,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "tensor does not divide heads": (
         edited(("actor.layout.tensor", 3), ("trainer.ranks", 6), ("rollout.tensor", 3)),
-        {"actor.layout.tensor": "legal: 1, 2, 4", "rollout.tensor": "4 heads"},
+        {"actor.layout.tensor": "legal: 1, 2, 4", "rollout.tensor": "4 attention heads 2"},
     ),
     "pipeline does not divide layers": (
         edited(("actor.layout.pipeline", 3), ("trainer.ranks", 12), ("phases.rollout.prompts", 8)),
@@ -398,7 +398,8 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         ),
         {
             "run.steps": "3", "trainer.ranks": "8", "run.dump_rollouts": "true", "run.name": '"7"',
-            "reward": "must be a list", "run.seed": "1", "rollout.engines": "number", "algorithm.kl.coefficient": "finite",
+            "reward": "must be a valid list", "run.seed": "1", "rollout.engines": "integer",
+            "algorithm.kl.coefficient": "finite",
             "phases.actor_update.micro_batch.max_tokens": "must be a whole number or auto auto",
             "phases.critic_value.micro_batch.max_tokens": "must be a whole number or auto 256",
         },
@@ -410,10 +411,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("algorithm.early_stop", {"target_kl": 0.0}), ("phases.actor_logprob.micro_batch.max_tokens", 0),
         ),
         {
-            "run.steps": "at least 1", "actor.optimizer.lr": "above 0", "actor.optimizer.beta1": "below 1",
-            "rollout.temperature": "at least 0.01", "critic.optimizer.min_lr_share": "at most 1",
-            "algorithm.dynamic_sampling.max_rounds": "at least 2", "algorithm.early_stop.target_kl": "above 0",
-            "phases.actor_logprob.micro_batch.max_tokens": "must be at least 1",
+            "run.steps": "equal to 1 1", "actor.optimizer.lr": "greater than 0", "actor.optimizer.beta1": "less than 1",
+            "rollout.temperature": "equal to 0.01", "critic.optimizer.min_lr_share": "less than or equal to 1",
+            "algorithm.dynamic_sampling.max_rounds": "equal to 2", "algorithm.early_stop.target_kl": "greater than 0",
+            "phases.actor_logprob.micro_batch.max_tokens": "must be greater than or equal to 1",
         },
     ),
     "unknown words": (
@@ -424,9 +425,9 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("actor.optimizer.overlap_parameters", True), ("critic.optimizer.overlap_parameters", True),
         ),
         {
-            "algorithm.kl.estimator": "k1, k2, k3", "trainer.precision": "fp32", "algorithm.aggregation": "token_mean",
-            "actor.memory.recompute": "none, selective, full", "actor.memory.offload": "all",
-            "actor.freeze.layer": "layers", "actor.lora.alpha": "above 0", "actor.lora.targets.1": "fc1",
+            "algorithm.kl.estimator": "'k1', 'k2', 'k3'", "trainer.precision": "fp32", "algorithm.aggregation": "token_mean",
+            "actor.memory.recompute": "'none', 'selective' or 'full'", "actor.memory.offload": "all",
+            "actor.freeze.layer": "layers", "actor.lora.alpha": "greater than 0", "actor.lora.targets.1": "fc1",
             "actor.optimizer.overlap_parameters": "optimizer.overlap_gradients: true",
             "critic.optimizer.overlap_parameters": "optimizer.overlap_gradients: true",
         },

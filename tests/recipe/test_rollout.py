@@ -55,18 +55,18 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "experts of a model without any": (
         "tiny",
         {"data": 2, "expert_parallel": True, "engines": 3},
-        {"rollout.expert_parallel": "no experts false", "rollout.data": "1, and rollout.engines: 6"},
+        {"rollout.expert_parallel": "a model with experts false", "rollout.data": "1, and rollout.engines: 6"},
     ),
     "experts dealt over one rank": ("experts", {"expert_parallel": True}, {"rollout.expert_parallel": "there is one false"}),
     "experts cut too finely": (
         "experts",
         {"tensor": 4, "data": 2},
-        {"rollout.data": "rollout.tensor x rollout.data = 8, which must divide the 36 rows of an expert 1"},
+        {"rollout.data": "rollout.tensor x rollout.data = 4 x 2 must divide the 36 feed-forward rows of an expert 1"},
     ),
     "fewer experts than ranks": (
         "experts",
         {"tensor": 4, "data": 4, "expert_parallel": True},
-        {"rollout.data": "rollout.tensor x rollout.data = 16, and the model has 8 experts 2"},
+        {"rollout.data": "rollout.tensor x rollout.data = 4 x 4 must be at most the 8 experts 2"},
     ),
     "a stage without experts": (
         "late experts",
@@ -78,7 +78,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"tensor": 4, "data": 3, "expert_parallel": True},
         {
             "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks",
-            "rollout.data": "12",
+            "rollout.data": "4 x 3",
         },
     ),
 }
