@@ -1,4 +1,4 @@
-"""`megarl check` with a forecast: several recipes, one after the other, as tables for a terminal or as one JSON document.
+"""`megarl check`: several recipes, one after the other, as tables for a terminal or as one JSON document.
 
 The document has bytes, seconds and operations as plain numbers and shares between 0 and 1.
 """
@@ -6,7 +6,7 @@ The document has bytes, seconds and operations as plain numbers and shares betwe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 import yaml
@@ -15,18 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.planner.advice import MIB, PlanAdvice, advise, fit, gib
 from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecast, forecast, job_of
 from megarl.planner.lengths import LengthsError, ReadMetrics
-from megarl.planner.measured import Measured, MeasuredError, measured
-from megarl.planner.memory_estimate import RESERVE, DeviceMemory
+from megarl.planner.memory_estimate import GIB, MIB, RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.phase_table import concurrency, engine_name, layout_name
-from megarl.recipe.sizes import GIB
+from megarl.recipe.phase_table import concurrency, engine_lines, engine_name, layout_name, phase_table
 
 # Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -46,7 +43,7 @@ NOTES = (
 @dataclass(frozen=True)
 class CheckRequest:
     """The options of `megarl check`: `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's, nodes as
-    `find_placement` takes them, and the `run` directory whose seconds `measured` takes."""
+    `find_placement` takes them."""
 
     plan: bool
     suggest: bool
@@ -57,7 +54,11 @@ class CheckRequest:
     read_metrics: ReadMetrics
     devices_per_node: int | None = None
     ranks_per_node: int | None = None
-    run: str | None = None
+
+    @property
+    def forecasts(self) -> bool:
+        """Whether an option asks for more than the table of phases and the placement."""
+        return self.plan or self.suggest or self.as_json
 
     def job(self, recipe: Recipe) -> Job:
         lengths = DEFAULT_LENGTHS if self.lengths is None else self.lengths
@@ -96,34 +97,52 @@ def check_recipes(
 
 def _check(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
     """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
-    try:
-        job = request.job(recipe)
-        earlier = None if request.run is None else measured(request.run, recipe, request.seed, request.read_metrics)
-    except (LengthsError, MeasuredError) as error:
-        _print_error(path, error)
-        return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
-    if earlier is not None:
-        job = replace(job, rates=earlier.rates)
-    plan, unseen, lines = forecast(job), not_checked(recipe), list[str]()
-    advice = [*fit(plan), *advise(plan)]
-    _print_name(path, recipe, request, console)
+    status, unseen, lines = 0, not_checked(recipe), list[str]()
+    entry: dict[str, Any] = {"recipe": path, "legal": True}
+    if request.forecasts:
+        try:
+            job = request.job(recipe)
+        except LengthsError as error:
+            _print_error(path, error)
+            return BAD_INPUT, entry | {"error": str(error)}
+        plan = forecast(job)
+        entry |= _document(recipe, plan)
+        _print_name(path, recipe, request, console)
+    else:
+        _show_phases(console, recipe)
+        lines += engine_lines(recipe)
+    entry |= {"not_checked": unseen, "placement": None}
     try:
         placed = find_placement(recipe, request.devices_per_node, request.ranks_per_node)
-        status, placement = 0, dict[str, Any](placement=document(placed))
-        lines = placement_lines(recipe, placed)
+        entry["placement"] = document(placed)
+        lines += placement_lines(recipe, placed)
     except PlacementError as error:
         _print_error(path, error)
-        status, placement = BAD_INPUT, {"placement": None, "error": str(error)}
+        status, entry["error"] = BAD_INPUT, str(error)
     if not request.as_json:
         for line in [*unseen, *lines]:
             console.print(line, markup=False, soft_wrap=True)
     if request.plan and not request.as_json:
-        _show_plan(console, recipe, plan, advice, earlier)
-    entry = _document(path, recipe, plan, advice, earlier) | {"not_checked": unseen} | placement
+        _show_plan(console, recipe, plan)
     if not request.suggest:
         return status, entry
     suggest_status, suggested = _suggestions(path, job, request, console)
     return max(status, suggest_status), entry | suggested
+
+
+def _show_phases(console: Console, recipe: Recipe) -> None:
+    """What each phase does at most."""
+    console.print(
+        f"{recipe.run.name}: {recipe.run.steps} steps, {recipe.num_sequences} sequences a step of at most "
+        f"{recipe.max_sequence_tokens} tokens, {recipe.trainer.ranks} trainer ranks",
+        markup=False,
+    )
+    table = Table("phase", "role", "layout", "micro-batch", "mini-batch")
+    for title in ("data\nparallel", "worst-case\nmicro-batches", "bubble"):
+        table.add_column(title, justify="right")
+    for row in phase_table(recipe):
+        table.add_row(*astuple(row))
+    console.print(table)
 
 
 def _suggestions_for_caps(path: str, overrides: list[str], request: CheckRequest, console: Console) -> dict[str, Any]:
@@ -183,8 +202,8 @@ def suggestion_lines(suggestions: list[Suggestion], depth: int = 0) -> list[str]
     return lines
 
 
-def _show_plan(console: Console, recipe: Recipe, plan: Forecast, advice: list[PlanAdvice], earlier: Measured | None) -> None:
-    """The phases of one step, the memory of one device, and the advice; seconds are by what an `earlier` run measured."""
+def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
+    """The phases of one step, and the memory of one device."""
 
     def show(line: str, **style: str) -> None:
         console.print(escape(line), soft_wrap=True, **style)  # type: ignore[arg-type]
@@ -192,9 +211,7 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast, advice: list[Pl
     totals = plan.job.lengths.totals
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
-    console.print(_phase_table(recipe, plan, earlier))
-    if earlier is not None:
-        show(earlier.text)
+    console.print(_phase_table(recipe, plan))
     if recipe.critic_warmup_steps:
         show(f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
     show(NOTES, style="dim")
@@ -210,10 +227,6 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast, advice: list[Pl
     console.print(table)
     for line in memory_lines(plan):
         show(line)
-    for warning in advice:
-        console.print(f"[yellow]warning[/] [bold]{escape(warning.phase)}[/] {escape(warning.text)}", soft_wrap=True)
-    if not advice:
-        show("no warnings: no legal change that the planner tries does better")
 
 
 def memory_lines(plan: Forecast) -> list[str]:
@@ -234,14 +247,15 @@ def memory_lines(plan: Forecast) -> list[str]:
         return [*lines, f"device: not stated; {hint}"]
     usable = f"{gib(job.usable_bytes or 0)} usable, {RESERVE:.0%} in reserve"
     peak = f"{gib(plan.device_peak)} at worst in {plan.fullest}, engines included"
-    lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {'fits' if plan.fits else 'DOES NOT FIT'}")
+    verdict = "fits" if plan.fits else "DOES NOT FIT; --suggest looks for what does"
+    lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {verdict}")
     if plan.safe_utilization is not None:
         lines.append(f"largest safe rollout.memory_utilization: {plan.safe_utilization:.3f}")
     caps = ", ".join(f"{phase.phase} {phase.largest_cap or 'none'}" for phase in plan.phases)
     return [*lines, f"largest max_tokens that fits: {caps}"]
 
 
-def _phase_table(recipe: Recipe, plan: Forecast, earlier: Measured | None) -> Table:
+def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
     table, unit = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), _unit(plan)
     for title in PHASE_COLUMNS:
         table.add_column(title, no_wrap=True)
@@ -252,7 +266,7 @@ def _phase_table(recipe: Recipe, plan: Forecast, earlier: Measured | None) -> Ta
         if name in phases:
             table.add_row(*_role_cells(phases[name], unit))
         else:
-            cells = _other_cells(recipe, plan, name, earlier)
+            cells = _other_cells(recipe, plan, name)
             table.add_row(*(cells.get(column, "") for column in (*PHASE_COLUMNS, *NUMBER_COLUMNS)))
     return table
 
@@ -276,11 +290,9 @@ def _role_cells(phase: PhaseForecast, unit: str) -> list[str]:
     ]
 
 
-def _other_cells(recipe: Recipe, plan: Forecast, phase: str, earlier: Measured | None) -> dict[str, str]:
-    """The cells of a phase that no Megatron role runs; its time is known only from an `earlier` run."""
+def _other_cells(recipe: Recipe, plan: Forecast, phase: str) -> dict[str, str]:
+    """The cells of a phase that no Megatron role runs."""
     engines, cells = plan.job.engines, {"phase": phase}
-    seconds = None if earlier is None else earlier.other_seconds(plan, phase)
-    cells["seconds"] = "" if seconds is None else _short(seconds)
     if phase == "rollout":
         cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
         cells["micro-batch"] = concurrency(recipe)
@@ -309,24 +321,10 @@ def _short(number: float) -> str:
     return f"{number:.2e}" if number < 1 else f"{number:.0f}"
 
 
-def _document(
-    path: str, recipe: Recipe, plan: Forecast, advice: list[PlanAdvice], earlier: Measured | None
-) -> dict[str, Any]:
-    """The entry of a legal recipe: its phases, its memory, the advice, and what an `earlier` run measured."""
-    job, lengths, from_run = plan.job, plan.job.lengths, None
-    if earlier is not None:
-        seconds = {phase.phase: phase.seconds for phase in plan.phases}
-        others = {name: earlier.other_seconds(plan, name) for name in recipe.running_phases if name not in seconds}
-        from_run = {
-            "run": str(earlier.directory),
-            "steps": earlier.num_steps,
-            "seconds": others | seconds,
-            "peak_bytes": earlier.peak_bytes,
-            "estimated_bytes": earlier.estimated_bytes,
-        }
+def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
+    """The entry of a legal recipe: its phases and its memory."""
+    job, lengths = plan.job, plan.job.lengths
     return {
-        "recipe": path,
-        "legal": True,
         "name": recipe.run.name,
         "running_phases": list(recipe.running_phases),
         "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
@@ -339,7 +337,6 @@ def _document(
         },
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
         "rollout": {"flops": plan.rollout_flops, "waves": plan.waves},
-        "measured": from_run,
         "device": {
             "memory_bytes": job.device_bytes,
             "usable_bytes": job.usable_bytes,
@@ -352,7 +349,6 @@ def _document(
             "engine_share": job.engine_share,
             "safe_memory_utilization": plan.safe_utilization,
         },
-        "warnings": [asdict(warning) for warning in advice],
     }
 
 

@@ -7,8 +7,7 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap
 
 from megarl.planner.engine_memory import PlannedEngines
@@ -39,8 +38,7 @@ class Job:
     """One step to forecast.
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
-    `kl_in_reward` says that the reward reads actor_logprob. `device_bytes` and `tflops` are of one trainer rank's device,
-    None where nobody said. `rates` are measured operations a second of a rank by phase; they win over `tflops`.
+    `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -49,10 +47,8 @@ class Job:
     limits: BatchLimits
     seed: int
     engines: PlannedEngines | None
-    kl_in_reward: bool = False
     device_bytes: int | None = None
     tflops: float | None = None
-    rates: Mapping[str, float] = field(default_factory=dict)
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -122,7 +118,6 @@ def job_of(
         limits=limits,
         seed=seed,
         engines=engines_of(recipe, roles["actor"].shape),
-        kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
     )
@@ -247,7 +242,6 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     spared = [length for micro_batch in micro_batches for length in micro_batch.spared(job.lengths.prompts)]
     flops = schedule.epochs * sum(starmap(operations, zip(lengths, completions, strict=True)))
     flops -= sum(operations(length, 0) for length in spared)
-    rate = job.rates.get(schedule.phase, None if job.tflops is None else job.tflops * 1e12)
     planned_load = Load(
         schedule.is_update,
         slots=max(micro_batch.slots for micro_batch in micro_batches),
@@ -265,7 +259,7 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
         worst_memory(job, schedule),
         cap_that_fits(job, schedule),
         flops,
-        None if rate is None else flops / (job.ranks * rate * plan_quality.efficiency),
+        None if job.tflops is None else flops / (job.ranks * job.tflops * 1e12 * plan_quality.efficiency),
     )
 
 

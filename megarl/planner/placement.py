@@ -16,9 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.advice import gib
 from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
-from megarl.planner.memory_estimate import moved_away, optimizer_share
+from megarl.planner.memory_estimate import gib, moved_away, optimizer_share
 from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.weight_sync_section import BUCKET_BYTES

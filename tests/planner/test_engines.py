@@ -8,15 +8,14 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.planner.advice import fit
 from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.forecast import Forecast, Job, engine_room, job_of, on_devices
 from megarl.planner.lengths import Lengths
-from megarl.planner.memory_estimate import BatchLimits, DeviceMemory, resident, resting
+from megarl.planner.memory_estimate import GIB, BatchLimits, DeviceMemory, resident, resting
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
 from megarl.recipe.role_sections import MemorySection
-from megarl.recipe.sizes import GIB, memory_roles
+from megarl.recipe.sizes import memory_roles
 from tests.planner_cases import forecast_of, planned_role, write_qwen
 
 SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"
@@ -178,11 +177,7 @@ def test_an_automatic_cap_leaves_room_for_engines_that_stay_awake_alone(tmp_path
     assert (largest["host"] or 0) < (largest["turns"] or 0)
 
 
-def test_engines_that_have_too_little_room_are_told_why(tmp_path: Path) -> None:
+def test_engines_that_have_too_little_room_do_not_fit(tmp_path: Path) -> None:
     file, large = write_qwen(tmp_path), "rollout.kv_cache_bytes=75161927680"
-    said = {"idle roles": [], "device of its own": [SEPARATE], "for each of 8 on this machine": [CPU]}
-    for text, overrides in said.items():
-        (one,) = [one for one in fit(forecast_of(file, [large, *overrides])) if one.kind == "engine"]
-        assert text in one.text
-        changed = forecast_of(file, [large, *overrides, *one.changes])
-        assert changed.fits and not [other for other in fit(changed) if other.kind == "engine"]
+    for overrides in ([], [SEPARATE], [CPU]):
+        assert not forecast_of(file, [large, *overrides]).fits

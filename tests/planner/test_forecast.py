@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from megarl.planner.flops import forward_flops, sequence_cost
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, forecast, forecast_phase, job_of, worst_memory
 from megarl.planner.lengths import Lengths
-from megarl.planner.memory_estimate import RESERVE
+from megarl.planner.memory_estimate import GIB, RESERVE
 from megarl.recipe import load_recipe
-from megarl.recipe.sizes import GIB
 from megarl.schedule import Schedule, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from megarl.planner.check import suggestion_lines
 from megarl.planner.forecast import job_of
-from megarl.planner.layouts import NODE_RANKS, layout_text, layouts_of
+from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import load_recipe
 from tests.planner_cases import forecast_of, write_qwen, write_small
@@ -121,8 +122,22 @@ def test_engines_are_not_cut_to_save_the_trainer_a_cut(tmp_path: Path) -> None:
 
 
 def test_a_model_too_large_is_said_with_what_it_takes(tmp_path: Path) -> None:
-    with pytest.raises(NothingFits, match=r"nothing fits 14\.4 GiB usable on each of 8 ranks.*TP\d x PP\d"):
-        suggestions_of(write_qwen(tmp_path), ["device.memory_gib=16"])
+    with pytest.raises(NothingFits, match=r"nothing fits 3\.6 GiB usable on each of 8 ranks.*TP\d x PP\d"):
+        suggestions_of(write_qwen(tmp_path), ["device.memory_gib=4"])
+
+
+def test_where_no_layout_fits_memory_is_saved_by_the_mildest_setting(tmp_path: Path) -> None:
+    file, harder = write_qwen(tmp_path), [{"offload": "optimizer"}, {"offload": "all"}, {"recompute": "full"}]
+    last = 0
+    for memory_gib in (40, 24, 16):
+        stated = [f"device.memory_gib={memory_gib}"]
+        suggested = suggestions_of(file, stated)
+        assert forecast_of(file, [*stated, *as_overrides(suggested)]).fits
+        saved = {key.rpartition(".")[2]: value for key, value in by_key(suggested).items() if ".memory." in key}
+        severity = sum(setting.items() <= saved.items() for setting in harder)
+        assert severity >= last, saved
+        last = severity
+    assert last
 
 
 def test_without_a_device_the_key_to_add_is_named(tmp_path: Path) -> None:
@@ -174,5 +189,5 @@ def test_experts_are_dealt_over_ranks_of_a_stage(tmp_path: Path, monkeypatch: py
     for layout in layouts:
         assert layout.tensor * layout.data % (layout.expert * layout.expert_tensor_size) == 0
         assert layout.expert_tensor_size == (1 if layout.expert > 1 else layout.tensor)
-        text = f"actor.layout={layout_text(layout)}"
+        text = f"actor.layout={json.dumps(layout_values(layout))}"
         assert load_recipe(file, [text]).layout("actor") == layout
