@@ -164,10 +164,10 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
 
 def test_what_fits_nowhere_is_an_answer_of_its_own(folder: Path) -> None:
     file = write_qwen(folder)
-    result = check(file, "--suggest", "device.memory_gib=4")
+    result = check(file, "--suggest", "device.memory_gib=16")
     assert result.exit_code == 1
-    assert "no suggestion: nothing fits 3.6 GiB usable" in result.output
-    assert document_of(file, ["device.memory_gib=4"], suggest=True)["nothing_fits"].startswith("nothing fits 3.6 GiB")
+    assert "no suggestion: nothing fits 14.4 GiB usable" in result.output
+    assert document_of(file, ["device.memory_gib=16"], suggest=True)["nothing_fits"].startswith("nothing fits 14.4 GiB")
     assert document_of(file, suggest=True)["nothing_fits"] is None
 
 
