@@ -17,6 +17,7 @@ from megarl.cli import app
 from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.progress import ProgressLine, step_line
 from megarl.telemetry.report import (
+    Section,
     better,
     coded,
     compare,
@@ -24,7 +25,6 @@ from megarl.telemetry.report import (
     differs,
     faster,
     page,
-    planned_and_executed,
     report,
     reward_curve,
     run_page,
@@ -195,14 +195,6 @@ def test_the_docs_say_what_the_report_says():
     assert missing == []
 
 
-def test_what_did_not_run_as_planned_stands_out():
-    lines = [metrics_of(step) for step in range(1, 5)]
-    assert "NOT as planned" not in planned_and_executed(run_of(lines))
-    lines[3]["schedule/actor_update/tokens"] = 999
-    assert "NOT as planned</span> in 1 of 4 steps" in planned_and_executed(run_of(lines))
-    assert "1,000 / 999" in planned_and_executed(run_of(lines))
-
-
 def test_two_runs_are_compared_after_equal_steps_samples_and_time():
     """The second has steps of half the time and the same rewards: better only by the clock."""
     a, b = (
@@ -255,7 +247,7 @@ def test_texts_of_a_run_are_escaped(tmp_path):
 
 
 def test_nothing_in_a_chart_ends_the_script_that_holds_it():
-    html = page("t", "s", [], [("h", [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])], "")])
+    html = page("t", "s", [], [Section("h", [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])])])
     assert html.count("</script>") == 3 and "alert(1)<" not in html
 
 

@@ -39,7 +39,6 @@ RANKS = [
      ("actor_update", "forward"): 3.0, ("actor_update", "wait_pipeline"): 0.5, ("actor_update", "offload"): 1.0,
      ("", "unaccounted"): 0.5},
 ]  # fmt: skip
-PHASES = {"rollout": 3.0, "critic_update": 2.0, "actor_update": 4.5, "weight_sync": 0.0}
 # Two engines, of which the first has requests for 2 of the 3 s of the rollout.
 BUSY_S = [2.0, 2.75]
 
@@ -79,10 +78,8 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
 
 def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
-    metrics = Devices.of(2, 2, places, shared=False).metrics(RANKS, BUSY_S, PHASES)
-    assert metrics["idle/device/rollout_s"] == BUSY_S and metrics["idle/device/engines_s"] == [1.0, 0.25]
-    assert metrics["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in metrics
-    assert metrics["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
+    share = Devices.of(2, 2, places, shared=False).busy_share(RANKS, BUSY_S)
+    assert share == pytest.approx((1.5 + 4.5 + 4.75) / 20)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -91,50 +88,29 @@ def test_engines_devices_of_their_own_come_behind_the_ranks(shared):
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
     devices = Devices.of(2, 2, places, shared)
     assert devices == Devices(2, ((2,), (3,)), (0, 1))
-    metrics = devices.metrics(RANKS, BUSY_S, PHASES)
-    assert metrics["idle/device/engine"] == [0, 1]
-    assert metrics["idle/device/rollout_s"] == [0, 0, *BUSY_S] and metrics["idle/device/engines_s"] == [3, 3, 0, 0]
-    assert metrics["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and metrics["idle/device/training_s"] == [0, 0, 7, 7]
-    columns = [value for key, value in metrics.items() if key.endswith("_s")]
-    assert [sum(device) for device in zip(*columns, strict=True)] == [10.0] * 4, "every second of a device has a cause"
+    assert devices.busy_share(RANKS, BUSY_S) == pytest.approx((1.5 + 4.5 + 4.75) / 40)
 
 
-def line(step, seconds, straggler, **more):
-    waited = [2.0, 2.0, 2.0]
-    waited[straggler] = 0.5
+def line(step, seconds, **more):
     shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1, "idle/actor/busy_share": 0.5}
-    columns = {"idle/device/busy_s": [seconds - item for item in waited], "idle/device/ranks_s": waited}
     phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
-    return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **columns, **more}
+    return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **more}
 
 
 def test_a_run_s_totals_are_those_of_its_lines():
-    """Steps count by their length, starts are their own, and who was waited for longest comes first."""
+    """Steps count by their length, and starts are their own."""
     lines = [
-        line(1, 4.0, 2, **{"run/start_s": 3.0}),
-        line(2, 12.0, 1, **{"run/start_s": 5.0, "idle/share": 0.8}),
-        line(3, 4.0, 2, **{"idle/ranks_share": None}),  # it was no finite number
+        line(1, 4.0, **{"run/start_s": 3.0}),
+        line(2, 12.0, **{"run/start_s": 5.0, "idle/share": 0.8}),
+        line(3, 4.0, **{"idle/ranks_share": None}),  # it was no finite number
     ]
     totals = run_totals([*lines, {"step": 4, "reward/mean": 1.0}])  # a line that was written by an older version
     assert totals["steps"] == 3 and totals["seconds"] == 20 and totals["start_s"] == 8
-    assert totals["tokens"] == 3000 and totals["tokens_per_hour"] == 540_000 and totals["phases"] == {"rollout": 5.0}
+    assert totals["tokens_per_s"] == 150 and totals["phases"] == {"rollout": 5.0}
     assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
     assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
-    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [
-        (2, 3.0, 2),
-        (1, 1.5, 1),
-        (0, 0, 0),
-    ]
     text = "\n".join(totals_lines(totals))
     assert "3 steps in 20.0 s, and 8.0 s to start; 150 useful tokens a second, 540,000 an hour" in text
-    assert "waited for beyond the median rank: rank 2 by 3.0 s, rank 1 by 1.5 s" in text
-
-
-def test_stragglers_count_from_where_the_run_had_as_many_ranks():
-    earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0]}
-    totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
-    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
-    assert run_totals([{"time/step": 1.0}])["stragglers"] == []
     with pytest.raises(ValueError, match="time/step"):
         run_totals([])
 
@@ -148,7 +124,7 @@ def test_the_page_explains_every_metric():
     metrics |= {"idle/reward_workers/busy_share": 0, "idle/reward_workers/resting_share": 0}
     metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
     metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
-    metrics |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
+    metrics |= {"idle/device/busy_share": 0}
     metrics |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
     metrics |= {"run/start_s": 0}
     assert [key for key in metrics if f"`{key}`" not in page] == []
