@@ -56,13 +56,10 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
     ),
     "settings of a recompute that is not taken": (
         [
-            ("actor.memory", {"recompute_modules": ["mlp"], "recompute_method": "block"}),
-            ("critic.memory", SELECTIVE | {"recompute_num_layers": 2}),
+            ("actor.memory", {"recompute_modules": ["mlp"]}),
         ],
         {
             "actor.memory.recompute_modules": "memory.recompute: selective",
-            "actor.memory.recompute_method": "memory.recompute: full",
-            "critic.memory.recompute_num_layers": "memory.recompute: full",
         },
     ),
     "modules that a dense model has none of": (
@@ -84,14 +81,6 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
     "a module twice": (
         [("actor.memory", SELECTIVE | {"recompute_modules": ["mlp", "mlp"]})],
         {"actor.memory.recompute_modules": "[mlp]"},
-    ),
-    "more layers than a stage has": (
-        [("actor.memory", {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 3})],
-        {"actor.memory.recompute_num_layers": "2"},
-    ),
-    "layers that no even cut gives": (
-        [("actor.layout.pipeline", 1), ("actor.memory", {"recompute": "full", "recompute_num_layers": 3})],
-        {"actor.memory.recompute_num_layers": "evenly"},
     ),
 }  # fmt: skip
 
@@ -125,7 +114,7 @@ def test_legal_options_and_recompute_pass(tmp_path: Path, monkeypatch: pytest.Mo
     edits = [
         ("trainer.megatron", options),
         ("actor.memory", SELECTIVE | {"recompute_modules": ["core_attn", "mlp"]}),
-        ("critic.memory", {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 2}),
+        ("critic.memory", {"recompute": "full"}),
     ]
     recipe = load_recipe(write(make_folder(tmp_path, monkeypatch), edited(*edits)))
     assert recipe.trainer.megatron == options
