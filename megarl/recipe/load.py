@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.models import FAMILIES
@@ -310,7 +310,7 @@ def _converted(value: Any, field: FieldInfo | None) -> str:
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field], config=config)  # type: ignore[arg-type]
         return json.dumps(adapter.validate_python(value))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, PydanticUserError):
         return ""
 
 
