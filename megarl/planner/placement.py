@@ -119,26 +119,15 @@ def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
 
 
 def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
-    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes one node where trainer
-    and engines fit on it, else nodes for engines only. Raises PlacementError where no number of nodes is enough."""
-    ranks, rollout = recipe.trainer.ranks, recipe.rollout
-    counts = [nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
-    if rollout.replay is not None:
-        return NodesNeeded(counts[0], 0, ranks // counts[0])
-    per_node = devices_per_node // rollout.layout.workers
-    if per_node == 0:
-        raise PlacementError(_straddles(recipe, devices_per_node))
-    if rollout.placement == "separate":
-        if ranks + rollout.engines * rollout.layout.workers <= devices_per_node:
-            return NodesNeeded(1, 0, ranks)
-        return NodesNeeded(counts[0], -(-rollout.engines // per_node), ranks // counts[0])
-    for nodes in counts:
-        if nodes * per_node >= rollout.engines:
-            return NodesNeeded(nodes, 0, ranks // nodes)
-    raise PlacementError(
-        f"{_demand(recipe)}, and trainer.ranks = {ranks} spread over {ranks} nodes of {devices_per_node}, a rank each, have "
-        f"room for {ranks * per_node} engines: rollout.engines: {ranks * per_node}, or rollout.placement: separate"
-    )
+    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes devices of the trainer's
+    nodes where all engines fit there, else nodes for engines only. Raises PlacementError where no number of nodes is enough."""
+    ranks, failure = recipe.trainer.ranks, PlacementError("")
+    for nodes in (nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node):
+        try:
+            return nodes_with(recipe, devices_per_node, ranks // nodes)
+        except PlacementError as error:
+            failure = error
+    raise failure
 
 
 def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> NodesNeeded:
@@ -146,7 +135,7 @@ def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> No
     PlacementError where no number of nodes is enough."""
     trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
     apart = recipe.rollout.replay is None and recipe.rollout.placement == "separate"
-    failure: PlacementError | None = None
+    failure = PlacementError("")
     for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
         needed = NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
         try:
@@ -154,7 +143,6 @@ def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> No
             return needed
         except PlacementError as error:
             failure = error
-    assert failure is not None
     raise failure
 
 
@@ -189,9 +177,9 @@ def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) ->
     if taken:
         nodes += f" that {count(taken, 'trainer rank')} leave of {cluster.devices_per_node}"
     separate = recipe.rollout.placement == "separate"
-    ways = ["more nodes that have no trainer rank" if separate else "more nodes"]
+    ways = ["more nodes that have no trainer rank" if separate else "more nodes, with fewer trainer ranks each"]
     ways += [f"rollout.engines: {room}"] if room else []
-    ways += ["rollout.placement: colocated"] if separate else []
+    ways += [f"rollout.placement: {'colocated' if separate else 'separate'}"]
     raise PlacementError(
         f"{_demand(recipe)}, each engine on one node and on devices that no other engine has, and {nodes} "
         f"{'has' if num_nodes == 1 else 'have'} room for {room}: {', or '.join(ways)}"
