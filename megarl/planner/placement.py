@@ -119,8 +119,9 @@ def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
 
 
 def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
-    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes devices of the trainer's
-    nodes where all engines fit there, else nodes for engines only. Raises PlacementError where no number of nodes is enough."""
+    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes devices of the
+    trainer's nodes where all engines fit there, else nodes for engines only. Raises PlacementError where no number of nodes
+    is enough."""
     ranks, failure = recipe.trainer.ranks, PlacementError("")
     for nodes in (nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node):
         try:

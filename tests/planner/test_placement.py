@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
         of(2, engines=3),
         Cluster(1, 2, 2),
         "rollout.engines = 3 of tensor x pipeline x data = 1 worker need 3 devices.* 1 node with 2 devices has room for 2: "
-        "more nodes, or rollout.engines: 2$",
+        "more nodes, with fewer trainer ranks each, or rollout.engines: 2, or rollout.placement: separate$",
     ),
     "room for an engine, in two parts": (
         of(6, engines=3, tensor=2),
