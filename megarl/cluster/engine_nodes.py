@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 
 import ray
 
-from megarl.cluster.job_environment import package_versions
-from megarl.cluster.ray_cluster import ClusterError, join_cluster, node_share, numbered_nodes
+from megarl.cluster.ray_cluster import ClusterError, join_cluster, numbered_nodes
 from megarl.planner.placement import Cluster, EnginePlace, PlacementError, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync.transport import choose_transport
 
-# The first task on a node starts Python there.
-NODE_ANSWER_S = 120.0
 WAY_OUT = "end that Ray on every node (ray stop) and start the job again through launch/node.sh"
 
 
@@ -88,7 +85,7 @@ def one_machine(recipe: Recipe) -> Cluster:
 
 def ray_nodes(address: str) -> list[dict[str, Any]]:
     """Join the launcher's Ray cluster and return its nodes in order, as `ray.nodes` describes them. Raises ClusterError for
-    a cluster without numbered nodes, or with other package versions."""
+    a cluster without numbered nodes. The doctor compares the nodes' package versions (`launch/node.sh`)."""
     join_cluster(address)
     nodes = numbered_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -104,22 +101,6 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
     local_number = next((number for number, node in nodes.items() if node["NodeID"] == local_id), None)
     if local_number != 0:
         raise ClusterError(f"trainer rank 0 is on node {local_number} of the Ray cluster at {address}, not on 0: {WAY_OUT}")
-    remote = ray.remote(package_versions)
-    answers = [remote.options(num_cpus=0, resources=node_share(number)).remote() for number in numbers]
-    local_versions = package_versions()
-    for number, answer in zip(numbers, answers, strict=True):
-        try:
-            node_versions = ray.get(answer, timeout=NODE_ANSWER_S)
-        except (ray.exceptions.RayError, ImportError) as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise ClusterError(
-                f"node {number} of the Ray cluster at {address} cannot run megarl {local_versions['megarl']}: {reason}; "
-                f"{WAY_OUT}"
-            ) from error
-        unlike = [f"{name} {node_versions.get(name, 'none')}, not {version}" for name, version in local_versions.items()
-                  if node_versions.get(name) != version]  # fmt: skip
-        if unlike:
-            raise ClusterError(f"node {number} of the Ray cluster at {address} has {'; '.join(unlike)}: {WAY_OUT}")
     return [nodes[number] for number in numbers]
 
 
