@@ -157,7 +157,7 @@ def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violati
     whose = "" if role == "model" else f"{role}'s "
     room = shape.max_positions - prompt
     nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
-    made_of = f"{recipe.completion_key} {recipe.max_completion_tokens} with data.max_prompt_tokens {prompt}"
+    made_of = f"{recipe.completion_key} = {recipe.max_completion_tokens} with data.max_prompt_tokens {prompt}"
     rule = f"{made_of} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
     key = "rollout.max_new_tokens" if recipe.environment is None else "environment.max_episode_tokens"
     section = recipe.rollout if recipe.environment is None else recipe.environment

@@ -447,12 +447,12 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(
             ("weight_sync", {"transport": "gloo", "verify": "sampled"}), ("algorithm.early_stop", {"target_kl": 0.01}),
             ("algorithm.policy_loss", {"kind": "function", "target": "nowhere_to_be_found:loss"}),
-            ("data.prompts.task", "chain_sums"), ("actor.optimizer.warmup_steps", 4), ("reference", {"refresh_every": 4}),
+            ("data.prompts.task", "chain_sums"), ("actor.optimizer.warmup_steps", 4),
         ),
         {
             "weight_sync.verify": "nothing does", "algorithm.early_stop": "of 2 updates a step none can be skipped",
             "algorithm.policy_loss.target": "no module 'nowhere_to_be_found'", "data.prompts.task": "chain_sum",
-            "actor.optimizer.warmup_steps": "run.steps = 3", "reference.refresh_every": "never comes: run.steps = 3",
+            "actor.optimizer.warmup_steps": "run.steps = 3",
         },
     ),
     "a weight sync that cannot work": (
