@@ -52,14 +52,17 @@ class ProgressLine:
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._num_timed = 0
 
+        def column(min_width: int) -> Column:  # the last column gives way on a narrow terminal
+            return Column(no_wrap=True, overflow="ellipsis", min_width=min_width)
+
         self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=8),
-            TextColumn("[bold]{task.description}"),
-            TextColumn("{task.fields[work]}"),
-            TextColumn("[dim]{task.fields[last]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            SpinnerColumn(table_column=column(1)),
+            TextColumn("step", table_column=column(4)),
+            MofNCompleteColumn(table_column=column(2 * len(str(num_steps)) + 1)),
+            BarColumn(bar_width=8, table_column=column(8)),
+            TextColumn("[bold]{task.description}", table_column=column(17)),
+            TextColumn("{task.fields[work]}", table_column=column(19)),
+            TextColumn("[dim]{task.fields[last]}", table_column=column(0)),
             console=self._console,
             transient=True,
         )
