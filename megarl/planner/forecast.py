@@ -151,15 +151,14 @@ class PhaseForecast:
 class Forecast:
     """One step: its engine phases, and the memory of one device.
 
-    `rollout_flops` are those of prefill and decoding together; `waves` counts how often the engines' concurrent
-    sequences must be renewed. `worst_memory` is the fullest device by phase, with everything on it: of engine phases, and of
-    those in which vLLM's engines work. `engine_room` is what one worker of an engine may take.
+    `rollout_flops` are those of prefill and decoding together. `worst_memory` is the fullest device by phase, with
+    everything on it: of engine phases, and of those in which vLLM's engines work. `engine_room` is what one worker of an
+    engine may take.
     """
 
     job: Job
     phases: tuple[PhaseForecast, ...]
     rollout_flops: float
-    waves: int | None
     worst_memory: dict[str, DeviceMemory]
     engine_room: int | None
 
@@ -195,12 +194,11 @@ class Forecast:
 def forecast(job: Job) -> Forecast:
     """The forecast of one step."""
     phases = tuple(forecast_phase(job, schedule) for schedule in job.schedules)
-    shape, lengths, engines = job.role("actor_update").shape, job.lengths, job.engines
+    shape, lengths = job.role("actor_update").shape, job.lengths
     pairs = zip(lengths.totals, lengths.completions, strict=True)
-    waves = None if engines is None else -(-job.limits.num_sequences // (engines.count * engines.max_concurrent))
     worst = {phase.phase: phase.worst_memory for phase in phases}
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
-    return Forecast(job, phases, flops, waves, on_devices(job, worst), engine_room(job, list(worst.values())))
+    return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())))
 
 
 def on_devices(job: Job, worst: dict[str, DeviceMemory]) -> dict[str, DeviceMemory]:

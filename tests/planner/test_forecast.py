@@ -173,13 +173,6 @@ def test_the_largest_safe_share_of_the_device_is_just_safe(tmp_path: Path) -> No
     assert not forecast_of(file, [f"rollout.memory_utilization={safe + 1e-3}"]).fits
 
 
-def test_waves_count_how_often_the_engines_fill_up(tmp_path: Path) -> None:
-    file = write_qwen(tmp_path)
-    # 16 prompts of 8 completions over 2 engines
-    waves = {size: forecast_of(file, [f"phases.rollout.max_concurrent={size}"]).waves for size in (16, 25, 64, 2048)}
-    assert waves == {16: 4, 25: 3, 64: 1, 2048: 1}
-
-
 def test_a_cut_of_other_numbers_is_forecast_without_touching_the_job(small: Path) -> None:
     job: Job = job_of(load_recipe(small))
     schedule = job.schedules[-1]
