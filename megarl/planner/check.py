@@ -5,11 +5,12 @@ The document has bytes, seconds and operations as plain numbers and shares betwe
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -171,7 +172,7 @@ def _suggestions(path: str, job: Job, request: CheckRequest, console: Console) -
             console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
         return NOTHING_FITS, {"suggestions": [], "nothing_fits": str(error)}
     if not request.as_json:
-        # Not through markup or wrapping: this is YAML.
+        # Not through markup or wrapping: these are words of a shell.
         for line in ["suggested:", *suggestion_lines(suggestions)]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0, {"suggestions": [asdict(suggestion) for suggestion in suggestions], "nothing_fits": None}
@@ -186,20 +187,10 @@ def _print_error(path: str, error: ValueError) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{escape(path)}[/]: {escape(str(error))}")
 
 
-def suggestion_lines(suggestions: list[Suggestion], depth: int = 0) -> list[str]:
-    """The suggestions as YAML to paste: sections nested, each key's reason as a comment."""
-    lines: list[str] = []
-    sections: dict[str, list[Suggestion]] = {}
-    for suggestion in suggestions:
-        section, _, rest = suggestion.key.partition(".")
-        sections.setdefault(section, []).append(replace(suggestion, key=rest))
-    for section, members in sections.items():
-        if members[0].key:
-            lines += [f"{'  ' * depth}{section}:", *suggestion_lines(members, depth + 1)]
-        else:
-            value = yaml.safe_dump(members[0].value, default_flow_style=True, sort_keys=False, width=200)
-            lines.append(f"{'  ' * depth}{section}: {value.strip().removesuffix('...').strip()}  # {members[0].reason}")
-    return lines
+def suggestion_lines(suggestions: list[Suggestion]) -> list[str]:
+    """The suggestions as overrides to paste into a shell, each with its reason as a comment."""
+    pairs = [(shlex.quote(f"{one.key}={json.dumps(one.value)}"), one.reason) for one in suggestions]
+    return [f"{override}  # {reason}" for override, reason in pairs]
 
 
 def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:

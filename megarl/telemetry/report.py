@@ -51,7 +51,7 @@ def report(run_dir: str | Path, output: Path | None = None, console: Console | N
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A heading with charts, a table, and texts that unfold at a click. Cells and the note show `code` for backticks;
     columns in `numbers` are right-aligned."""
 
@@ -78,14 +78,14 @@ def run_page(run: Run) -> str:
     if run.starts:
         details = {"Starts": "\n".join(run.starts)} | details
     sections = [
-        Section("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
-        Section("Where the time goes", [*charts.ranks_time(run), *charts.phase_times(run)]),
-        Section("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
+        PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
+        PageSection("Where the time goes", [*charts.ranks_time(run), *charts.phase_times(run)]),
+        PageSection("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
         _batches(run),
-        Section("Weight sync", charts.sync_split(run)),
-        Section("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
+        PageSection("Weight sync", charts.sync_split(run)),
+        PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
         _samples(run),
-        Section("More", folded=details),
+        PageSection("More", folded=details),
     ]
     return page(run.name, subtitle(run), answers(run, findings), sections)
 
@@ -105,7 +105,7 @@ def subtitle(run: Run) -> str:
     return " · ".join(parts)
 
 
-def _batches(run: Run) -> Section:
+def _batches(run: Run) -> PageSection:
     """Show the batches of each phase: the useful share over the run, and the shapes of the last step."""
     last = run.steps[-1]
     phases = dict.fromkeys(key.split("/")[1] for key in run.keys if key.startswith("schedule/") and "/planned_" in key)
@@ -113,10 +113,10 @@ def _batches(run: Run) -> Section:
     rows = [(phase, *(MISSING if size is None else f"{size:,.0f}" for size in sizes)) for phase, sizes in shapes.items()]
     note = "What every rank ran in the last step." if rows else ""
     heads = ("phase", *(head for _, head in SHAPES))
-    return Section("Batches", charts.useful_shares(run), heads, rows, (1, 2, 3, 4), note)
+    return PageSection("Batches", charts.useful_shares(run), heads, rows, (1, 2, 3, 4), note)
 
 
-def _samples(run: Run) -> Section:
+def _samples(run: Run) -> PageSection:
     """Show the best and the worst completions of the last step with samples."""
 
     def text(value: Any) -> str:
@@ -129,7 +129,7 @@ def _samples(run: Run) -> Section:
     chosen = kept if len(kept) <= MOST_SAMPLES else kept[:half] + kept[-half:]
     rows = [(f"{row['reward']:.3g}", text(row.get("prompt")), text(row.get("completion"))) for row in chosen]
     note = f"Step {kept[0].get('step')}: the best and the worst of {len(kept)} that were kept." if kept else ""
-    return Section("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note)
+    return PageSection("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note)
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------------
@@ -148,10 +148,10 @@ def compare_page(a: Run, b: Run) -> str:
     changed = differences(a.recipe, b.recipe) if a.recipe and b.recipe else []
     rows = [(f"`{key}`", str(before), str(after)) for key, before, after in changed]
     sections = [
-        Section("Mean reward", _reward_charts(a, b, names)),
-        Section("Other curves", _curve_charts(a, b, names)),
-        Section("Where the time goes", _phase_chart(a, b, names)),
-        Section("How the recipes differ", heads=("key", *names), rows=rows),
+        PageSection("Mean reward", _reward_charts(a, b, names)),
+        PageSection("Other curves", _curve_charts(a, b, names)),
+        PageSection("Where the time goes", _phase_chart(a, b, names)),
+        PageSection("How the recipes differ", heads=("key", *names), rows=rows),
         _metrics(a, b, names),
     ]
     subtitle = f"A is {a.path}, {len(a.steps)} steps; B is {b.path}, {len(b.steps)} steps"
@@ -306,7 +306,7 @@ def _phase_chart(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
     return [Chart("phases", title, data, layout, height=360)] if longest else []
 
 
-def _metrics(a: Run, b: Run, names: tuple[str, str]) -> Section:
+def _metrics(a: Run, b: Run, names: tuple[str, str]) -> PageSection:
     """Show the common metrics as means over the last steps."""
     first, second = a.recent(), b.recent()
     rows = []
@@ -314,13 +314,13 @@ def _metrics(a: Run, b: Run, names: tuple[str, str]) -> Section:
         ratio = f"{second[key] / first[key]:.2f} ×" if first[key] > 0 and second[key] >= 0 else MISSING
         rows.append((f"`{key}`", f"{first[key]:.4g}", f"{second[key]:.4g}", ratio))
     note = "Means over the last steps of each run."
-    return Section("Metrics side by side", (), ("metric", *names, "ratio"), rows, (1, 2, 3), note)
+    return PageSection("Metrics side by side", (), ("metric", *names, "ratio"), rows, (1, 2, 3), note)
 
 
 # HTML -------------------------------------------------------------------------------------------------------------------
 
 
-def page(title: str, subtitle: str, answers: Sequence[Answer], sections: Sequence[Section]) -> str:
+def page(title: str, subtitle: str, answers: Sequence[Answer], sections: Sequence[PageSection]) -> str:
     """Return one HTML file, `page.html` filled in. Raises ValueError where plotly is not installed."""
     drawn = [
         {"name": chart.name, "data": chart.data, "layout": {"height": chart.height} | chart.layout}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,10 @@ def test_without_a_device_the_key_to_add_is_named(tmp_path: Path) -> None:
 def test_the_printed_keys_are_the_suggestions(tmp_path: Path) -> None:
     found = suggestions_of(write_qwen(tmp_path), [])
     lines = suggestion_lines(found)
-    pasted = yaml.safe_load("\n".join(lines))
-    for one in found:
-        here = pasted
-        for part in one.key.split("."):
-            here = here[part]
-        assert here == one.value
-        assert any(
-            line.strip().startswith(one.key.split(".")[-1] + ": ") and line.endswith(f"# {one.reason}") for line in lines
-        )
+    pasted = [shlex.split(line, comments=True) for line in lines]
+    assert [word for (word,) in pasted] == [f"{one.key}={json.dumps(one.value)}" for one in found]
+    assert all(line.endswith(f"  # {one.reason}") for line, one in zip(lines, found, strict=True))
+    load_recipe(write_qwen(tmp_path), [word for (word,) in pasted])
 
 
 def test_layouts_divide_what_they_must_and_the_simplest_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

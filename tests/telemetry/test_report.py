@@ -17,7 +17,7 @@ from megarl.cli import app
 from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.progress import ProgressLine, step_line
 from megarl.telemetry.report import (
-    Section,
+    PageSection,
     better,
     coded,
     compare,
@@ -247,7 +247,7 @@ def test_texts_of_a_run_are_escaped(tmp_path):
 
 
 def test_nothing_in_a_chart_ends_the_script_that_holds_it():
-    html = page("t", "s", [], [Section("h", [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])])])
+    html = page("t", "s", [], [PageSection("h", [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])])])
     assert html.count("</script>") == 3 and "alert(1)<" not in html
 
 
