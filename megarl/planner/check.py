@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecast, forecast, job_of
 from megarl.planner.lengths import LengthsError, ReadMetrics
-from megarl.planner.memory_estimate import GIB, MIB, RESERVE, DeviceMemory, gib
+from megarl.planner.memory_estimate import RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
@@ -31,7 +31,7 @@ NOTHING_FITS, BAD_INPUT = 1, 2
 PHASE_COLUMNS = ("phase", "layout", "micro-batch")
 NUMBER_COLUMNS = (
     "mini-\nbatches", "micro-\nbatches", "useful", "imbal-\nance", "bubble", "effi-\nciency",
-    "{unit}\nplanned", "{unit}\nat worst", "TFLOP", "seconds",
+    "memory\nplanned", "memory\nat worst", "TFLOP", "seconds",
 )  # fmt: skip
 NOTES = (
     "max_tokens and micro-batches are per data-parallel rank; useful: tokens / slots, alignment padding included; "
@@ -206,15 +206,14 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     if recipe.critic_warmup_steps:
         show(f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
     show(NOTES, style="dim")
-    unit = _unit(plan)
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{unit} of one device at worst", title_justify="left", title_style=""
+        box=box.SIMPLE_HEAD, pad_edge=False, title="memory of one device at worst", title_justify="left", title_style=""
     )
     kinds = [field.name for field in fields(DeviceMemory)]
     for title in ("phase", *kinds, "total"):
         table.add_column(title, justify="left" if title == "phase" else "right")
     for phase, memory in plan.worst_memory.items():
-        table.add_row(phase, *(_size(getattr(memory, kind), unit) for kind in (*kinds, "total")))
+        table.add_row(phase, *(gib(getattr(memory, kind)) for kind in (*kinds, "total")))
     console.print(table)
     for line in memory_lines(plan):
         show(line)
@@ -247,22 +246,22 @@ def memory_lines(plan: Forecast) -> list[str]:
 
 
 def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
-    table, unit = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), _unit(plan)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in PHASE_COLUMNS:
         table.add_column(title, no_wrap=True)
     for title in NUMBER_COLUMNS:
-        table.add_column(title.format(unit=unit), justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=True)
     phases = {phase.phase: phase for phase in plan.phases}
     for name in recipe.running_phases:
         if name in phases:
-            table.add_row(*_role_cells(phases[name], unit))
+            table.add_row(*_role_cells(phases[name]))
         else:
             cells = _other_cells(recipe, plan, name)
             table.add_row(*(cells.get(column, "") for column in (*PHASE_COLUMNS, *NUMBER_COLUMNS)))
     return table
 
 
-def _role_cells(phase: PhaseForecast, unit: str) -> list[str]:
+def _role_cells(phase: PhaseForecast) -> list[str]:
     schedule, layout, quality = phase.schedule, phase.role.layout, phase.quality
     return [
         phase.phase,
@@ -274,8 +273,8 @@ def _role_cells(phase: PhaseForecast, unit: str) -> list[str]:
         f"{quality.imbalance:.3f}",
         f"{quality.bubble_share:.1%}",
         f"{quality.efficiency:.3f}",
-        _size(phase.memory.total, unit),
-        _size(phase.worst_memory.total, unit),
+        gib(phase.memory.total),
+        gib(phase.worst_memory.total),
         _short(phase.flops / 1e12),
         "" if phase.seconds is None else _short(phase.seconds),
     ]
@@ -294,15 +293,6 @@ def _other_cells(recipe: Recipe, plan: Forecast, phase: str) -> dict[str, str]:
         cells["layout"] = "actor to engines"
         cells["micro-batch"] = gib(engines.count * engines.layout.workers * engines.memory.weights)
     return cells
-
-
-def _unit(plan: Forecast) -> str:
-    """GiB, or MiB where all of the trainer is small."""
-    return "GiB" if plan.trainer_peak >= GIB else "MiB"
-
-
-def _size(num_bytes: int, unit: str) -> str:
-    return _short(num_bytes / (GIB if unit == "GiB" else MIB))
 
 
 def _short(number: float) -> str:

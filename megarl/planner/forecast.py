@@ -163,11 +163,6 @@ class Forecast:
     engine_room: int | None
 
     @property
-    def trainer_peak(self) -> int:
-        """Bytes of the fullest trainer rank in the worst case, without engines."""
-        return max(phase.worst_memory.total for phase in self.phases)
-
-    @property
     def fullest(self) -> str:
         """The phase with the highest worst case."""
         return max(self.worst_memory, key=lambda phase: self.worst_memory[phase].total)

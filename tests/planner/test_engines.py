@@ -142,7 +142,7 @@ def test_the_fullest_device_of_each_phase(one: PlannedEngines, offload: str, tot
 def peaks(found: Forecast) -> tuple[int, int]:
     """The trainer's and one worker's, each alone on a device."""
     assert found.job.engines is not None
-    return found.trainer_peak, found.job.engines.memory.total
+    return max(phase.worst_memory.total for phase in found.phases), found.job.engines.memory.total
 
 
 def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:
