@@ -248,9 +248,15 @@ class Recipe(Section):
 
     def phase_section(self, phase: str) -> ForwardPhaseSection | UpdatePhaseSection | None:
         """The section of an engine phase; no phase reads another's."""
-        assert phase in ROLE_OF, f"{phase} is no engine phase"
-        section: ForwardPhaseSection | UpdatePhaseSection | None = getattr(self.phases, phase)
-        return section
+        sections = {
+            "reward_model": self.phases.reward_model,
+            "actor_logprob": self.phases.actor_logprob,
+            "reference_logprob": self.phases.reference_logprob,
+            "critic_value": self.phases.critic_value,
+            "critic_update": self.phases.critic_update,
+            "actor_update": self.phases.actor_update,
+        }
+        return sections[phase]
 
     def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
         """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase
