@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, rank_segments
 from megarl.planner import activations
-from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
+from megarl.planner.activations import saved_by_stage
 from megarl.planner.memory_estimate import (
     FRAGMENTATION,
     BatchLimits,
@@ -206,25 +205,11 @@ def test_a_gpu_s_allocator_keeps_a_share_of_what_comes_and_goes(update: bool) ->
     assert working(replace(role, on_cpu=True), 0, load(False, 1000)).reserved == 0
 
 
-def whole(**values: Any) -> MemorySection:
-    return MemorySection(recompute="full", **{f"recompute_{key}": value for key, value in values.items()})
-
-
-def test_whole_layers_are_recomputed_by_megatrons_methods() -> None:
-    """Of four layers: an input for each chunk of layers, or the first layers' inputs and all of the others."""
-    role = planned_role("actor", SHAPE, Layout(), "bf16", True)
-    layer, kept = saved_per_token(role, 0), SHAPE.hidden * 2
-
-    def saved(**values: Any) -> int:
-        return saved_by_stage(replace(role, memory=whole(**values)), 0)
-
-    assert [saved(num_layers=count) for count in (1, 2, 3, 4)] == [4 * kept, 2 * kept, 2 * kept, kept]
-    assert [saved(method="block", num_layers=count) for count in (1, 3, 9)] == [kept + 3 * layer, 3 * kept + layer, 4 * kept]
-    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2), memory=whole(method="block"))
-    assert [saved_by_stage(chunks, stage) for stage in (0, 1)] == [2 * kept, 2 * kept]
-    # The layers of one chunk are all there again when its backward pass begins.
-    held = [backward_per_token(replace(role, memory=whole(num_layers=count)), 0) for count in (1, 2, 3)]
-    assert held[1] - held[0] == layer and held[2] == held[0]
+def test_full_recompute_keeps_the_input_of_each_layer() -> None:
+    role = planned_role("actor", SHAPE, Layout(), "bf16", True, memory=MemorySection(recompute="full"))
+    assert saved_by_stage(role, 0) == 4 * SHAPE.hidden * 2
+    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2))
+    assert [saved_by_stage(chunks, stage) for stage in (0, 1)] == [2 * SHAPE.hidden * 2] * 2
 
 
 def test_each_recomputed_module_is_not_kept() -> None:
