@@ -117,8 +117,8 @@ def rollout_rules(recipe: Recipe) -> Violations:
     known = known_engine_args() if given else None
     yield from option_rules("rollout.engine_args", given, known, refused, "vLLM's AsyncEngineArgs")
     tokens = given.get("max_num_batched_tokens")
-    if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens < 1:
-        yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be at least 1", "1")
+    if tokens is not None and (type(tokens) is not int or tokens < 1):  # sizes are computed with it
+        yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be a whole number from 1 on", "8192")
     if rollout.replay is not None and not Path(rollout.replay).is_dir():
         way_out = "the rollouts directory of a run with run.dump_rollouts: true"
         yield Violation("rollout.replay", rollout.replay, "the directory does not exist", way_out)
