@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from megarl.models import ModelShape
 from megarl.models import vllm_weights as vllm
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
 
 # Default bytes of a bucket: two fit a CPU's cache; on a GPU the host waits for the device once a bucket.
 BUCKET_BYTES = {"cpu": 4 << 20, "gpu": 128 << 20}
+
+
+class CanarySection(Section):
+    every: Positive = 1
+    """After which syncs: the first of a start, and each whose version is a multiple of this."""
+    sequences: Positive = 2
+    """How many sequences are scored."""
+    tokens: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of each sequence, fewer than the longest sequence of a rollout has. `null`: 32, or as many as fit."""
+    action: Literal["stop", "warn"] = "stop"
+    """If an engine drifts: stop the run before it samples, or log a warning and go on."""
 
 
 class WeightSyncSection(Section):
@@ -52,6 +65,18 @@ class WeightSyncSection(Section):
     """Completions that an engine still generates when new weights come. `wait`: finish them first, within
     `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: generate incomplete groups
     again under the new weights. A step waits for all of its rollouts before it updates, so nothing is in flight yet."""
+    canary: CanarySection | None = CanarySection()
+    """Fixed tokens that the actor and every engine score after a sync. An engine whose log-probabilities differ from the
+    actor's by more than rounding has drifted. `null`: none."""
+
+
+# Tokens of a canary's sequence if the recipe does not say.
+CANARY_TOKENS = 32
+
+
+def canary_tokens(recipe: Recipe, section: CanarySection) -> int:
+    """The length of the canary's sequences; vLLM generates a token after each."""
+    return section.tokens or min(CANARY_TOKENS, recipe.max_sequence_tokens - 1)
 
 
 # Most bytes of a bucket that are not of a row (`weight_sync/stream.py`).
@@ -75,6 +100,10 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
         yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
     if rollout.replay is not None:
         return  # nothing is synced
+    if section.canary is not None and not 2 <= canary_tokens(recipe, section.canary) < recipe.max_sequence_tokens:
+        rule = f"must be at least 2 and below the longest sequence of a rollout, {recipe.max_sequence_tokens} tokens"
+        way_out = str(recipe.max_sequence_tokens - 1) if recipe.max_sequence_tokens > 2 else "weight_sync.canary: null"
+        yield Violation("weight_sync.canary.tokens", section.canary.tokens, rule, way_out)
     if section.verify == "sampled" and section.transport not in ("auto", *DEVICE_TRANSPORTS):
         rule = (
             f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {section.transport} nothing does"

@@ -22,7 +22,13 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.engine_settings import EngineSettings, engine_arguments, refuse_other_formats, sampling_parameters
+from megarl.rollout.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    refuse_other_formats,
+    sampling_parameters,
+    scoring_parameters,
+)
 from megarl.rollout.groups import GroupFacts, GroupResult
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
@@ -252,9 +258,7 @@ class RolloutEngine:
         last one may use the prefix cache, which holds the same in every run, as all before was the same. Raises EngineDirty,
         EngineDied."""
         async with self._exclusive:
-            if self._dirty is not None:
-                raise EngineDirty(f"weights are unknown: {self._dirty}")
-            engine = self._alive()
+            engine = self._clean()
             for group in self._groups.values():
                 group.stop()
                 group.result.cancel()
@@ -269,6 +273,28 @@ class RolloutEngine:
         result = await groups[position].result
         del groups[position]
         return GroupFacts.of(result), result
+
+    async def score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the log-probabilities, at temperature 1, of all tokens but the first of sequences of one length, from every
+        data-parallel rank: [ranks, sequences, tokens - 1]. Every worker takes part. Raises EngineDirty, EngineDied."""
+        async with self._exclusive:
+            engine = self._clean()
+            await self._pause_scheduler("keep", clear_cache=False)  # queue all first, for the same batches each time
+            self._num_batches += 1
+            collectors = []
+            for rank in range(self._settings.layout.data):
+                for number, tokens in enumerate(sequences):
+                    prompt = {"type": "token", "prompt_token_ids": tokens.tolist()}
+                    name = f"{self._num_batches}-{number}-{rank}"
+                    added = engine.add_request(name, prompt, scoring_parameters(), data_parallel_rank=rank)
+                    collectors.append(await self._guard(added))
+            await self._utility(engine.resume_generation())
+            outputs = [await self._guard(collector.get()) for collector in collectors]
+        scores = [
+            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:].tolist(), strict=True)]
+            for output, tokens in zip(outputs, [*sequences] * self._settings.layout.data, strict=True)
+        ]
+        return np.array(scores, np.float32).reshape(self._settings.layout.data, len(sequences), -1)
 
     async def report(self) -> EngineReport:
         """Return when the engine was busy since the last call, and the requests that ended."""
@@ -449,6 +475,11 @@ class RolloutEngine:
 
     def _request_name(self, request: GroupRequest, member: int) -> str:
         return f"{self._num_batches}-{request.position}-{member}"
+
+    def _clean(self) -> AsyncLLM:
+        if self._dirty is not None:
+            raise EngineDirty(f"weights are unknown: {self._dirty}")
+        return self._alive()
 
     def _alive(self) -> AsyncLLM:
         if self._engine is None:

@@ -117,6 +117,16 @@ def sampling_parameters(settings: EngineSettings, seed: int, temperature: float 
     )
 
 
+def scoring_parameters() -> Any:
+    """Return vLLM's `SamplingParams` that give the log-probabilities of a prompt's tokens, at temperature 1. vLLM computes
+    them without reading its prefix cache."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
+
+
 def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) -> None:
     """Raise RolloutError for quantized weights that a worker holds in a format that no sync writes, so that a run fails
     before its first step. `formats` has `WeightReceiver.other_formats` of each worker."""

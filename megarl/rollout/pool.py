@@ -350,6 +350,18 @@ class EnginePool:
         metrics["sync/bytes_per_s"] = metrics["sync/received_bytes"] / len(reports) / metrics["sync/transfer_s"]
         return tuple(again), metrics
 
+    def score(self, sequences: Sequence[np.ndarray], engines: Sequence[int] | None = None) -> dict[int, np.ndarray]:
+        """Return what each engine, or each of some, computes for token sequences (`RolloutEngine.score`), without engines
+        that died: a rollout restarts them."""
+        calls, scores = {}, {}
+        for index in range(len(self._engines)) if engines is None else engines:
+            with contextlib.suppress(EngineDied):
+                calls[index] = self._engines[index].call("score", sequences)
+        for index, call in calls.items():
+            with contextlib.suppress(EngineDied):
+                scores[index] = self._engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
+        return scores
+
     def shutdown(self) -> None:
         """End all engines, and Ray if `start` started it; safe after a failure and more than once."""
         if self.address is None:

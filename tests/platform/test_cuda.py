@@ -92,6 +92,7 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
         trainer.parts = SimpleNamespace(
             roles={"actor": Actor(calls)}, weights=weights, rollouts=None, engines_sleep=engines_sleep
         )  # type: ignore[assignment]
+        trainer.canary = None
         trainer._publish(1, None)
     assert calls == ["present", "gathered", *before, "publish", "away"]
 
