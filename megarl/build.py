@@ -330,7 +330,8 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
 def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
     """Return how long ranks may wait for engines (while they start, for a rollout with every restart, and for a sync), and
     for the rewards of a batch, if its tasks run one after another."""
-    syncs = max(REPORT_WAITS.values()) * recipe.weight_sync.timeout_s * recipe.rollout.engines
+    scored = 0 if recipe.weight_sync.canary is None else 2  # once more where engines differ
+    syncs = (max(REPORT_WAITS.values()) + scored) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
     tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
     return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s

@@ -456,12 +456,14 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "a weight sync that cannot work": (
         edited(
-            ("weight_sync", {"transport": "shared_memory", "wire": "delta", "bucket_bytes": 300, "in_flight": "keep"}),
+            ("weight_sync", {"transport": "shared_memory", "wire": "delta", "bucket_bytes": 300, "in_flight": "keep",
+                             "canary": {"tokens": 4096}}),
             ("actor.router_replay", True),
         ),
         {
             "weight_sync.wire": "weight_sync.transport: gloo", "weight_sync.bucket_bytes": "must hold a row",
             "weight_sync.in_flight": "chose under two versions wait or abort",
+            "weight_sync.canary.tokens": "below the longest sequence of a rollout",
             "actor.router_replay": "the model has no experts",
         },
     ),

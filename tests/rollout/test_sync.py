@@ -13,16 +13,20 @@ import pytest
 import torch
 
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster
+from megarl.data.sample import Completion, Sample
 from megarl.models.layout import RolloutLayout
-from megarl.rollout import RolloutError
+from megarl.rollout import EngineDirty, RolloutError
 from megarl.rollout.pool import EnginePool
+from megarl.weight_sync.canary import canary_sequences
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout_cases import (
     STOP,
+    VOCAB,
     Publisher,
     corrupt,
     corrupt_in_place,
     distance,
+    huggingface_logprobs,
     prompts,
     recipe,
     same,
@@ -52,6 +56,17 @@ def open_engines(model: Path, **rollout: object) -> EnginePool:
     return pool
 
 
+def assert_scores(model: Path, pool: EnginePool, layout: RolloutLayout) -> None:
+    """Every data-parallel rank gives the log-probabilities of transformers, also the second time."""
+    sequences = canary_sequences(VOCAB, 3, 30)
+    completions = [Completion(ids[1:], np.zeros(29, np.float32), "length", 0, 0) for ids in sequences]
+    drawn = {number: Sample(0, sequences[number][:1], completion) for number, completion in enumerate(completions)}
+    expected = np.stack([*huggingface_logprobs(model, drawn, 1.0).values()])
+    first, second = (pool.score(sequences)[0] for _ in range(2))
+    assert first.shape == (layout.data, *expected.shape) and np.array_equal(first, second)
+    assert np.abs(first - expected).max() < 1e-4
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "layers", "layout"),
     [
@@ -76,6 +91,8 @@ def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, l
         assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
         after = samples(pool, 1)
         assert distance(new, after) < 1e-4
+        assert_scores(new, pool, layout)
+        assert same(after, samples(pool, 1)), "scoring in between changed the completions"
         sent = (publisher if layout.expert_parallel else whole).publish(2, old, pool)
         assert layout.expert_parallel or sent["sync/received_bytes"] > metrics["sync/received_bytes"]
         assert same(before, samples(pool, 1)), "the first weights did not come back"
@@ -226,6 +243,8 @@ def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -
         publisher.publish(3, new, pool)
     with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
         pool.generate(prompts(), 1)
+    with pytest.raises(EngineDirty, match="version 3"):
+        pool.score(canary_sequences(VOCAB, 1, 8))
     publisher.publish(4, new, pool)
     batch = pool.generate(prompts(), 1)
     assert set(batch.first_version) == set(batch.last_version) == {4}

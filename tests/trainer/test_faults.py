@@ -10,13 +10,16 @@ import sys
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import cloudpickle
 import psutil
 import pytest
 
 from megarl.cluster.cores import CHOSEN, NodeLoad, engine_cores, rank_cores
 from megarl.trainer import Trainer
-from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.ranks import run_ranks
+from tests.runs import RUN_DEADLINE_S, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 START_DEADLINE_S, END_DEADLINE_S = 420, 180
@@ -122,6 +125,46 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
     # What travels whole comes before the first step and to the new engine alone, unless the old one died in a sync.
     assert sum(line["sync/changed_share"] == 1 for line in lines) <= 1
     _assert_synchronised(lines)
+
+
+BROKEN_VERSION = 2
+
+
+def train_with_an_engine_that_loses_a_buffer(recipe):
+    """Its table of rotary angles is zero after it took that version, as after a sleep that dropped it."""
+    from megarl.rollout import handle
+    from tests.runs import _train
+
+    def lose(worker):
+        for module in worker.model_runner.get_model().modules():
+            if hasattr(module, "rotary_emb"):
+                module.rotary_emb.cos_sin_cache.zero_()
+
+    class Forgetful(handle.RolloutEngine):
+        async def receive(self, manifest_values):
+            report = await super().receive(manifest_values)
+            if manifest_values["version"] == BROKEN_VERSION:
+                await self._engine.engine_core.call_utility_async("collective_rpc", cloudpickle.dumps(lose))
+            return report
+
+    with mock.patch.object(handle, "RolloutEngine", Forgetful):
+        _train(recipe, False)
+
+
+@pytest.mark.parametrize("action", ["stop", pytest.param("warn", marks=pytest.mark.nightly)])
+def test_a_run_stops_before_it_samples_from_an_engine_that_lost_a_buffer(tmp_path, action):
+    tiny_run(tmp_path, "qwen3")
+    recipe = tiny_recipe(tmp_path, "drift", False, 2, 1, 2, 3, weight_sync__canary={"action": action})
+    if action == "stop":
+        drift = (
+            rf"SyncError: weight_sync.canary: rollout engine 0 does not .* version {BROKEN_VERSION}: .* sequence \d, token"
+        )
+        with pytest.raises(AssertionError, match=drift):
+            run_ranks(train_with_an_engine_that_loses_a_buffer, 2, str(recipe), deadline_s=RUN_DEADLINE_S)
+    else:
+        run_ranks(train_with_an_engine_that_loses_a_buffer, 2, str(recipe), deadline_s=RUN_DEADLINE_S)
+    drifts = [line["sync/canary_drift"] for line in metrics_of(tmp_path, "drift")]
+    assert drifts == [0.0] if action == "stop" else [0.0, 1.0, 1.0]
 
 
 def test_syncs_to_engines_that_were_started_again_are_added_up():
