@@ -280,21 +280,16 @@ class RolloutEngine:
         async with self._exclusive:
             engine = self._clean()
             await self._pause_scheduler("keep", clear_cache=False)  # queue all first, for the same batches each time
-            self._num_batches += 1
-            collectors = []
-            for rank in range(self._settings.layout.data):
-                for number, tokens in enumerate(sequences):
-                    prompt = {"type": "token", "prompt_token_ids": tokens.tolist()}
-                    name = f"{self._num_batches}-{number}-{rank}"
-                    added = engine.add_request(name, prompt, scoring_parameters(), data_parallel_rank=rank)
-                    collectors.append(await self._guard(added))
+            ranks, collectors = self._settings.layout.data, []
+            for number, tokens in enumerate([*sequences] * ranks):
+                prompt: Any = {"type": "token", "prompt_token_ids": tokens.tolist()}
+                # No batch of its own, for which workers would drop the experts that they recorded for the last one.
+                name, rank = f"{self._num_batches}-canary{number}-0", number // len(sequences)
+                added = engine.add_request(name, prompt, scoring_parameters(), data_parallel_rank=rank)
+                collectors.append(await self._guard(added))
             await self._utility(engine.resume_generation())
             outputs = [await self._guard(collector.get()) for collector in collectors]
-        scores = [
-            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:].tolist(), strict=True)]
-            for output, tokens in zip(outputs, [*sequences] * self._settings.layout.data, strict=True)
-        ]
-        return np.array(scores, np.float32).reshape(self._settings.layout.data, len(sequences), -1)
+        return np.stack([prompt_scores(output) for output in outputs]).reshape(ranks, len(sequences), -1)
 
     async def report(self) -> EngineReport:
         """Return when the engine was busy since the last call, and the requests that ended."""
@@ -512,6 +507,12 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int =
     names = [run_seed, step, prompt, member, *([turn] if turn else [])]
     state = np.random.SeedSequence(names).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
+
+
+def prompt_scores(output: Any) -> np.ndarray:
+    """Return the log-probabilities of a prompt's tokens but the first, float32, from a `RequestOutput` of vLLM."""
+    tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return np.array([entry[token].logprob for token, entry in tokens], np.float32)
 
 
 def routing_rows(recorded: np.ndarray | None, num_tokens: int, layers: Sequence[int] | None) -> np.ndarray:

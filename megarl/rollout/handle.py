@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 
@@ -132,10 +131,9 @@ class EngineHandle:
             return self._get(reference, "weight_sync", self._timeout_s, rule)
         return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
 
-    def get_scored(self, reference: Any, timeout_s: float) -> np.ndarray:
+    def get_scored(self, reference: Any, timeout_s: float) -> Any:
         """Return the answer of `score`, as `get`, with a sync's `timeout_s` as the deadline."""
-        scores: np.ndarray = self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
-        return scores
+        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
 
     def get_received(self, reference: Any, timeout_s: float, waits: int) -> dict[str, float]:
         """Return the answer of `receive` after the last bucket was sent, as `get`. The deadline is `waits` times a sync's

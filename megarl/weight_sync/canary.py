@@ -59,19 +59,13 @@ def actor_scores(actor: Role, sequences: Sequence[np.ndarray]) -> np.ndarray:
     layout, length = actor.place.layout, len(sequences[0])
     unit = layout.data * layout.micro_batch_step
     count = -(-len(sequences) // unit) * unit
-    samples = {}
-    for number in range(count):
-        tokens = sequences[number % len(sequences)]
-        completion = Completion(tokens[1:], np.zeros(length - 1, np.float32), "length", 0, 0)
-        samples[number] = Sample(number, tokens[:1], completion)
-    batch = Batch(
-        prompt_lengths=np.ones(count, int),
-        completion_lengths=np.full(count, length - 1),
-        groups=np.arange(count),
-        rewards=np.zeros(count, np.float32),
-        valid=np.ones(count, bool),
-        samples=samples,
-    )
+    repeated, unread = [sequences[number % len(sequences)] for number in range(count)], np.zeros(length - 1, np.float32)
+    samples = {
+        number: Sample(number, tokens[:1], Completion(tokens[1:], unread, "length", 0, 0))
+        for number, tokens in enumerate(repeated)
+    }
+    ones, completions = np.ones(count, int), np.full(count, length - 1)
+    batch = Batch(ones, completions, np.arange(count), np.zeros(count, np.float32), ones > 0, samples=samples)
     (mini_batch,) = plan_phase(Schedule("weight_sync", sequences=1), [length] * count, layout, SEED).mini_batches
     results, executed = actor.forward(batch, mini_batch, sampled=False)
     compare(mini_batch, actor.place.data_rank, executed)

@@ -209,15 +209,12 @@ class Parts:
 
 
 def engine_scores(engine: LLM, sequences: list[np.ndarray]) -> np.ndarray:
+    from megarl.rollout.engine import prompt_scores
     from megarl.rollout.engine_settings import scoring_parameters
 
     prompts: Any = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
     outputs = engine.generate(prompts, scoring_parameters(), use_tqdm=False)
-    scores = [
-        [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:].tolist(), strict=True)]
-        for output, tokens in zip(outputs, sequences, strict=True)
-    ]
-    return np.array([scores], np.float32)
+    return np.stack([prompt_scores(output) for output in outputs])[None]
 
 
 def drifts(verdicts: dict[str, Verdict]) -> set[str]:
