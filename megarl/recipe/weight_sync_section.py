@@ -28,8 +28,8 @@ class CanarySection(Section):
     every: Positive = 1
     """After which syncs: the first of a start, and each whose version is a multiple of this."""
     sequences: Positive = 2
-    """How many sequences are scored."""
-    tokens: Annotated[int, Field(ge=2)] | None = None
+    """How many sequences are scored. With four times the tokens half the excess over the usual difference counts."""
+    tokens: Annotated[int, Field(ge=8)] | None = None
     """Tokens of each sequence, fewer than the longest sequence of a rollout has. `null`: 32, or as many as fit."""
     action: Literal["stop", "warn"] = "stop"
     """If an engine drifts: stop the run before it samples, or log a warning and go on."""

@@ -33,7 +33,10 @@ SEED = 0
 # Mean absolute differences between actor and engine, in nats, of the coarser precision of the two: up to the first, rounding
 # always explains them; above the second, never. Measured on CPUs with 135M weights: 1e-5 in fp32, 0.08 in bf16.
 LEAST_AND_MOST = {"fp32": (3e-5, 0.01), "fp16": (0.01, 0.1), "bf16": (0.05, 0.5), "fp8": (0.1, 2.0)}
-FACTOR = 2.0  # between them, from this multiple of the usual difference on, something is wrong
+# Between them a difference is wrong if it exceeds the usual one by this many standard deviations, which are about
+# 1 / sqrt(tokens) of it, and by half. Over 200 syncs in bf16 it was at most four.
+DEVIATIONS = 8.0
+SPREAD_FACTOR = 2.0  # likewise for the difference between engines, times the largest one so far
 LOWEST = -1e9  # stands for a log-probability that is no number
 REMEMBERED = 32  # canaries, whose differences are usual
 CANARY_METRICS = tuple(f"sync/canary_{name}" for name in ("difference", "difference_max", "spread", "policy", "drift", "s"))
@@ -125,8 +128,9 @@ class Canary:
         limit, rule = most, f"the most that rounding explains in {self._precision}"
         # At the first canary several engines still show what is usual.
         earlier = self._from_actor or (distances.values() if len(distances) > 2 else ())
-        if earlier and (usual := FACTOR * statistics.median(earlier)) < most:
-            limit, rule = max(least, usual), f"{FACTOR:g} times what is usual in this run"
+        factor = 1.0 + max(0.5, DEVIATIONS / actor.size**0.5)
+        if earlier and (usual := factor * statistics.median(earlier)) < most:
+            limit, rule = max(least, usual), f"{factor:.3g} times what is usual in this run"
         drift = None
         if distances[farthest] > limit:
             drift = self._describe(farthest, scored[farthest], "the actor", actor, limit, rule)
@@ -147,7 +151,7 @@ class Canary:
         """Return the mean difference of the engine that is farthest from the median of all, and what is wrong with it."""
         middle = np.median([*self._replicas.values()], axis=0)
         apart = {name: _distance(scores, middle) for name, scores in self._replicas.items()}
-        spread, limit = max(apart.values()), FACTOR * max(self._spread, default=np.inf)
+        spread, limit = max(apart.values()), SPREAD_FACTOR * max(self._spread, default=np.inf)
         if not spread > limit or not all(
             np.array_equal(again, self._replicas[name]) for name, again in _by_replica(score()).items()
         ):
@@ -155,7 +159,7 @@ class Canary:
             return spread, None
         # Two engines are equally far from their middle, and so are two halves of all.
         farthest = [name for name, distance in apart.items() if distance > 0.999 * spread]
-        rule = "twice the most of the last canaries, and each engine repeats its numbers bit for bit"
+        rule = f"{SPREAD_FACTOR:g} times the most of the last canaries, and each engine repeats its numbers bit for bit"
         scores = self._replicas[farthest[0]]
         return spread, self._describe(" or ".join(farthest), scores, "the other engines", middle, limit, rule)
 
