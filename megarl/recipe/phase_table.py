@@ -8,7 +8,6 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rollout_section import known_engine_args
-from megarl.recipe.weight_sync_section import canary_tokens
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
 
@@ -118,6 +117,6 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
     if phase == "weight_sync":
         canary, batch = recipe.weight_sync.canary, ""
         if canary is not None and rollout.replay is None:
-            batch = f"canary: {canary.sequences} x {canary_tokens(recipe, canary)} tokens"
+            batch = f"canary: {canary.sequences} x {canary.length(recipe.max_sequence_tokens)} tokens"
         return PhaseRow(phase, "actor to engines", engines, recipe.weight_sync.transport, batch)
     return PhaseRow(phase, "", "", "", f"{recipe.num_sequences} (whole batch)")

@@ -34,6 +34,10 @@ class CanarySection(Section):
     action: Literal["stop", "warn"] = "stop"
     """If an engine drifts: stop the run before it samples, or log a warning and go on."""
 
+    def length(self, longest: int) -> int:
+        """The tokens of a sequence, where a rollout has at most `longest`; vLLM generates a token after them."""
+        return self.tokens or min(32, longest - 1)
+
 
 class WeightSyncSection(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
@@ -70,15 +74,6 @@ class WeightSyncSection(Section):
     actor's by more than rounding has drifted. `null`: none."""
 
 
-# Tokens of a canary's sequence if the recipe does not say.
-CANARY_TOKENS = 32
-
-
-def canary_tokens(recipe: Recipe, section: CanarySection) -> int:
-    """The length of the canary's sequences; vLLM generates a token after each."""
-    return section.tokens or min(CANARY_TOKENS, recipe.max_sequence_tokens - 1)
-
-
 # Most bytes of a bucket that are not of a row (`weight_sync/stream.py`).
 BESIDE_ROW_BYTES = 256
 
@@ -100,9 +95,10 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
         yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
     if rollout.replay is not None:
         return  # nothing is synced
-    if section.canary is not None and not 2 <= canary_tokens(recipe, section.canary) < recipe.max_sequence_tokens:
-        rule = f"must be at least 2 and below the longest sequence of a rollout, {recipe.max_sequence_tokens} tokens"
-        way_out = str(recipe.max_sequence_tokens - 1) if recipe.max_sequence_tokens > 2 else "weight_sync.canary: null"
+    longest = recipe.max_sequence_tokens
+    if section.canary is not None and not 2 <= section.canary.length(longest) < longest:
+        rule = f"must be at least 2 and below the longest sequence of a rollout, {longest} tokens"
+        way_out = str(longest - 1) if longest > 8 else "weight_sync.canary: null"
         yield Violation("weight_sync.canary.tokens", section.canary.tokens, rule, way_out)
     if section.verify == "sampled" and section.transport not in ("auto", *DEVICE_TRANSPORTS):
         rule = (

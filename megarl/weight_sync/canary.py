@@ -25,7 +25,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.role import Role, share_results
 from megarl.recipe import Recipe
-from megarl.recipe.weight_sync_section import CanarySection, canary_tokens
+from megarl.recipe.weight_sync_section import CanarySection
 from megarl.schedule import Schedule, compare, plan_phase
 
 # Of the canary's tokens, and of the order in which the actor runs them.
@@ -100,7 +100,8 @@ class Canary:
         with_fp8 = trainer.fp8 is not None or recipe.rollout.quantization is not None
         precisions = (trainer.precision, recipe.rollout_precision, *(["fp8"] if with_fp8 else []))
         coarser = max(precisions, key=[*LEAST_AND_MOST].index)
-        return cls(section, coarser, canary_sequences(vocab, section.sequences, canary_tokens(recipe, section)))
+        sequences = canary_sequences(vocab, section.sequences, section.length(recipe.max_sequence_tokens))
+        return cls(section, coarser, sequences)
 
     def is_due(self, version: int, restarted: bool) -> bool:
         """Say whether to judge the engines that take a version; `restarted` engines take the version that others have."""
