@@ -58,6 +58,7 @@ from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.sinks import missing_on_machine
 from megarl.telemetry.time_metrics import Devices, TimeMetrics
 from megarl.trainer import RunParts, Trainer
+from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.transport import REPORT_WAITS, TRANSPORTS
@@ -279,9 +280,15 @@ def build_parts(
     return parts
 
 
-def build_weight_sync(recipe: Recipe, place: Place, group: dist.ProcessGroup | None, stage: Stage) -> WeightSync:
+def build_weight_sync(
+    recipe: Recipe, place: Place, group: dist.ProcessGroup | None, stage: Stage
+) -> WeightSync | AdapterSync:
     """Build the trainer's end of the weight sync. Collective."""
     section = recipe.weight_sync
+    shape = ModelShape.from_directory(model_directory(recipe.model.path))
+    if (lora := recipe.sent_adapter) is not None:
+        base, engines = recipe.model.path, recipe.rollout.engines
+        return AdapterSync(shape, place.layout, lora, base, engines, section.timeout_s, place.rank, group)
     bucket_in = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
     settings = SyncSettings(
         dtype=DTYPES[recipe.rollout_precision],
@@ -299,7 +306,6 @@ def build_weight_sync(recipe: Recipe, place: Place, group: dist.ProcessGroup | N
     )
     if section.mode == "checkpoint" and place.rank == 0:
         logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
-    shape = ModelShape.from_directory(model_directory(recipe.model.path))
     return WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
 
 

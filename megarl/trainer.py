@@ -49,6 +49,7 @@ from megarl.telemetry.records import SampleTable
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.time_metrics import Sizes
+from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.publish import WeightSync
 
 Metrics = dict[str, Any]
@@ -69,7 +70,7 @@ class RunParts:
     """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts are on rank 0 only."""
 
     roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
-    weights: WeightSync | None  # None if rollouts are replayed
+    weights: WeightSync | AdapterSync | None  # None if rollouts are replayed
     prompts: PromptStream | None = None
     rollouts: EnginePool | ReplayPool | None = None
     rewards: RewardWorkers | None = None

@@ -65,7 +65,11 @@ def without_gpus(recipe: Recipe) -> Violations:
 
 
 def cpu_engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Engine arguments that break the actor's model on CPUs."""
+    """Engine arguments that break the actor's model on CPUs, and adapters that vLLM cannot apply there."""
+    if recipe.sent_adapter is not None and shape.experts is not None:
+        # vLLM 0.32 takes its Triton kernel for experts as soon as an engine has adapters, whatever their targets.
+        rule = "vLLM runs adapters of models with experts on GPUs, and the run is on CPUs"
+        yield Violation("actor.lora.send", "adapter", rule, "merged")
     if recipe.rollout.replay is None:
         needed = engine_choices(shape, recipe.actor.router_replay)[1]
         yield from refused_engine_args(recipe.rollout.engine_args, needed)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
 
+# Legal values of `max_lora_rank` in vLLM (0.32).
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Megatron's names of what `recompute: selective` can recompute.
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -129,6 +131,9 @@ class LoraSection(Section):
     ] = ("qkv", "proj", "fc1", "fc2")
     """Linear layers of every decoder layer that get an adapter: queries, keys and values; attention's output; gate and up;
     down."""
+    send: Literal["merged", "adapter"] = "merged"
+    """What a weight sync sends. `merged`: the weights, with adapters merged in. `adapter`: the adapters alone, which vLLM
+    applies at each request; engines keep the weights of `model.path` that they loaded."""
 
 
 class ActorSection(Section):
@@ -290,6 +295,9 @@ def adapters_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
     if lora.rank > narrowest:
         rule = f"must not pass {narrowest}, the narrower side of the smallest weight among actor.lora.targets"
         yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
+    if recipe.sent_adapter is not None and lora.rank > VLLM_LORA_RANKS[-1]:
+        rule = f"vLLM applies adapters of rank {VLLM_LORA_RANKS[-1]} at most"
+        yield Violation("actor.lora.rank", lora.rank, rule, f"{VLLM_LORA_RANKS[-1]}, or actor.lora.send: merged")
 
 
 def freeze_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:

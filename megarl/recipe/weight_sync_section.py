@@ -75,6 +75,9 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
         yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
     if rollout.replay is not None:
         return  # nothing is synced
+    if recipe.sent_adapter is not None:
+        yield from _adapter_rules(recipe)
+        return
     if section.verify == "sampled" and section.transport not in ("auto", *DEVICE_TRANSPORTS):
         rule = (
             f"samples are taken of what arrives on GPUs, and with weight_sync.transport = {section.transport} nothing does"
@@ -87,10 +90,24 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
         yield Violation("weight_sync.wire", section.wire, rule, "full, or weight_sync.transport: gloo")
 
 
+def _adapter_rules(recipe: Recipe) -> Violations:
+    """Settings that nothing reads, or that change the base model, where a sync sends adapters alone."""
+    section, rollout = recipe.weight_sync, recipe.rollout
+    for name in ("transport", "mode", "wire", "verify", "bucket_bytes"):
+        value, default = getattr(section, name), WeightSyncSection.model_fields[name].default
+        if value != default:
+            rule = "says how weights travel, and with actor.lora.send: adapter none do"
+            nearest = f"{'null' if default is None else default}, or actor.lora.send: merged"
+            yield Violation(f"weight_sync.{name}", value, rule, nearest)
+    if rollout.quantization is not None:
+        rule = "vLLM would quantise the weights without the adapters, and the trainer's model is the sum of both"
+        yield Violation("rollout.quantization", rollout.quantization, rule, "null, or actor.lora.send: merged")
+
+
 def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
     """Models that cannot be resharded, and buckets that are too small, for layouts that divide the model."""
     section, rollout, key = recipe.weight_sync, recipe.rollout, "weight_sync.bucket_bytes"
-    if rollout.replay is not None:
+    if rollout.replay is not None or recipe.sent_adapter is not None:
         return
     if section.mode == "reshard" and not vllm.is_mapped(shape):
         rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"

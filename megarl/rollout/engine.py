@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import re
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,15 +26,17 @@ from megarl.rollout import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments, refuse_other_formats, sampling_parameters
 from megarl.rollout.groups import GroupFacts, GroupResult
 from megarl.telemetry.stacks import mark_from_environment
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.segment import machine
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 DEATH_POLL_S = 0.25  # how often a waiting call looks whether the engine core died
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
+ADAPTER = 1  # vLLM's number of the adapters, the same for all versions
 GREEDY = -1  # the sample number of a greedy completion, which is in no batch
 
 
@@ -193,6 +196,7 @@ class RolloutEngine:
         self._groups: dict[int, PendingGroup] = {}  # by position, in the order of their requests
         self._num_batches = 0
         self._version = 0  # the checkpoint's weights
+        self._adapter: LoRARequest | None = None  # of the version, if a sync sends adapters
         self._dirty: str | None = None
         self._asleep = False
         self._paused_at: float | None = None  # on `time.perf_counter`'s clock; None while generation may run
@@ -276,11 +280,12 @@ class RolloutEngine:
 
     async def sleep(self) -> None:
         """Give the device's memory to the trainer until the next sync: `pause` brings back the memory of the weights,
-        `receive` that of the cache. vLLM's level 2 keeps only buffers and the parameters that no sync sends."""
+        `receive` that of the cache. vLLM's level 2 keeps only buffers and the parameters that no sync sends; level 1 keeps
+        the weights in the host's memory."""
         async with self._exclusive:
             self._dirty = "it sleeps, without weights, until the next sync"
             self._asleep = True
-            await self._utility(self._alive().sleep(level=2))
+            await self._utility(self._alive().sleep(level=2 if self._settings.adapter is None else 1))
 
     async def pause(self, version: int, in_flight: str) -> dict[str, float]:
         """Pause generation and empty the caches before a sync. Returns the seconds it took, and how many completions were in
@@ -311,15 +316,47 @@ class RolloutEngine:
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
         """Receive a version while it is streamed, and resume generation. Returns metrics of the sync. Raises SyncError for
         weights that did not arrive as they were sent, SyncAborted if another process is the cause."""
+        version = WeightManifest.from_dict(manifest_values).version
+
+        async def take() -> dict[str, float]:
+            answers = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
+            workers = worker_reports(await self._utility(answers), version)
+            report = {key: max(worker[key] for worker in workers) for key in workers[0]}
+            return report | {"received_bytes": sum(worker["received_bytes"] for worker in workers)}
+
+        return await self._commit(version, take)
+
+    async def receive_adapter(self, manifest: AdapterManifest) -> dict[str, float]:
+        """Let vLLM apply a version's adapters in the place of the last ones, and resume generation. As `receive`."""
+        from vllm.lora.request import LoRARequest
+
+        async def take() -> dict[str, float]:
+            begun = time.perf_counter()
+            manifest.check()
+            verified = time.perf_counter()
+            with tempfile.TemporaryDirectory() as directory:
+                for name, content in manifest.files.items():
+                    (Path(directory) / name).write_bytes(content)
+                # The name is a part of the key of a cached prefix. Completions that a sync keeps have the same number, so
+                # they continue under the new adapters.
+                request = LoRARequest(f"version-{manifest.version}", ADAPTER, directory, load_inplace=True)
+                if not await self._utility(self._alive().add_lora(request)):
+                    raise SyncError(f"vLLM did not take the adapters of version {manifest.version}")
+            self._adapter = LoRARequest(request.name, ADAPTER, directory)  # of which each worker has a copy
+            applied = time.perf_counter()
+            times = {"verify_s": verified - begun, "apply_s": applied - verified, "transfer_s": applied - begun}
+            return times | {"received_bytes": float(manifest.num_bytes)}
+
+        return await self._commit(manifest.version, take)
+
+    async def _commit(self, version: int, take: Callable[[], Coroutine[Any, Any, dict[str, float]]]) -> dict[str, float]:
+        """Take a version, which `take` verifies, and resume generation. Returns the metrics of `take` and more."""
         async with self._exclusive:
-            engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
+            engine = self._alive()
             begun = time.perf_counter()
             try:
-                answers = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
-                workers = worker_reports(await self._utility(answers), manifest.version)
-                report = {key: max(worker[key] for worker in workers) for key in workers[0]}
-                report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
-                await self._utility(engine.update_weight_version(str(manifest.version)))
+                report = await take()
+                await self._utility(engine.update_weight_version(str(version)))
                 if self._asleep:
                     await self._utility(engine.wake_up(["kv_cache"]))
                     self._asleep = False
@@ -327,7 +364,7 @@ class RolloutEngine:
             except EngineDied:
                 raise
             except Exception as error:  # vLLM passes on a worker's exception as text
-                self._dirty = f"the sync of version {manifest.version} failed"
+                self._dirty = f"the sync of version {version} failed"
                 kind = type(error) if isinstance(error, SyncError) else SyncError
                 cause: BaseException = error
                 while cause.__cause__ is not None:
@@ -335,7 +372,7 @@ class RolloutEngine:
                 raise kind(str(cause)) from error
             received = time.perf_counter()
             # Set before generation resumes: completions from here on are of the new version.
-            self._version, self._dirty = manifest.version, None
+            self._version, self._dirty = version, None
             await self._queue([group for group in self._groups.values() if group.stopped])
             await self._utility(engine.resume_generation())
             resumed = time.perf_counter()
@@ -372,7 +409,7 @@ class RolloutEngine:
                 # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
                 rank = len(collectors) % self._settings.layout.data
                 name = self._request_name(request, member)
-                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank)
+                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank, lora_request=self._adapter)
                 collectors.append(await self._guard(added))
         for group in groups:
             size = len(group.request.seeds)

@@ -31,7 +31,7 @@ from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutE
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.telemetry.progress import advance_work, begin_work
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.publish import EngineFacts
 from megarl.weight_sync.transport import REPORT_WAITS
 
@@ -100,7 +100,7 @@ class EnginePool:
         self._environments: Environments | None = None  # set by `start` if the recipe has an environment
         self._version: int | None = None  # the last version that was published
         self._resync: Callable[[Sequence[int]], None] | None = None
-        self._manifest: WeightManifest  # of the current sync
+        self._manifest: WeightManifest | AdapterManifest  # of the current sync
         self._pausing: dict[int, Any] = {}  # engine -> its call of `pause` in the current sync
         self._receiving: dict[int, Any] = {}  # engine -> its call of `receive`
         self._reports: dict[int, dict[str, float]] = {}  # engine -> its metrics of the last version
@@ -139,6 +139,7 @@ class EnginePool:
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
                     times_requests=recipe.run.trace != "none",
                     engine_args=rollout.engine_args,
+                    adapter=recipe.sent_adapter,
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
@@ -284,10 +285,15 @@ class EnginePool:
                 calls[index] = self._engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
         return calls
 
-    def begin(self, manifest: WeightManifest) -> None:
-        """Let the manifest's engines receive; does not wait for them."""
+    def begin(self, manifest: WeightManifest | AdapterManifest) -> None:
+        """Let the manifest's engines receive; does not wait for them. Adapters travel through Ray's object store, once to
+        each node."""
         self._manifest = manifest
-        self._receiving = {index: self._engines[index].call("receive", manifest.as_dict()) for index in manifest.engines}
+        if isinstance(manifest, AdapterManifest):
+            method, argument = "receive_adapter", ray.put(manifest)
+        else:
+            method, argument = "receive", manifest.as_dict()
+        self._receiving = {index: self._engines[index].call(method, argument) for index in manifest.engines}
 
     def failed(self) -> list[int]:
         """Return the engines that have stopped receiving with an error; does not wait."""
@@ -312,7 +318,8 @@ class EnginePool:
         restarted: set[int] = set()
         refused: dict[int, SyncError] = {}
         failure: Exception | None = None
-        timeout_s, waits = self._manifest.timeout_s, REPORT_WAITS[self._manifest.transport]
+        manifest, timeout_s = self._manifest, self._manifest.timeout_s
+        waits = 1 if isinstance(manifest, AdapterManifest) else REPORT_WAITS[manifest.transport]
         for index, call in self._receiving.items():
             engine = self._engines[index]
             try:
@@ -332,7 +339,7 @@ class EnginePool:
         at_fault = [
             index
             for index, error in refused.items()
-            if not isinstance(error, SyncAborted) and self._manifest.leaders[index] not in restarted
+            if not isinstance(error, SyncAborted) and manifest.leaders[index] not in restarted
         ]
         for index in at_fault if at_fault or restarted else list(refused):
             self._refusals[index] = self._refusals.get(index, 0) + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +25,40 @@ class SyncLate(SyncError, TimeoutError):
 
 class SyncAborted(SyncError):
     """The sync ended because another process failed; that process reports the cause."""
+
+
+@dataclass(frozen=True)
+class AdapterManifest:
+    """The adapters of one version, for the engines with the given numbers: a PEFT directory as `files` by name, and the
+    digest of version and files (`digest_of`)."""
+
+    version: int
+    engines: tuple[int, ...]
+    timeout_s: float
+    files: dict[str, bytes]
+    digest: str
+
+    @property
+    def leaders(self) -> range:
+        """By engine, the engine that receives for it: each for itself."""
+        return range(max(self.engines) + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.files.values()))
+
+    def check(self) -> None:
+        """Raises SyncError if the files are not those that were sent as this version."""
+        if digest_of(self.version, self.files) != self.digest:
+            raise SyncError(f"wrong bytes in the adapters of version {self.version}")
+
+
+def digest_of(version: int, files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256(str(version).encode())
+    for name, content in files.items():
+        digest.update(f"{name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
