@@ -286,9 +286,8 @@ def build_weight_sync(
     """Build the trainer's end of the weight sync. Collective."""
     section = recipe.weight_sync
     shape = ModelShape.from_directory(model_directory(recipe.model.path))
-    if (lora := recipe.sent_adapter) is not None:
-        base, engines = recipe.model.path, recipe.rollout.engines
-        return AdapterSync(shape, place.layout, lora, base, engines, section.timeout_s, place.rank, group)
+    if recipe.sent_adapter is not None:
+        return AdapterSync(recipe, shape, place.layout, place.rank, group)
     bucket_in = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
     settings = SyncSettings(
         dtype=DTYPES[recipe.rollout_precision],

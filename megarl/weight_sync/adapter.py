@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.megatron.export import Factors, adapter_factors, peft_files, peft_tensors
-from megarl.megatron.lora import MergedShards
+from megarl.megatron.lora import Adapter, MergedShards
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.recipe.role_sections import LoraSection
+from megarl.recipe import Recipe
 from megarl.telemetry.clock import span
 from megarl.weight_sync.manifest import AdapterManifest, SyncError, SyncLate, WeightManifest, digest_of
 from megarl.weight_sync.publish import Engines
@@ -33,20 +33,10 @@ class AdapterSync:
     """Sends the actor's adapters to the rollout engines. `publish` is a collective of the trainer ranks."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        layout: Layout,
-        lora: LoraSection,
-        base: str,
-        num_engines: int,
-        timeout_s: float,
-        rank: int,
-        group: dist.ProcessGroup | None,
+        self, recipe: Recipe, shape: ModelShape, layout: Layout, rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        """`base` names the base model; `rank` is the trainer rank; `group` a gloo group of all ranks, None for a single
-        rank."""
-        self._shape, self._layout, self._lora, self._base = shape, layout, lora, base
-        self._num_engines, self._timeout_s, self._rank, self._group = num_engines, timeout_s, rank, group
+        """`recipe` has `sent_adapter`; `rank` is the trainer rank; `group` a gloo group of all ranks, None for one rank."""
+        self._recipe, self._shape, self._layout, self._rank, self._group = recipe, shape, layout, rank, group
 
     def publish(
         self,
@@ -59,60 +49,59 @@ class AdapterSync:
 
         `parameters` are `Role.shards()`, of which only the adapters are read."""
         assert isinstance(parameters, MergedShards), "a model with adapters"
-        begun, wanted = time.perf_counter(), tuple(range(self._num_engines) if chosen is None else chosen)
+        begun, wanted = time.perf_counter(), tuple(range(self._recipe.rollout.engines) if chosen is None else chosen)
         if engines is not None:
             engines.ask(version, wanted)
-        factors = self._gather(adapter_factors(parameters.adapters) if self._holds_first_copy() else {})
-        outcome: list[Any] = [{}, None, False]  # metrics; the error message, and whether a deadline has passed
+        factors = self._gather(parameters.adapters)
+        metrics: dict[str, float] = {}
         error: Exception | None = None
         with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
             if engines is not None:
                 try:
-                    files = peft_files(peft_tensors(self._shape, self._layout, factors), self._lora, self._base)
-                    pack_s = time.perf_counter() - begun
-                    outcome[0] = self._send(version, files, engines, wanted)
-                    outcome[0] |= {"sync/pack_s": pack_s, "sync/total_s": time.perf_counter() - begun}
+                    metrics = self._send(version, factors, begun, engines, wanted)
                 except Exception as caught:  # raised below, once the other ranks know
                     error = caught
-                    outcome[1:] = f"{type(caught).__name__}: {caught}", isinstance(caught, TimeoutError)
+            failure = None if error is None else (f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
+            box = [(metrics, failure)]
             if self._group is not None:
-                dist.broadcast_object_list(outcome, src=0, group=self._group)
+                dist.broadcast_object_list(box, src=0, group=self._group)
         if error is not None:
             raise error
-        if outcome[1] is not None:
-            raise (SyncLate if outcome[2] else SyncError)(f"weight_sync ended on rank 0: {outcome[1]}")
-        metrics: dict[str, float] = outcome[0]
+        metrics, failure = box[0]
+        if failure is not None:
+            raise (SyncLate if failure[1] else SyncError)(f"weight_sync ended on rank 0: {failure[0]}")
         return metrics
 
     def close(self) -> None:
         """Nothing is open between two syncs."""
 
-    def _holds_first_copy(self) -> bool:
-        """Whether this rank is the first of those that hold the same shards."""
+    def _gather(self, adapters: Mapping[str, Adapter]) -> list[Factors]:
+        """Return the factors of every rank on rank 0, in rank order, once of those that several ranks hold."""
         _, _, data_rank, context_rank = self._layout.coordinates(self._rank)
-        return data_rank == context_rank == 0
-
-    def _gather(self, factors: Factors) -> list[Factors]:
-        """Return the factors of every rank on rank 0, in rank order, and nothing on other ranks."""
+        factors = adapter_factors(adapters) if data_rank == context_rank == 0 else {}
         if self._group is None:
             return [factors]
-        everyone: list[Any] | None = [None] * self._layout.ranks if self._rank == 0 else None
+        everyone: list[Any] = [None] * self._layout.ranks
         with span("wait_ranks"):
-            dist.gather_object(factors, everyone, dst=0, group=self._group)
-        return everyone or []
+            dist.gather_object(factors, everyone if self._rank == 0 else None, dst=0, group=self._group)
+        return everyone
 
     def _send(
-        self, version: int, files: dict[str, bytes], engines: AdapterEngines, wanted: tuple[int, ...]
+        self, version: int, factors: list[Factors], begun: float, engines: AdapterEngines, wanted: tuple[int, ...]
     ) -> dict[str, float]:
-        """On rank 0, send the files until every engine has verified and applied them; returns the metrics."""
+        """On rank 0, send a version until every engine has verified and applied it; returns the metrics."""
+        recipe, lora = self._recipe, self._recipe.sent_adapter
+        assert lora is not None, "a recipe whose syncs send adapters"
+        files = peft_files(peft_tensors(self._shape, self._layout, factors), lora, recipe.model.path)
+        pack_s, digest = time.perf_counter() - begun, digest_of(version, files)
         metrics: dict[str, float] = {}
         sent_bytes = attempt = 0
-        digest = digest_of(version, files)
         while wanted:
             attempt += 1
             facts = engines.pause(version, attempt, wanted)
-            manifest = AdapterManifest(version, wanted, self._timeout_s, files, digest)
+            manifest = AdapterManifest(version, wanted, recipe.weight_sync.timeout_s, files, digest)
             engines.begin(manifest)
             sent_bytes += manifest.num_bytes * len({facts[engine].node for engine in wanted})
             wanted, metrics = engines.finish()
-        return metrics | {"sync/sent_bytes": sent_bytes, "sync/attempts": attempt, "sync/in_place": 0.0}
+        metrics |= {"sync/sent_bytes": sent_bytes, "sync/attempts": attempt, "sync/in_place": 0.0}
+        return metrics | {"sync/pack_s": pack_s, "sync/total_s": time.perf_counter() - begun}
