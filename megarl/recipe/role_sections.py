@@ -295,7 +295,7 @@ def adapters_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
     if lora.rank > narrowest:
         rule = f"must not pass {narrowest}, the narrower side of the smallest weight among actor.lora.targets"
         yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
-    if recipe.sent_adapter is not None and lora.rank > VLLM_LORA_RANKS[-1]:
+    elif recipe.sent_adapter is not None and lora.rank > VLLM_LORA_RANKS[-1]:
         rule = f"vLLM applies adapters of rank {VLLM_LORA_RANKS[-1]} at most"
         yield Violation("actor.lora.rank", lora.rank, rule, f"{VLLM_LORA_RANKS[-1]}, or actor.lora.send: merged")
 

@@ -465,6 +465,28 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             "actor.router_replay": "the model has no experts",
         },
     ),
+    "adapters alone, and settings of weights on their way": (
+        edited(
+            ("actor.lora", {"rank": 4, "alpha": 8.0, "send": "adapter"}), ("rollout.quantization", "fp8"),
+            ("weight_sync", {"transport": "gloo", "wire": "delta", "verify": "sampled", "bucket_bytes": 1 << 20}),
+            ("trainer.precision", "bf16"), ("rollout.engine_args", {"max_lora_rank": 8}),
+        ),
+        {
+            "weight_sync.transport": "none do auto, or actor.lora.send: merged",
+            "weight_sync.wire": "none do full, or actor.lora.send: merged",
+            "weight_sync.verify": "none do all, or actor.lora.send: merged",
+            "weight_sync.bucket_bytes": "none do null, or actor.lora.send: merged",
+            "rollout.quantization": "without the adapters",
+            "rollout.engine_args.max_lora_rank": "actor.lora.rank",
+        },
+    ),
+    "adapters alone of a model with experts, on CPUs": (
+        edited(
+            ("model.path", "experts"), ("device", {"memory_gib": 64.0, "kind": "cpu"}),
+            ("actor.lora", {"rank": 2, "alpha": 1.0, "targets": ["qkv"], "send": "adapter"}),
+        ),
+        {"actor.lora.send": "the run is on CPUs merged"},
+    ),
     "only a comment": ("# nothing yet\n", {"recipe": "empty"}),
     "a list": ("- run\n- model\n", {"recipe": "list"}),
     "one word": ("grpo", {"recipe": "str"}),

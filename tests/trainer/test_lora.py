@@ -1,4 +1,4 @@
-"""A run of adapters with a reward model: a real vLLM engine takes the merged weights, and the layout changes nothing."""
+"""Runs of adapters: a real vLLM engine takes merged weights, or adapters alone, and the layout changes nothing."""
 
 import pytest
 
@@ -48,3 +48,20 @@ def test_adapters_and_a_reward_model_in_a_run(tmp_path):
     for line, expected in zip(metrics_of(tmp_path, "other"), whole, strict=True):
         for key in ("reward/model_mean", "reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/kl"):
             assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), (line["step"], key)
+
+
+def test_a_run_that_sends_adapters_alone_learns_what_one_with_merged_weights_does(tmp_path):
+    tiny_run(tmp_path, "qwen3", tied=True)
+    runs = {}
+    for send in ("merged", "adapter"):
+        lora = {"rank": 2, "alpha": 8.0, "targets": ["qkv", "proj", "fc1", "fc2"], "send": send}
+        changes = {"actor__lora": lora, "actor__optimizer": {"lr": 1e-2}}
+        train_on_ranks(tiny_recipe(tmp_path, send, False, 2, 2, 1, 2, **changes))
+        runs[send] = metrics_of(tmp_path, send)
+    for line, merged in zip(runs["adapter"], runs["merged"], strict=True):
+        # The engine samples with what the trainer has: after the first update it has other adapters.
+        assert 0 < line["mismatch/logprob_max"] <= 1e-4
+        for key in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert line[key] == pytest.approx(merged[key], rel=1e-3, abs=1e-6), (line["step"], key)
+        assert line["sync/received_bytes"] == line["sync/sent_bytes"] < merged["sync/sent_bytes"]
+    assert len({line["actor/entropy"] for line in runs["adapter"]}) == 2
