@@ -482,7 +482,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "adapters alone of a model with experts, on CPUs": (
         edited(
-            ("model.path", "experts"), ("device", {"memory_gib": 64.0, "kind": "cpu"}),
+            ("model.path", "experts"), ("actor.layout", {"pipeline": 2}), ("device", {"memory_gib": 64.0, "kind": "cpu"}),
             ("actor.lora", {"rank": 2, "alpha": 1.0, "targets": ["qkv"], "send": "adapter"}),
         ),
         {"actor.lora.send": "the run is on CPUs merged"},
