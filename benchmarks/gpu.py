@@ -12,8 +12,8 @@ Each part is a process of its own with a deadline, so that one that fails does n
     experts     the same of a random mixture-of-experts model with 3B active weights of 4.7B, with full recompute and without
                 the optimizer's step, for which one GPU has no room; no target
     memory      what offload hands to other processes, as another process sees it
-    colocated   three steps of the 1.5B model with vLLM on the trainer's GPU: engines start, sleep, wake, and take weights by
-                `cuda_ipc`; the rate of a sync against that of a copy on the device
+    colocated   three steps of the 1.5B model with vLLM on the trainer's GPU: engines start, sleep, wake, and map the
+                trainer's weights; the rate of a sync against that of a copy on the device
     quickstart  20 steps of `recipes/quickstart.yaml` on one rank, where its model is there: rewards, seconds by phase, idle
                 shares
 
@@ -309,7 +309,7 @@ def colocated(dry: bool, folder: Path) -> Result:
         memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         content["device"] = {"memory_gib": memory_gib}
         content["actor"]["memory"] = {"offload": "all"}
-        content["weight_sync"] = {"transport": "cuda_ipc"}
+        content["weight_sync"] = {"transport": "mapped"}
     recipe = folder / "colocated.yaml"
     recipe.write_text(yaml.safe_dump(content))
     lines = train(recipe, folder / "runs" / "colocated")
@@ -317,7 +317,7 @@ def colocated(dry: bool, folder: Path) -> Result:
     values: Result = {key: last[key] for key in last if key.startswith(("time/", "sync/", "memory/"))}
     values["start_s"] = lines[0].get("run/start_s")
     if not on_gpu:
-        return {"values": values | {"sleep and wake": NEEDS_GPU, "cuda_ipc": NEEDS_GPU}, "targets": []}
+        return {"values": values | {"sleep and wake": NEEDS_GPU, "mapped by CUDA IPC": NEEDS_GPU}, "targets": []}
     copied = copy_bytes_per_s()
     share = last["sync/received_bytes"] / last["sync/transfer_s"] / copied
     values |= {"copy_bytes_per_s": copied, "sync / copy": share}

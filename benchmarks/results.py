@@ -60,8 +60,8 @@ packing."""
 GPU = """## What has run on a GPU
 
 CI has no GPU. It tests the logic of every GPU path on a CPU; only a GPU shows what CUDA, NCCL, Transformer Engine, vLLM on a
-GPU and `cuda_ipc` do. `python benchmarks/gpu.py --json benchmarks/measured/gpu.json --check` runs each part once on one GPU,
-and `python benchmarks/results.py` writes the outcome here."""
+GPU and weights mapped by CUDA IPC do. `python benchmarks/gpu.py --json benchmarks/measured/gpu.json --check` runs each part
+once on one GPU, and `python benchmarks/results.py` writes the outcome here."""
 GPU_NOTHING = f"Nothing is recorded here: CUDA, NCCL, Transformer Engine and vLLM's GPU path are {NOT_RUN}."
 # Of a row's medians, by the column of the page.
 SYNC_COLUMNS = {

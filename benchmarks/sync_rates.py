@@ -1,9 +1,8 @@
 """How long does a sync take on this machine, by the real code of both ends, each in a process of its own?
 
-Ranks pack and send, workers verify and copy into memory of the sizes of their parameters; no engine runs. Of the simplest
-case, one rank to one worker, come the rates of the threads of both ends. They are of processor seconds, but for those who
-look again and again while they wait, as in place ranks and workers do: of these the seconds count that they did not wait,
-for each of their threads.
+Ranks pack and send; workers verify and copy into memory of the sizes of their parameters; no engine runs. The rates of the
+threads of both ends come from the simplest sync, one rank to one worker: bytes over processor seconds. Where weights are
+mapped, threads look again and again while they wait: there the seconds count that a thread did not wait.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' rank processes
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,20 +28,20 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.copies import Box, Works, num_copy_threads
-from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.copies import MOST_THREADS, Box, Works, num_threads
 from megarl.weight_sync.manifest import WeightManifest
-from megarl.weight_sync.publish import EngineFacts, SyncSettings, WeightSync
-from megarl.weight_sync.read import StreamReader
-from megarl.weight_sync.transport import TRANSPORTS
+from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.read import WeightReader
 from tests.ranks import run_ranks
+from tests.sync_cases import BoxWriter
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
+TRANSPORTS = ("mapped", "group", "two_legs")  # in two legs the transport group has servers
 TIMEOUT_S = 120.0
 
 
 class Sync(NamedTuple):
-    """What is measured: a model, how both ends are cut, engines, transport, bytes of a weight and of a bucket."""
+    """What is measured: a model, the layouts of both ends, engines, transport, bytes of a weight and of a bucket."""
 
     shape: ModelShape
     trainer: Layout
@@ -54,51 +51,74 @@ class Sync(NamedTuple):
     itemsize: int
     bucket_bytes: int
 
+    @property
+    def servers(self) -> tuple[tuple[int, ...], ...]:
+        """The trainer rank that serves each worker, by engine; none where workers receive by themselves."""
+        workers, ranks = self.rollout.workers, self.trainer.ranks
+        places = [[(engine * workers + worker) % ranks for worker in range(workers)] for engine in range(self.engines)]
+        return tuple(map(tuple, places)) if self.transport == "two_legs" else ()
+
+    def simplest(self, transport: str) -> Sync:
+        """The same from one rank to one worker."""
+        return self._replace(trainer=Layout(), rollout=RolloutLayout(), engines=1, transport=transport)
+
 
 class Round(NamedTuple):
-    """Of one sync, the seconds from the order to receive until the last worker has all in place, and with one rank and one
-    worker the seconds of work behind each rate."""
+    """Seconds of one sync: from the order to receive until the last worker has everything in place; the work of rank 0, of
+    its main thread and of its other threads; and the work of all workers, likewise."""
 
     seconds: float
-    work: Rates
+    write_s: float
+    send_s: float
+    place_s: float
+    receive_s: float
+
+
+class InTurns(NamedTuple):
+    """The rates, seconds of the simplest sync by transport, and seconds of the sync itself.
+
+    Rates and `sync_s` come from medians. `simplest_s` are lower quartiles: what the machine can do, and not what it did
+    while other processes were busy, since a prediction is a bound.
+    """
+
+    rates: Rates
+    simplest_s: dict[str, float]
+    sync_s: float
 
 
 class _Workers:
-    """Engines of the trainer's rank 0: a process for each of their workers."""
+    """The engines, seen from rank 0: a process for each of their workers."""
 
     def __init__(self, sync: Sync) -> None:
         spawn = multiprocessing.get_context("spawn")
-        # (seconds, those of work behind `Rates.receive`, and behind `Rates.place`) of each version, of all workers
-        self.ended: list[tuple[float, float, float]] = []
+        self.ended: list[tuple[float, float, float]] = []  # of each version: seconds, `place_s` and `receive_s`
+        self._num_engines = sync.engines
         self._connections, self._processes = [], []
         for engine in range(sync.engines):
             for worker in range(sync.rollout.workers):
-                mine, its = spawn.Pipe()
-                process = spawn.Process(target=_read, args=(its, sync, engine, worker), daemon=True)
+                connection, theirs = spawn.Pipe()
+                process = spawn.Process(target=_read, args=(theirs, sync, engine, worker), daemon=True)
                 process.start()
-                self._connections.append(mine)
+                self._connections.append(connection)
                 self._processes.append(process)
         for connection in self._connections:
-            connection.recv()  # it has made its memory
+            connection.recv()  # the process has made its memory
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
 
-    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[EngineFacts]:
-        return [EngineFacts("here", 1) for _ in engines]
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[int]:
+        return [1] * self._num_engines
 
     def begin(self, manifest: WeightManifest) -> None:
         self._begun = time.perf_counter()
         for connection in self._connections:
             connection.send(manifest.as_dict())
 
-    def failed(self) -> Sequence[int]:
-        return ()
-
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         work = [connection.recv() for connection in self._connections]
-        receive_s, place_s = map(sum, zip(*work, strict=True))
-        self.ended.append((time.perf_counter() - self._begun, receive_s, place_s))
+        place_s, receive_s = map(sum, zip(*work, strict=True))
+        self.ended.append((time.perf_counter() - self._begun, place_s, receive_s))
         return (), {}
 
     def close(self) -> None:
@@ -108,43 +128,34 @@ class _Workers:
 
 
 def measured(sync: Sync, rounds: int) -> list[Round]:
-    """One sync, `rounds` times after one that warms up."""
+    """One sync, `rounds` times after a first one that warms up."""
     return run_ranks(_publish, sync.trainer.ranks, sync, rounds, deadline_s=TIMEOUT_S * rounds)[0]
 
 
-class InTurns(NamedTuple):
-    """What the simplest sync by a transport gave, one rank to one worker, and the sync that was asked for.
-
-    `rates` are medians. `simplest_s` is the lower quartile of its seconds, what the machine can do, and not what it did when
-    somebody else was busy: a prediction is a bound. `sync_s` is the median.
-    """
-
-    rates: Rates
-    simplest_s: float
-    sync_s: float
-
-
 def measured_in_turns(sync: Sync, turns: int = 8, rounds: int = 8) -> InTurns:
-    """Both in turns, as a machine that others use too is faster at one time than at another."""
-    simple, found = [], []
+    """Measure the sync and the simplest sync in turns: a machine that others use too is not always as fast."""
+    # In two legs one rank has no network: its rates come from `group`, and two legs add the copies of its own part.
+    transports = ("group", "two_legs") if sync.transport == "two_legs" else (sync.transport,)
+    simplest: dict[str, list[Round]] = {transport: [] for transport in transports}
+    synced: list[Round] = []
     for _ in range(turns):
-        simple += measured(simplest(sync), rounds)
-        found += measured(sync, rounds)
+        for transport, of_transport in simplest.items():
+            of_transport += measured(sync.simplest(transport), rounds)
+        synced += measured(sync, rounds)
     sizes = vllm.parameter_sizes(sync.shape, RolloutLayout(), 0).values()
     num_bytes = sync.itemsize * sum(rows * columns for rows, columns in sizes)
-    works = [statistics.median(works) for works in zip(*(one.work for one in simple), strict=True)]
-    rates = Rates(*(num_bytes / work if work else math.inf for work in works))
-    return InTurns(rates, quartile([one.seconds for one in simple]), statistics.median(one.seconds for one in found))
+    works = list(zip(*simplest[transports[0]], strict=True))[1:]
+    write_s, send_s, place_s, receive_s = map(statistics.median, works)
+    copy_s = statistics.median(times.write_s for times in simplest[transports[-1]]) - write_s
+    seconds = (write_s, send_s, receive_s, place_s, copy_s)
+    rates = Rates(*(num_bytes / work_s if work_s > 0 else math.inf for work_s in seconds))
+    quartiles = {transport: quartile([times.seconds for times in rounds_of]) for transport, rounds_of in simplest.items()}
+    return InTurns(rates, quartiles, statistics.median(times.seconds for times in synced))
 
 
 def quartile(seconds: Sequence[float]) -> float:
     """The lower quartile of at least two, never outside of what was measured."""
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
-
-
-def simplest(sync: Sync) -> Sync:
-    """The same from one rank to one worker."""
-    return sync._replace(trainer=Layout(), rollout=RolloutLayout(), engines=1)
 
 
 def _publish(sync: Sync, rounds: int) -> list[Round]:
@@ -154,63 +165,55 @@ def _publish(sync: Sync, rounds: int) -> list[Round]:
     if sync.trainer.ranks > 1:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
-    sizes = megatron.parameter_sizes(sync.shape, sync.trainer, rank)
-    dtype = DTYPES[sync.itemsize]
+    sizes, dtype = megatron.parameter_sizes(sync.shape, sync.trainer, rank), DTYPES[sync.itemsize]
     parameters = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
-    settings = SyncSettings(dtype, sync.rollout, sync.engines, sync.bucket_bytes, TIMEOUT_S, transport=sync.transport)
-    weights = WeightSync(sync.shape, sync.trainer, settings, "rates", rank, group)
+    maps = sync.transport == "mapped"
+    settings = SyncSettings(
+        dtype, sync.rollout, sync.engines, sync.bucket_bytes, TIMEOUT_S, transport="mapped" if maps else "group",
+        servers=sync.servers,
+    )  # fmt: skip
+    weights = WeightSync(sync.shape, sync.trainer, settings, rank, group)
     workers = _Workers(sync) if rank == 0 else None
     work: list[tuple[float, float]] = []
     try:
         for version in range(1, rounds + 2):
-            began, own = time.process_time(), time.thread_time()
-            figures = weights.publish(version, parameters, workers)
-            own = time.thread_time() - own
-            others = time.process_time() - began - own
-            in_place = bool(figures["sync/in_place"])
-            assert in_place != TRANSPORTS[sync.transport].messages, "no room in /dev/shm: it went through buckets"
-            work.append((figures["sync/pack_s"], 0.0) if in_place else (own, others))
+            process_s, thread_s = time.process_time(), time.thread_time()
+            metrics = weights.publish(version, parameters, workers)
+            thread_s = time.thread_time() - thread_s
+            process_s = time.process_time() - process_s
+            work.append((metrics["sync/pack_s"], 0.0) if maps else (thread_s, process_s - thread_s))
     finally:
         if workers is not None:
             workers.close()
         weights.close()
     if workers is None:
         return []
-    rounds_of_both = zip(work[1:], workers.ended[1:], strict=True)
-    return [Round(seconds, Rates(*of_rank, *of_worker)) for of_rank, (seconds, *of_worker) in rounds_of_both]
+    return [Round(ended[0], *of_rank, *ended[1:]) for of_rank, ended in zip(work[1:], workers.ended[1:], strict=True)]
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A piece that goes to the same place in every version, and is packed by nobody."""
+class _Writer(BoxWriter):
+    """Writes into parameters that are there; each mapped piece is a work of its own, for as many threads as in a run."""
 
-    numbers: tuple[int, ...]
-    place: np.ndarray
+    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+        return Works([[number] for number in range(len(boxes))], MOST_THREADS)
 
-    def places(self, thread: int) -> list[np.ndarray]:
-        return [self.place]
-
-    def copied(self, thread: int) -> None:
-        """It is where it is used."""
+    def place(self, box: Box) -> torch.Tensor:
+        return box.within(self.parameters[box.parameter])
 
 
 def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
     torch.set_num_threads(1)
-    reader = StreamReader(sync.shape, worker)
+    reader = WeightReader(sync.shape, worker)
     sizes = vllm.parameter_sizes(sync.shape, sync.rollout, worker)
-    targets = {name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()}
-    words = {name: words_of(target) for name, target in targets.items()}
-
-    def works(boxes: Sequence[Box]) -> Works:
-        return Works([_Work((number,), box.within(words[box.parameter])) for number, box in enumerate(boxes)])
-
+    writer = _Writer(parameters={name: torch.zeros(size, dtype=DTYPES[sync.itemsize]) for name, size in sizes.items()})
+    threads = num_threads(writer.works([], 0), sync.rollout.workers)
     connection.send(None)
     while (values := connection.recv()) is not None:
-        began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
-        for box in reader.boxes(WeightManifest.from_dict(values), engine, works=works):
-            box.within(targets[box.parameter]).copy_(box.content)
-        busy = num_copy_threads(sync.rollout.workers) * (time.perf_counter() - began - reader.times.wait_s)
-        own = time.thread_time() - own
-        others = time.process_time() - cpu - own
-        connection.send((others, own) if TRANSPORTS[sync.transport].messages else (0.0, busy))
+        began, process_s, thread_s = time.perf_counter(), time.process_time(), time.thread_time()
+        for _ in reader.read(WeightManifest.from_dict(values), engine, writer):
+            pass
+        busy_s = threads * (time.perf_counter() - began - reader.times.wait_s)
+        thread_s = time.thread_time() - thread_s
+        process_s = time.process_time() - process_s
+        connection.send((busy_s, 0.0) if sync.transport == "mapped" else (thread_s, process_s - thread_s))
     reader.close()

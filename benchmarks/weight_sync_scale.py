@@ -1,49 +1,58 @@
 """How long would a weight sync take on a cluster? The real plan of large models, and a model of the links.
 
-    python benchmarks/weight_sync_scale.py [--only NAME] [--nic 50e9] [--nvlink 450e9] [--node-gpus 8]
-        [--json PATH] [--check] [--tensor 8] [--pipeline 8] [--data 8] [--expert 32] [--engines 16]
-        [--rollout-tensor 8] [--rollout-data 4]
+    python benchmarks/weight_sync_scale.py [--only NAME] [--nic 50e9] [--nvlink 450e9] [--copy 1.5e12] [--node-gpus 8]
+        [--latency 30e-6] [--tensor 8] [--pipeline 8] [--data 8] [--expert 32] [--engines 16] [--rollout-tensor 8]
+        [--rollout-data 4] [--json PATH] [--check]
 
-For each model: a trainer layout, engines, and nodes of GPUs; with --only the layouts may be others. The trainer and the
-engines have GPUs of their own, as far as possible on nodes of their own. Weights travel in bf16, as a run sends them: by one
-plan for all engines, to the workers of each in its order (`megarl/weight_sync/stream.py`), into two buckets. Columns:
+For each model: a trainer layout, engines, and nodes of GPUs, with each `rollout.placement`; with --only the layouts may be
+others. Weights travel in bf16 by the transport `group`, as a run sends them: by one plan for all engines, to each worker in
+its own order (`megarl/weight_sync/stream.py`), into two buckets.
+
+- separate: the engines have GPUs of their own, on the nodes behind the trainer's. Each worker receives its own bytes from
+  all ranks over its network card.
+- colocated: as many engines as the trainer's GPUs hold, with a worker on each. In two legs the bytes of a worker travel over
+  the network, or inside a node over NVLink, to the trainer rank on its GPU, and the worker copies them from the rank's
+  buckets. What comes from the rank on the same GPU takes no link.
+
+Columns:
 
 - bytes: what a worker receives, over the bytes of its own shard.
-- GB: the most that goes out of a rank's network card, into a worker's, and out of a worker's NVLink.
-- bound: as long as every shard comes from the trainer, no schedule is faster. The slowest worker's bytes over its link, or
-  the bytes that only the ranks of one pipeline stage have over the links of all of these. Workers of several engines on one
-  node that hold the same count once.
+- GB: the most that goes out of a rank's network card, into a worker's network card, and into a worker over NVLink.
+- bound: as long as every shard comes from the rank in the plan, no schedule is faster. The slowest worker's bytes over its
+  links, or the bytes that leave the nodes of the ranks of one pipeline stage over the network cards of all of these.
 - megarl: the schedule of a run, by `benchmarks/sync_model.py`, whose docstring says what is assumed.
 - in order: the same if every worker began with the first layer.
-- broadcast: gather and broadcast, as others do it. The root of each stage gathers its tensors over its tensor and expert
-  ranks and broadcasts them to every worker, each of which takes the whole model. Rated without latency or waits, gathering
-  hidden behind broadcasting: its links' bytes alone. `a node` is the same where a node takes the model once, over all of its
-  network cards, from the trainer or from another node, and hands it on over NVLink.
-- plan: processor seconds of one core for the plan and the streams to all workers, as a trainer rank makes them once, and
-  the peak memory of the process that made them.
+- broadcast: the usual method. The root of each stage gathers its tensors over its tensor and expert ranks and broadcasts
+  them to every worker, each of which takes the whole model. Computed without latency or waits, gathering hidden behind
+  broadcasting: the bytes of its links alone. `a node` is the same where a node takes the model once, over all of its network
+  cards, from the trainer or from another node, and passes it on over NVLink.
+- plan: processor seconds of one core for the plan and the streams to all workers, as a trainer rank makes them once, and the
+  peak memory of the process that made them.
 
-Engines of 32 workers are in here for what their sync would cost: megarl places an engine on one node, and so refuses them on
+Engines of 32 workers are here for what their sync would cost: megarl places an engine on one node, and so refuses them on
 nodes of 8 GPUs (`megarl/planner/placement.py`).
 
-Targets (with --check, exit 1 when one is missed): every worker receives exactly its own shard; megarl within 1.15 x of the
-bound for every model; the plans of the largest one in 10 s and 2 GB.
+Targets (with --check, exit 1 when any is missed): every worker receives exactly its own shard; megarl within 1.15 x the
+bound for every model and placement; the plans of the largest model in 10 s and 2 GB.
 
-    python benchmarks/weight_sync_scale.py --machine --model DIRECTORY [--transport shared_memory] [--tensor 1]
-        [--pipeline 2] [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes 4194304]
-        [--bytes-per-weight 2] [--rates 4e9 inf inf 5e9] [--check]
+    python benchmarks/weight_sync_scale.py --machine --model DIRECTORY [--transport mapped] [--tensor 1] [--pipeline 2]
+        [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes 4194304] [--bytes-per-weight 2]
+        [--rates 4e9 inf inf 5e9 inf] [--json PATH] [--check]
 
-predicts instead a sync between processes of this machine by the same model, and measures it in turns with what the model is
-fed (`benchmarks/sync_rates.py`): bytes a second of each of the threads of one rank and one worker, and, where messages
-travel, what one costs besides, as threads wake each other: what these two take longer than the model says, over their
-messages. The seconds from one end's signal to the other's answer, and the cores, are given. Target: the median of what was
-measured 1.0 to 1.3 x the prediction. With the four rates given nothing is measured. Layouts are what a recipe may have, and
-what only the other of the two modes reads is refused.
+predicts instead a sync between processes of this machine by the same model, by `mapped`, by `group` over gloo, or in
+`two_legs` over gloo and shared memory, and measures it (`benchmarks/sync_rates.py`) in turns with the input of the model:
+bytes a second of each of the threads of one rank and one worker, and the extra cost of a message, and of a bucket that a
+server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by their
+number. The seconds from the signal of one process to the answer of another, and the cores, are given. Target: the median of
+the measured seconds 1.0 to 1.3 x the prediction. With the five rates given nothing is measured. Layouts are those that a
+recipe may have; options of the other mode are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -63,27 +72,28 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
-from benchmarks.sync_model import Cluster, Machine, Rates, Reader, bucket_parts, sync_seconds  # noqa: E402
+from benchmarks.sync_model import Cluster, Machine, Rates, Reader, sync_seconds  # noqa: E402
+from benchmarks.sync_rates import TRANSPORTS, InTurns, Sync, measured_in_turns  # noqa: E402
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
 from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
+from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
+from megarl.weight_sync.mapped import Pieces  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
 from megarl.weight_sync.stream import Stream, copy_order  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
-PIECE_BYTES = 2 << 20  # `megarl.weight_sync.in_place.PIECE_BYTES`, which needs torch
-MOST_COPY_THREADS = 4  # `megarl.weight_sync.copies.MOST_THREADS`, likewise
 AT_MOST = 1.3  # measured over predicted, on this machine
 MOST_PLAN_SECONDS, MOST_PLAN_BYTES = 10.0, 2e9
 # Options that one mode alone reads, with their defaults: one H100 in one direction with its network card of 400 Gb/s, and
-# this machine, where `hand_over` is half of `transport.LOOK_S`, on average.
+# this machine, with the seconds in which one process wakes another.
 OF_CLUSTERS: dict[str, Any] = {"only": None, "nvlink": 450e9, "nic": 50e9, "copy": 1.5e12, "latency": 30e-6, "node_gpus": 8}
 OF_CLUSTERS |= {"data": None, "expert": None, "rollout_data": None}
-OF_MACHINE: dict[str, Any] = {"model": None, "transport": "shared_memory", "rates": None, "hand_over": 1e-4, "cores": 2}
+OF_MACHINE: dict[str, Any] = {"model": None, "transport": "mapped", "rates": None, "hand_over": 1e-4, "cores": 2}
 OF_MACHINE |= {"bucket_bytes": 4 << 20, "bytes_per_weight": 2}
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
@@ -123,31 +133,49 @@ ANY_RECIPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how its trainer and each of its engines are cut, and bytes of a bucket."""
+    """A model, the layouts of its trainer and of each of its engines, where the engines are, and bytes of a bucket."""
 
     model: str
     trainer: Layout
     rollout: RolloutLayout
     engines: int
     bucket_bytes: int = 256 << 20
+    placement: str = "separate"
 
     @property
     def shape(self) -> ModelShape:
         return ModelShape.from_config(MODELS[self.model])
 
+    def colocated(self) -> Case:
+        """As many engines as the trainer's GPUs hold. Raises ValueError where they hold none."""
+        engines = self.trainer.ranks // self.rollout.workers
+        if not engines:
+            raise ValueError(
+                f"--rollout-tensor x --rollout-data = {self.rollout.workers} workers of an engine do not fit on the "
+                f"{self.trainer.ranks} GPUs of the trainer"
+            )
+        return replace(self, engines=engines, placement="colocated")
+
     def source_nodes(self, cluster: Cluster) -> tuple[int, ...]:
         return tuple(rank // cluster.node_gpus for rank in range(self.trainer.ranks))
 
-    def worker_nodes(self, engine: int, cluster: Cluster) -> tuple[int, ...]:
-        """Engines stand one after the other, from the first node behind the trainer's."""
-        first = -(-self.trainer.ranks // cluster.node_gpus)
-        gpus = range(engine * self.rollout.workers, (engine + 1) * self.rollout.workers)
-        return tuple(first + gpu // cluster.node_gpus for gpu in gpus)
-
-    def order(self, plan: ReshardPlan, engine: int, worker: int) -> np.ndarray:
-        """As `megarl.weight_sync.manifest.sync_stream` has it, which needs torch."""
+    def stream(self, plan: ReshardPlan, engine: int, worker: int, rotated: bool = True) -> Stream:
+        """The stream of a worker; not `rotated`, it begins with the first layer."""
         workers = self.rollout.workers
-        return copy_order(plan, worker, (engine * workers + worker, self.engines * workers))
+        order = copy_order(plan, worker, (engine * workers + worker, self.engines * workers) if rotated else None)
+        return Stream.of(plan, order, BYTES, self.bucket_bytes)
+
+    def readers(self, cluster: Cluster, plan: ReshardPlan, rotated: bool = True) -> list[Reader]:
+        """The workers of all engines, on one GPU after another, from the first node of the trainer or behind its last."""
+        shared = self.placement == "colocated"
+        first = 0 if shared else -(-self.trainer.ranks // cluster.node_gpus)
+        readers = []
+        for engine in range(self.engines):
+            for worker in range(self.rollout.workers):
+                gpu, stream = engine * self.rollout.workers + worker, self.stream(plan, engine, worker, rotated)
+                node, server = first + gpu // cluster.node_gpus, gpu if shared else None
+                readers.append(Reader(bucket_parts(stream), node, engine, server))
+        return readers
 
     def cut(self, arguments: argparse.Namespace) -> Case:
         """With the layouts that the command line gives in place of its own. Raises ValueError naming an option that does not
@@ -216,6 +244,11 @@ CASES = (
 )
 
 
+def bucket_parts(stream: Stream) -> list[list[tuple[int, int]]]:
+    """The source rank and the bytes of each part of each bucket."""
+    return [[(part.source_rank, part.end - part.start) for part in parts] for parts in stream.parts]
+
+
 def plan_cost(case: Case) -> tuple[float, int]:
     """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers with their parts, which a trainer
     rank keeps as long as it lives; in a process of their own."""
@@ -227,55 +260,36 @@ def _plan_cost(case: Case) -> tuple[float, int]:
     began = time.process_time()
     plan = engine_plan(case.shape, case.trainer, case.rollout)
     assert plan.hash
-    streams = []
-    for engine in range(case.engines):
-        for worker in range(case.rollout.workers):
-            stream = Stream.of(plan, case.order(plan, engine, worker), BYTES, case.bucket_bytes)
-            assert stream.parts, "worked out once, at the latest in the first sync, and kept by the stream"
-            streams.append(stream)
-    # Not the peak of getrusage, which a new process has from the one that started it.
+    streams = [case.stream(plan, engine, worker) for engine in range(case.engines) for worker in range(case.rollout.workers)]
+    assert all(stream.parts for stream in streams), "a stream keeps its parts from the first sync on"
+    # Not the peak of getrusage: a new process has that of the process that started it.
     (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return time.process_time() - began, int(peak) * 1024
 
 
-def receivers(case: Case, cluster: Cluster, plan: ReshardPlan, rotated: bool = True) -> list[Reader]:
-    """The workers of each engine that receives: the first one on its node, or nodes; the others there take what that one
-    received. Not `rotated`, every worker begins with the first layer."""
-    together: dict[tuple[int, ...], list[int]] = {}
-    for engine in range(case.engines):
-        together.setdefault(case.worker_nodes(engine, cluster), []).append(engine)
-    readers = []
-    for nodes, engines in together.items():
-        for worker, node in enumerate(nodes):
-            order = case.order(plan, engines[0], worker) if rotated else copy_order(plan, worker)
-            readers.append(Reader(bucket_parts(plan, order, BYTES, case.bucket_bytes), node, len(engines) - 1))
-    return readers
-
-
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes: the most out of a rank's and into a worker's network card, and into a worker over NVLink from a rank, or out of
-    one to the others of its node; and the most out of all ranks of a pipeline stage."""
+    """Bytes: the most out of a rank's and into a worker's network card, and into a worker over NVLink; the most out of all
+    ranks of a pipeline stage over their network cards."""
 
     out_of_rank: float
     into_worker: float
     near: float
-    handed_over: float
     out_of_stage: float
 
 
 def traffic(case: Case, cluster: Cluster, readers: Sequence[Reader]) -> Traffic:
-    out, into, near, handed_over = np.zeros(case.trainer.ranks), 0.0, 0.0, 0.0
+    out, into, near = np.zeros(case.trainer.ranks), 0.0, 0.0
+    nodes = np.array(cluster.source_nodes)
     for reader in readers:
         received = np.zeros(case.trainer.ranks)
         for rank, size in (part for bucket in reader.buckets for part in bucket):
-            received[rank] += size
-        from_node = np.array(cluster.source_nodes) == reader.node
+            received[rank] += 0 if rank == reader.server else size
+        from_node = nodes == reader.node
         out += np.where(from_node, 0, received)
         into, near = max(into, received[~from_node].sum()), max(near, received[from_node].sum())
-        handed_over = max(handed_over, reader.followers * received.sum())
     stages = out.reshape(case.trainer.pipeline, -1).sum(axis=1)
-    return Traffic(*map(float, (out.max(), into, near, handed_over, stages.max())))
+    return Traffic(*map(float, (out.max(), into, near, stages.max())))
 
 
 def broadcast_seconds(case: Case, cluster: Cluster, model_bytes: float) -> tuple[float, float]:
@@ -293,7 +307,7 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     boxes = vllm_boxes(case.shape, case.rollout, lambda weight: not weight.fixed)
     shard = np.bincount(boxes.rank, boxes.sizes, case.rollout.workers)
     excess = np.bincount(plan.destination_rank, plan.sizes, case.rollout.workers) / shard
-    readers = receivers(case, cluster, plan)
+    readers = case.readers(cluster, plan)
     moved = traffic(case, cluster, readers)
     stage_ranks = case.trainer.ranks // case.trainer.pipeline
     bound_workers = max(moved.into_worker / cluster.nic, moved.near / cluster.nvlink)
@@ -304,6 +318,7 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     everyone, once = broadcast_seconds(case, cluster, model_bytes)
     return {
         "model": case.model,
+        "placement": case.placement,
         "trainer": asdict(case.trainer),
         "rollout": asdict(case.rollout),
         "engines": case.engines,
@@ -318,7 +333,7 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
         "bound_ranks": bound_ranks,
         "bound": max(bound_workers, bound_ranks),
         "megarl": sync_seconds(readers, cluster),
-        "in_order": sync_seconds(receivers(case, cluster, plan, rotated=False), cluster),
+        "in_order": sync_seconds(case.readers(cluster, plan, rotated=False), cluster),
         "broadcast": everyone,
         "broadcast_a_node": once,
         "plan_seconds": seconds,
@@ -326,44 +341,41 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def machine_order(plan: ReshardPlan, worker: int, workers: int, engines: int, in_place: bool) -> np.ndarray:
-    """As `megarl.weight_sync.publish` has it, which needs torch. Of engines on one node the first leads, in its own order
-    where engines have some; what is read in place has one for all of them."""
-    return copy_order(plan, worker, (worker, workers if in_place else engines * workers))
+def machine_readers(sync: Sync) -> list[Reader]:
+    """The workers of a sync on this machine; mapped pieces stand for buckets."""
+    plan, workers = engine_plan(sync.shape, sync.trainer, sync.rollout), sync.rollout.workers
+    readers = []
+    for engine in range(sync.engines):
+        for worker in range(workers):
+            server = sync.servers[engine][worker] if sync.servers else None
+            if sync.transport == "mapped":
+                pieces = Pieces.of(plan, copy_order(plan, worker, (worker, workers)), sync.itemsize)
+                sizes = pieces.rows * plan.cols[pieces.copy] * sync.itemsize
+                parts = [[part] for part in zip(pieces.source.tolist(), sizes.tolist(), strict=True)]
+            else:
+                order = copy_order(plan, worker, (engine * workers + worker, sync.engines * workers))
+                parts = bucket_parts(Stream.of(plan, order, sync.itemsize, sync.bucket_bytes))
+            readers.append(Reader(parts, engine=engine, server=server))
+    return readers
 
 
-def machine_readers(
-    shape: ModelShape,
-    trainer: Layout,
-    rollout: RolloutLayout,
-    engines: int,
-    itemsize: int,
-    bucket_bytes: int,
-    in_place: bool,
-) -> list[Reader]:
-    """A sync's workers, all on node 0; read in place, what stands for buckets are pieces."""
-    plan, workers = engine_plan(shape, trainer, rollout), rollout.workers
-    orders = [machine_order(plan, worker, workers, engines, in_place) for worker in range(workers)]
-    return [Reader(bucket_parts(plan, order, itemsize, bucket_bytes), 0, engines - 1) for order in orders]
+def num_signals(readers: Sequence[Reader]) -> tuple[int, int]:
+    """How many messages travel, and how many buckets a server hands over."""
+    messages = sum(rank != reader.server for reader in readers for parts in reader.buckets for rank, _ in parts)
+    return messages, sum(len(reader.buckets) for reader in readers if reader.server is not None)
 
 
-def num_messages(readers: Sequence[Reader]) -> int:
-    return sum(len(parts) for reader in readers for parts in reader.buckets)
-
-
-def predict_machine(readers: Sequence[Reader], machine: Machine, message_s: float) -> dict[str, float]:
-    """Seconds of a sync on one machine, those if it had a core for each thread, and those of the work alone if no thread
-    waited for another. `message_s` are those that a message costs besides."""
+def predict(sync: Sync, timed: InTurns, machine: Machine) -> dict[str, float]:
+    """Bytes and seconds of a sync on one machine, and the seconds of it that messages and hand-overs cost besides."""
+    readers, costs = machine_readers(sync), [0.0, 0.0]
+    for transport, seconds in timed.simplest_s.items() if sync.transport != "mapped" else ():
+        simplest = machine_readers(sync.simplest(transport))
+        extra_s = max(0.0, seconds - sync_seconds(simplest, machine))
+        kind = int(transport == "two_legs")
+        costs[kind] = extra_s / num_signals(simplest)[kind]
+    signals_s = sum(cost * count for cost, count in zip(costs, num_signals(readers), strict=True))
     num_bytes = float(sum(size for reader in readers for parts in reader.buckets for _, size in parts))
-    engines, rates = 1 + readers[0].followers, machine.rates
-    seconds = 1 / rates.write + 1 / rates.send + 1 / rates.receive + engines / rates.place
-    return {
-        "bytes": num_bytes,
-        "alone": sync_seconds(readers, replace(machine, num_cores=sys.maxsize)),
-        "work": num_bytes * seconds / machine.num_cores,
-        "messages": message_s * num_messages(readers),
-        "seconds": sync_seconds(readers, machine) + message_s * num_messages(readers),
-    }
+    return {"bytes": num_bytes, "signals": signals_s, "seconds": sync_seconds(readers, machine) + signals_s}
 
 
 def missed(row: dict[str, Any]) -> list[str]:
@@ -378,7 +390,19 @@ def missed(row: dict[str, Any]) -> list[str]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(title="seconds of one weight sync, by the model of the links", title_justify="left")
-    columns = ["model", "trainer", "engines", "bytes", "GB out", "in", "NVLink", "bound: workers", "ranks", "megarl"]
+    columns = [
+        "model",
+        "placement",
+        "trainer",
+        "engines",
+        "bytes",
+        "GB out",
+        "in",
+        "NVLink",
+        "bound: workers",
+        "ranks",
+        "megarl",
+    ]
     for name in [*columns, "/ bound", "in order", "broadcast", "a node", "plan s", "plan GB"]:
         table.add_column(name, justify="right")
     for row in rows:
@@ -386,18 +410,18 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         expert = " EP" if rollout["expert_parallel"] else ""
         table.add_row(
             row["model"],
+            row["placement"],
             f"TP{trainer['tensor']} PP{trainer['pipeline']} DP{trainer['data']} EP{trainer['expert']}",
             f"{row['engines']} x TP{rollout['tensor']} DP{rollout['data']}{expert}",
             f"{row['most_share']:.2f}",
-            *(f"{number / 1e9:.1f}" for number in (moved["out_of_rank"], moved["into_worker"])),
-            f"{max(moved['near'], moved['handed_over']) / 1e9:.1f}",
+            *(f"{moved[name] / 1e9:.1f}" for name in ("out_of_rank", "into_worker", "near")),
             *(f"{row[name]:.3f}" for name in ("bound_workers", "bound_ranks", "megarl")),
             f"{row['megarl'] / row['bound']:.3f}",
             *(f"{row[name]:.2f}" for name in ("in_order", "broadcast", "broadcast_a_node")),
             f"{row['plan_seconds']:.2f}",
             f"{row['plan_peak_bytes'] / 1e9:.2f}",
         )
-    Console(width=190).print(table)
+    Console(width=200).print(table)
 
 
 def save(path: Path, config: dict[str, Any], content: dict[str, Any]) -> None:
@@ -415,43 +439,31 @@ def run_machine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         check_cut(shape, trainer, rollout)
     except ValueError as error:
         parser.error(str(error))
-    in_place = arguments.transport == "shared_memory"
-    sizes = arguments.bytes_per_weight, PIECE_BYTES if in_place else arguments.bucket_bytes, in_place
-    # As `megarl.weight_sync.copies.num_copy_threads` says, which needs torch.
-    copy_threads = max(1, min(MOST_COPY_THREADS, arguments.cores // rollout.workers)) if in_place else 0
-    timed, message_s = None, 0.0
-    if arguments.rates is not None:
-        machine = Machine(arguments.cores, Rates(*arguments.rates), arguments.hand_over, copy_threads)
-    else:
-        from benchmarks.sync_rates import Sync, measured_in_turns  # here, because they need torch
-
-        own = engines, arguments.transport, arguments.bytes_per_weight, arguments.bucket_bytes
-        timed = measured_in_turns(Sync(shape, trainer, rollout, *own))
-        machine = Machine(arguments.cores, timed.rates, arguments.hand_over, copy_threads)
-        if not in_place:
-            simplest = machine_readers(shape, Layout(), RolloutLayout(), 1, *sizes)
-            message_s = max(0.0, timed.simplest_s - sync_seconds(simplest, machine)) / num_messages(simplest)
-    found = predict_machine(machine_readers(shape, trainer, rollout, engines, *sizes), machine, message_s)
-    gigabytes = [f"{rate / 1e9:.1f}" for rate in machine.rates]
+    sync = Sync(shape, trainer, rollout, engines, arguments.transport, arguments.bytes_per_weight, arguments.bucket_bytes)
+    # As `megarl.weight_sync.copies.num_threads` for this many cores.
+    copy_threads = max(1, min(MOST_THREADS, arguments.cores // rollout.workers)) if sync.transport == "mapped" else 0
+    given = arguments.rates is not None
+    timed = InTurns(Rates(*arguments.rates), {}, math.nan) if given else measured_in_turns(sync)
+    machine = Machine(arguments.cores, timed.rates, arguments.hand_over, copy_threads)
+    predicted = predict(sync, timed, machine)
+    gigabytes = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in timed.rates._asdict().items())
     print(
-        f"weight_sync_scale: {found['bytes'] / 1e6:.1f} MB by {arguments.transport} in {found['seconds']:.3f} s on "
-        f"{arguments.cores} cores, {found['messages']:.3f} s of it for messages as such; {found['alone']:.3f} s with a core "
-        f"for each thread, {found['work']:.3f} s if none waited. GB/s of a thread: a rank {gigabytes[0]}, its network "
-        f"{gigabytes[1]}, a worker's {gigabytes[2]}, a worker {gigabytes[3]}"
+        f"weight_sync_scale: {predicted['bytes'] / 1e6:.1f} MB by {sync.transport} in {predicted['seconds']:.4f} s on "
+        f"{arguments.cores} cores, {predicted['signals']:.4f} s of it for messages as such; GB/s of a thread: {gigabytes}"
     )
-    if timed is not None:
-        found |= {"measured": timed.sync_s, "ratio": timed.sync_s / found["seconds"], **timed.rates._asdict()}
+    if not given:
+        predicted |= {"measured": timed.sync_s, "ratio": timed.sync_s / predicted["seconds"], **timed.rates._asdict()}
         print(
-            f"weight_sync_scale: measured {timed.sync_s:.3f} s, {found['ratio']:.2f} x the prediction "
+            f"weight_sync_scale: measured {timed.sync_s:.4f} s, {predicted['ratio']:.2f} x the prediction "
             f"(target 1.0 to {AT_MOST})"
         )
     if arguments.json is not None:
-        save(arguments.json, {key: str(value) for key, value in vars(arguments).items()}, found)
-    return 1 if arguments.check and not 1.0 <= found.get("ratio", 1.0) <= AT_MOST else 0
+        save(arguments.json, {key: str(value) for key, value in vars(arguments).items()}, predicted)
+    return 1 if arguments.check and not 1.0 <= predicted.get("ratio", 1.0) <= AT_MOST else 0
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
+    """Parse a whole number from 1 on."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
@@ -480,8 +492,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--machine", action="store_true")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--transport", choices=("shared_memory", "gloo"))
-    parser.add_argument("--rates", type=float, nargs=4, metavar=("WRITE", "SEND", "RECEIVE", "PLACE"))
+    parser.add_argument("--transport", choices=TRANSPORTS)
+    parser.add_argument("--rates", type=float, nargs=5, metavar=("WRITE", "SEND", "RECEIVE", "PLACE", "COPY"))
     for name in ("tensor", "pipeline", "data", "expert", "rollout-tensor", "rollout-data", "engines"):
         parser.add_argument(f"--{name}", type=positive)
     for name in ("node-gpus", "cores", "bucket-bytes", "bytes-per-weight"):
@@ -498,20 +510,20 @@ def main() -> int:
         parser.error("another layout is of one model: name it by --only")
     try:
         cases = [case.cut(arguments) for case in CASES if arguments.only in (None, case.model)]
+        cases = [placed for case in cases for placed in (case, case.colocated())]
     except ValueError as error:
         parser.error(str(error))
-    rates = arguments.nvlink, arguments.nic, arguments.copy, arguments.copy, arguments.latency
-    cluster = Cluster(arguments.node_gpus, *rates)
+    cluster = Cluster(arguments.node_gpus, arguments.nvlink, arguments.nic, arguments.copy, arguments.latency)
     rows = [rate_case(case, cluster) for case in cases]
     print_table(rows)
-    misses = [(name, row["model"]) for row in rows for name in missed(row)]
+    misses = [(name, f"{row['model']}, {row['placement']}") for row in rows for name in missed(row)]
     for name, model in misses:
         print(f"target missed: {name} of {model}")
     if arguments.json is not None:
         save(arguments.json, asdict(cluster), {"models": rows})
     last = rows[-1]
     print(
-        f"weight_sync_scale: {len(rows)} models, {len(misses)} targets missed; megarl at most "
+        f"weight_sync_scale: {len(rows)} cases, {len(misses)} targets missed; megarl at most "
         f"{max(row['megarl'] / row['bound'] for row in rows):.3f} x the bound, {last['model']} in {last['megarl']:.2f} s "
         f"(gather and broadcast {last['broadcast']:.0f} s), its plan of {last['copies']} copies in "
         f"{last['plan_seconds']:.1f} s and {last['plan_peak_bytes'] / 1e9:.2f} GB"

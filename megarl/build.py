@@ -58,9 +58,10 @@ from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.sinks import missing_on_machine
 from megarl.telemetry.time_metrics import Devices, TimeMetrics
 from megarl.trainer import RunParts, Trainer
+from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.transport import REPORT_WAITS, TRANSPORTS
+from megarl.weight_sync.transport import REPORT_WAITS
 
 logger = logging.getLogger(__name__)
 # The time for engines to load their model, while all other ranks wait for rank 0.
@@ -279,28 +280,36 @@ def build_parts(
     return parts
 
 
-def build_weight_sync(recipe: Recipe, place: Place, group: dist.ProcessGroup | None, stage: Stage) -> WeightSync:
+def build_weight_sync(
+    recipe: Recipe, place: Place, group: dist.ProcessGroup | None, stage: Stage
+) -> WeightSync | AdapterSync:
     """Build the trainer's end of the weight sync. Collective."""
     section = recipe.weight_sync
-    bucket_in = "gpu" if TRANSPORTS[stage.transport].on_device else "cpu"
+    shape = ModelShape.from_directory(model_directory(recipe.model.path))
+    if recipe.sent_adapter is not None:
+        return AdapterSync(recipe, shape, place.layout, place.rank, group)
+    assert stage.transport is not None, "weights are synced"
     settings = SyncSettings(
         dtype=DTYPES[recipe.rollout_precision],
         rollout=recipe.rollout.layout,
         num_engines=recipe.rollout.engines,
-        bucket_bytes=section.bucket_bytes or BUCKET_BYTES[bucket_in],
+        bucket_bytes=section.bucket_bytes or BUCKET_BYTES["gpu" if platform.kind == "cuda" else "cpu"],
         timeout_s=section.timeout_s,
         mode=section.mode,
-        transport=stage.transport,
+        transport=stage.transport.name,
+        is_final=stage.transport.is_final,
+        on_device=platform.kind == "cuda" and section.wire == "full",  # differences are computed on hosts
+        servers=stage.servers,
         host=os.environ["MASTER_ADDR"],
         wire=section.wire,
-        verify=section.verify,
         quantization=recipe.rollout.quantization,
         merges=recipe.actor.lora is not None,
     )
+    if place.rank == 0:
+        print(f"weight sync: {stage.transport.name}, because {stage.transport.reason}", file=sys.stderr)
     if section.mode == "checkpoint" and place.rank == 0:
         logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
-    shape = ModelShape.from_directory(model_directory(recipe.model.path))
-    return WeightSync(shape, place.layout, settings, recipe.run.name, place.rank, group)
+    return WeightSync(shape, place.layout, settings, place.rank, group)
 
 
 def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: Stage, stack: ExitStack) -> None:
@@ -330,7 +339,8 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
 def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
     """Return how long ranks may wait for engines (while they start, for a rollout with every restart, and for a sync), and
     for the rewards of a batch, if its tasks run one after another."""
-    syncs = max(REPORT_WAITS.values()) * recipe.weight_sync.timeout_s * recipe.rollout.engines
+    scored = 0 if recipe.weight_sync.canary is None else 2  # once more where engines differ
+    syncs = (REPORT_WAITS + scored) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
     tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
     return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s

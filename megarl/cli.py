@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from megarl.telemetry.exit_status import BAD_INPUT, REQUEUE
 from megarl.telemetry.output import endure_closed_pipes
@@ -54,18 +53,13 @@ def check(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="KIND|FILE|RUN_DIR",
-            help="Lengths to plan: uniform, log-normal (default), long-tail, a file "
-            "of lengths, or an earlier run's directory.",
+            metavar="KIND|RUN_DIR",
+            help="Lengths to plan: uniform, log-normal (default), long-tail, or an earlier run's directory.",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the lengths and of the plan; 1 by default.")] = None,
     tflops: Annotated[
         float | None, typer.Option(help="Sustained 10**12 operations a second of one device; goes before device.tflops.")
-    ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option("--from", metavar="RUN_DIR", help="Take seconds and peaks that an earlier run measured, not tflops."),
     ] = None,
     suggest: Annotated[bool, typer.Option("--suggest", help="Propose layouts, engines and caps for the device.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON document.")] = False,
@@ -74,20 +68,10 @@ def check(
         typer.Option(min=0, help="GPUs of each node to place the run on; 0 for CPUs."),
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Trainer ranks on a node; as many as fit.")] = None,
-    list_features: Annotated[bool, typer.Option("--features", help="List what is supported; needs no recipe.")] = False,
 ) -> None:
     """Prove recipes without touching a device, and show what each phase will do."""
-    if list_features:
-        from megarl.recipe.feature_table import features
-
-        table = Table("feature", "recipe key", "supported")
-        for row in features():
-            table.add_row(*(escape(cell.replace("`", "").replace("**", "")) for cell in row))
-        _console().print(table)
-        if not arguments:
-            return
     if not arguments:
-        _fail("no recipe; give a YAML file, as recipes/quickstart.yaml, or --features for what one may ask for")
+        _fail("no recipe; give a YAML file, as recipes/quickstart.yaml")
     recipes: list[str] = []
     overrides: list[str] = []
     for argument in arguments:  # with `=` in it and no file of that name, an argument is an override
@@ -98,21 +82,14 @@ def check(
         _fail(f"no recipe among {' '.join(arguments)}; give a YAML file, as recipes/quickstart.yaml")
     if tflops is not None and not (0 < tflops < math.inf):
         _fail(f"--tflops = {tflops:g}: must be above 0, as --tflops 400")
-    for name, value in (("--lengths", lengths), ("--seed", seed), ("--tflops", tflops), ("--from", run)):
+    for name, value in (("--lengths", lengths), ("--seed", seed), ("--tflops", tflops)):
         if value is not None and not (plan or suggest or as_json):
             _fail(f"{name} = {value}: nothing reads it without --plan, --suggest or --json")
-    if run is not None and tflops is not None:
-        _fail(f"--tflops = {tflops:g} and --from = {run}: one of them says how long phases take")
-    if not (plan or suggest or as_json):
-        _check_each(recipes, overrides, devices_per_node, ranks_per_node)
-        return
     from megarl.planner.check import CheckRequest, check_recipes
     from megarl.telemetry.metrics_file import read_metrics
 
     seed = 1 if seed is None else seed
-    request = CheckRequest(
-        plan, suggest, as_json, lengths, seed, tflops, read_metrics, devices_per_node, ranks_per_node, run
-    )
+    request = CheckRequest(plan, suggest, as_json, lengths, seed, tflops, read_metrics, devices_per_node, ranks_per_node)
     status, document = check_recipes(recipes, overrides, request, _console(), _print_violations)
     if as_json:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
@@ -362,54 +339,9 @@ def _print_violations(path: str, error: RecipeError) -> None:
             console.print(f"      [green]nearest: {escape(violation.nearest)}[/]")
 
 
-def _check_each(recipes: list[str], overrides: list[str], devices_per_node: int | None, ranks_per_node: int | None) -> None:
-    """Print every recipe's table and placement, or its violations; then exit with BAD_INPUT if one is illegal or does not
-    fit the nodes."""
-    from megarl.planner.placement import PlacementError, find_placement, placement_lines
-    from megarl.recipe import RecipeError, load_recipe
-    from megarl.recipe.load import not_checked
-    from megarl.recipe.model_section import fetch_config
-    from megarl.recipe.phase_table import engine_lines
-
-    status = 0
-    for path in recipes:
-        try:
-            recipe = load_recipe(path, overrides, fetch_config)
-            _print_table(recipe)
-            placed = find_placement(recipe, devices_per_node, ranks_per_node)
-            for line in [*not_checked(recipe), *engine_lines(recipe), *placement_lines(recipe, placed)]:
-                typer.echo(line)
-        except RecipeError as error:
-            _print_violations(path, error)
-            status = BAD_INPUT
-        except PlacementError as error:
-            typer.echo(f"{path}: {error}", err=True)
-            status = BAD_INPUT
-    if status:
-        raise typer.Exit(status)
-
-
 def _console() -> Console:
     # A pipe has no width; tables must not wrap there.
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=150)
-
-
-def _print_table(recipe: Recipe) -> None:
-    from megarl.recipe.phase_table import phase_table
-
-    console = _console()
-    summary = (
-        f"{recipe.run.name}: {recipe.run.steps} steps, {recipe.num_sequences} sequences a step of at most "
-        f"{recipe.max_sequence_tokens} tokens, {recipe.trainer.ranks} trainer ranks"
-    )
-    console.print(escape(summary))
-    table = Table("phase", "role", "layout", "micro-batch", "mini-batch")
-    for title in ("data\nparallel", "worst-case\nmicro-batches", "bubble"):
-        table.add_column(title, justify="right")
-    for row in phase_table(recipe):
-        plan = row.data_parallel, row.worst_case, row.bubble_share
-        table.add_row(row.phase, row.role, row.layout, row.micro_batch, row.mini_batch, *plan)
-    console.print(table)
 
 
 def _need_run(run_dir: Path, name: str = "RUN_DIR") -> None:

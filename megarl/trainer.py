@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,16 @@ from megarl.telemetry.records import SampleTable
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.time_metrics import Sizes
+from megarl.weight_sync.adapter import AdapterSync
+from megarl.weight_sync.canary import CANARY_METRICS, Canary, Verdict
+from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.publish import WeightSync
 
 Metrics = dict[str, Any]
 MiniBatches = tuple[MiniBatch, ...]
 logger = logging.getLogger(__name__)
 # Weight-sync metrics that are not summed when a step syncs several times; the last value wins.
-NOT_SUMMED = ("sync/in_place", "sync/changed_share", "sync/bytes_per_s", "sync/memcpy_bytes_per_s")
+NOT_SUMMED = ("sync/mapped", "sync/changed_share", "sync/bytes_per_s", *CANARY_METRICS)
 # Forward phases in their order: the name of the role's result, and of the batch's field for it.
 FORWARD_PHASES = {
     "actor_logprob": ("logprobs", "logprobs"),
@@ -69,7 +73,7 @@ class RunParts:
     """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts are on rank 0 only."""
 
     roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
-    weights: WeightSync | None  # None if rollouts are replayed
+    weights: WeightSync | AdapterSync | None  # None if rollouts are replayed
     prompts: PromptStream | None = None
     rollouts: EnginePool | ReplayPool | None = None
     rewards: RewardWorkers | None = None
@@ -108,6 +112,7 @@ class Trainer:
         self.kl = KLControl(recipe.algorithm)
         self.drift = RatioDrift(recipe.algorithm.max_ratio_drift, warns=rank == 0)
         self.guard = FiniteGuard(recipe.run.on_not_finite, rank)
+        self.canary = None if parts.weights is None else Canary.of(recipe, parts.roles["actor"].shape.vocab)
         self.number = self.version = 0
         self.sizes = Sizes((), (), ())  # of the last step
         self.restart_metrics: Metrics = {}  # of syncs to restarted engines since the last step
@@ -444,11 +449,30 @@ class Trainer:
     def _publish(self, version: int, engines: Sequence[int] | None) -> Metrics:
         assert self.parts.weights is not None
         actor = self.parts.roles["actor"]
+        canary = self.canary if self.canary is not None and self.canary.is_due(version, engines is not None) else None
         with actor.present():
+            if canary is not None and engines is None:  # before engines wake, which then need the memory
+                canary.score_actor(actor, version)
             shards = actor.shards()
             if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
-            return self.parts.weights.publish(version, shards, self.parts.rollouts, engines)  # type: ignore[arg-type]  # replayed rollouts take none
+            metrics = self.parts.weights.publish(version, shards, self.parts.rollouts, engines)  # type: ignore[arg-type]  # replayed rollouts take none
+        return metrics if canary is None else metrics | self._judge_engines(canary, engines)
+
+    def _judge_engines(self, canary: Canary, engines: Sequence[int] | None) -> Metrics:
+        """Compare what engines compute with what the actor computes. Raises SyncError on all ranks for an engine that has
+        drifted, unless `weight_sync.canary.action` is `warn`."""
+        verdict: Verdict | None = None
+        if self.parts.rollouts is not None:
+            with span("wait_engines"):
+                verdict = canary.judge(partial(self.parts.rollouts.score, canary.sequences, engines), engines is not None)  # type: ignore[union-attr]  # as above
+        verdict = broadcast_from_first(verdict)
+        if verdict.drift is not None:
+            if canary.stops:
+                raise SyncError(verdict.drift)
+            if self.rank == 0:
+                logger.warning("%s", verdict.drift)
+        return verdict.metrics
 
     # Around the step --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: quiet libraries, one thread each (the machine's cores go to the ranks), the table of the layouts."""
+"""Shared by all tests: quiet libraries, one thread each (the machine's cores go to the ranks)."""
 
 import os
 from collections.abc import Generator, Iterator
@@ -29,29 +29,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.fixture(scope="module")  # vLLM keeps what one file's engines leave in its globals
+@pytest.fixture(scope="session")
 def engine_process() -> Iterator[ProcessPoolExecutor]:
-    """A process that has imported vLLM, as soon as a first test has used it: for engines that need no other one."""
-    from tests.in_process_engine import own_process
+    """A process that imports vLLM at the first call, once for all tests; each call has a fork of it for itself."""
+    from tests.in_process_engine import EngineProcess
 
-    with own_process() as one:
-        yield one
-
-
-LAYOUT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()
-
-
-@pytest.fixture
-def layout_table(request: pytest.FixtureRequest) -> list[tuple[str, ...]]:
-    """Rows that are printed after the tests, the column names first."""
-    return request.config.stash.setdefault(LAYOUT_TABLE, [])
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash.get(LAYOUT_TABLE, [])
-    if not rows:
-        return
-    terminalreporter.section("largest relative difference from one rank")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    with EngineProcess() as process:
+        yield process

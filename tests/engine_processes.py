@@ -17,9 +17,9 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import parameter_sizes
 from megarl.weight_sync.manifest import SyncError, WeightManifest
-from megarl.weight_sync.publish import EngineFacts
-from megarl.weight_sync.read import StreamReader
+from megarl.weight_sync.read import WeightReader
 from tests.networks import Network
+from tests.sync_cases import BoxWriter
 
 # Where in a sync a worker can meet its fault.
 STATES = ("pause", "begin", "first", "middle", "last", "commit", "resume")
@@ -35,9 +35,9 @@ Answer = tuple[int, dict[str, torch.Tensor]]  # version and parameters
 class ProcessEngines:
     """What rank 0 knows the engines by; each has one worker. A dead or stopped one is started again."""
 
-    def __init__(self, shape: ModelShape, num_engines: int, network: Network | None = None) -> None:
-        """The workers run in a network of their own where one is given."""
-        self._shape, self._network = shape, network
+    def __init__(self, shape: ModelShape, num_engines: int, networks: Sequence[Network] = ()) -> None:
+        """The worker of each engine runs in a network of its own where these are given."""
+        self._shape, self._networks = shape, networks
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.preload"])
         self._workers: list[Any] = [None] * num_engines
@@ -53,21 +53,18 @@ class ProcessEngines:
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
 
-    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[int]:
         for engine in engines:
             if self._ask(engine, ("pause", self.faults.pop(engine, None))) is None:
                 self._start(engine)
                 assert self._ask(engine, ("pause", None)) is not None
-        return [EngineFacts("here", starts) for starts in self.starts]
+        return list(self.starts)
 
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
         self.served.append(manifest.engines)
         for engine in manifest.engines:
             self.connections[engine].send(("receive", manifest.as_dict(), engine))
-
-    def failed(self) -> Sequence[int]:
-        return [engine for engine in self._manifest.engines if not self._workers[engine].is_alive()]
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         again = []
@@ -109,7 +106,8 @@ class ProcessEngines:
             self._workers[engine].kill()
             self._workers[engine].join()
         ours, theirs = self._context.Pipe()
-        self._workers[engine] = self._context.Process(target=_serve, args=(theirs, self._shape, self._network), daemon=True)
+        network = self._networks[engine] if self._networks else None
+        self._workers[engine] = self._context.Process(target=_serve, args=(theirs, self._shape, network), daemon=True)
         self._workers[engine].start()
         theirs.close()
         self.connections[engine] = ours
@@ -143,7 +141,7 @@ def _serve(connection: Connection, shape: ModelShape, network: Network | None) -
     torch.set_num_threads(1)
     if network is not None:
         network.enter()
-    reader, refusal, fault = StreamReader(shape, 0), "takes no version yet", None
+    reader, refusal, fault = WeightReader(shape, 0), "takes no version yet", None
     # Written to in place, as in vLLM: what a sync leaves out is of an earlier version.
     parameters = {name: torch.zeros(size) for name, size in parameter_sizes(shape, RolloutLayout(), 0).items()}
     version: int | None = None
@@ -176,27 +174,18 @@ def _serve(connection: Connection, shape: ModelShape, network: Network | None) -
 
 
 def _take(
-    reader: StreamReader,
+    reader: WeightReader,
     manifest: WeightManifest,
     engine: int,
     parameters: dict[str, torch.Tensor],
     fault: Fault | None,
     network: Network | None,
 ) -> None:
-    boxes = _count_boxes(reader, manifest, engine)
+    boxes = reader.num_boxes(manifest, engine)
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
-    for number, box in enumerate(reader.boxes(manifest, engine)):
-        _meet(fault, states.get(number, ""), network)
-        box.within(parameters[box.parameter]).copy_(box.content)
-
-
-def _count_boxes(reader: StreamReader, manifest: WeightManifest, engine: int) -> int:
-    """How many boxes a version has."""
-    reader._prepare(manifest, engine)
-    if manifest.homes:
-        return len(reader._pieces)
-    stream = reader._stream
-    return sum(len(stream.at_destination(reader._plan, bucket)) for bucket in range(stream.num_buckets))
+    writer = BoxWriter(lambda number: _meet(fault, states.get(number, ""), network), parameters)
+    for _ in reader.read(manifest, engine, writer):
+        pass
 
 
 def _meet(fault: Fault | None, state: str, network: Network | None) -> None:

@@ -52,8 +52,8 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     with mock.patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, {PlatformEnum.CPU: [reference_kernel()]}):
         engine = open_receiver(old, dtype="bfloat16", quantization=QUANTIZATIONS["fp8"])
     shape = ModelShape.from_directory(old)
-    settings = SyncSettings(torch.bfloat16, RolloutLayout(), 1, 1 << 17, 60.0, quantization="fp8")
-    sync = WeightSync(shape, Layout(), settings, "fp8", 0, None)
+    settings = SyncSettings(torch.bfloat16, RolloutLayout(), 1, 1 << 17, 60.0, transport="group", quantization="fp8")
+    sync = WeightSync(shape, Layout(), settings, 0, None)
 
     def sample() -> list[Any]:
         prompts: Any = [{"prompt_token_ids": list(range(3 + n, 9 + 2 * n))} for n in range(4)]

@@ -21,7 +21,6 @@ import psutil
 import ray
 
 from megarl.telemetry.stacks import MARK, marked_processes
-from megarl.weight_sync.transport import REPORT_WAITS
 from tests.gated_reward import GATE
 from tests.ports import unused_port
 
@@ -80,7 +79,7 @@ class Fault:
             return 2 * REWARD_S + STEP_S  # there are two tasks
         if self.process == VERIFIERS:
             return REWARD_S / 2  # the rest is for the completions behind
-        answer_s = REPORT_WAITS["shared_memory"] * SYNC_S  # two buckets hold the whole model: no rank waits for room
+        answer_s = 3 * SYNC_S  # `WeightManifest.report_waits` of mapped weights
         return {"rollout": ROLLOUT_S, "weight_sync": answer_s, "reward": REWARD_S}[self.phase]
 
     @property

@@ -8,14 +8,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.weight_sync.manifest import WeightManifest
-from megarl.weight_sync.publish import EngineFacts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -23,18 +21,27 @@ if TYPE_CHECKING:
 Answers = list[list[tuple[int, dict[int, float]]]]
 
 
-@contextmanager
-def own_process() -> Iterator[ProcessPoolExecutor]:
-    """One process that has the environment of engines before it imports vLLM."""
-    from megarl.rollout.handle import engine_environment
+class EngineProcess(ProcessPoolExecutor):
+    """A process that has imported vLLM in the environment of engines; each call runs in a fork of it, with fresh globals."""
 
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, _set_environment, (engine_environment(1),)) as one:
-        yield one
+    def __init__(self) -> None:
+        from megarl.rollout.handle import engine_environment
+
+        super().__init__(1, multiprocessing.get_context("spawn"), _import_vllm, (engine_environment(1),))
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        return super().submit(_in_fork, function, *arguments, **options)
 
 
-def _set_environment(variables: dict[str, str]) -> None:
+def _import_vllm(variables: dict[str, str]) -> None:
     os.environ.update(variables)
+    from vllm import LLM  # noqa: F401
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+
+def _in_fork(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as fork:
+        return fork.submit(function, *arguments, **options).result()
 
 
 def open_engine(model: Path, **more: Any) -> LLM:
@@ -100,14 +107,11 @@ class Receiving:
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
 
-    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
-        return [EngineFacts("here", 0)]
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[int]:
+        return [0]
 
     def begin(self, manifest: WeightManifest) -> None:
         self._call = self._thread.submit(self._receive, manifest)
-
-    def failed(self) -> list[int]:
-        return [0] if self._call.done() and self._call.exception() is not None else []
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         return (), {"sync/received_bytes": self._call.result()["received_bytes"]}

@@ -195,7 +195,6 @@ CASES = (
         for name, savings in {
             f"selective recompute, {precision}": SELECTIVE,
             f"full recompute, {precision}": MemorySection(recompute="full"),
-            f"full recompute of one layer a stage, {precision}": MemorySection(recompute="full", recompute_method="block"),
             f"recompute of the feed-forward part, {precision}": SELECTIVE,
             f"activations on the host, {precision}": MemorySection(offload_activations=True),
             f"full recompute, inputs on the host, {precision}": MemorySection(recompute="full", offload_activations=True),

@@ -56,7 +56,6 @@ def metrics_of(step: int, **others: float | None) -> dict[str, float | None]:
         "sync/received_bytes": 1e6,
         "sync/bound_bytes": 1e6,
         "sync/bytes_per_s": 2.5e6,
-        "sync/memcpy_bytes_per_s": 5e6,
         "sync/attempts": 1,
     }
     return found | others

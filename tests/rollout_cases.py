@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
@@ -19,9 +18,10 @@ from megarl.models import FAMILIES, ModelShape
 from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import megatron_segments
 from megarl.recipe.recipe import Recipe
-from megarl.weight_sync.in_place import own_box, words_of
+from megarl.weight_sync import publish
+from megarl.weight_sync.checks import words_of
+from megarl.weight_sync.mapped import local_box
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.ring import RingSender
 
 if TYPE_CHECKING:
     from megarl.rollout.pool import EnginePool
@@ -143,14 +143,12 @@ class Publisher:
         bucket_bytes: int = 1 << 16,
         timeout_s: float = 60.0,
         mode: str = "reshard",
-        transport: str = "shared_memory",
-        in_place: bool = False,
+        transport: str = "mapped",
+        **more: Any,
     ) -> None:
-        """`in_place`: workers read the weights where they are, as from an actor without adapters, and else from buckets."""
-        self.in_place = in_place
         shape = ModelShape.from_directory(model)
-        settings = SyncSettings(torch.float32, rollout, engines, bucket_bytes, timeout_s, mode, transport)
-        self.sync = WeightSync(shape, Layout(), settings, "test", 0, None)
+        settings = SyncSettings(torch.float32, rollout, engines, bucket_bytes, timeout_s, mode, transport, **more)
+        self.sync = WeightSync(shape, Layout(), settings, 0, None)
         self._last: tuple[int, Mapping[str, torch.Tensor], Any]
 
     def publish(self, version: int, model: Path, engines: Any) -> dict[str, float]:
@@ -160,9 +158,8 @@ class Publisher:
         return megatron_shards(model, Layout())[0]
 
     def publish_shards(self, version: int, shards: dict[str, torch.Tensor], engines: Any) -> dict[str, float]:
-        given = shards if self.in_place else MappingProxyType(shards)
-        self._last = (version, given, engines)
-        return self.sync.publish(version, given, engines)
+        self._last = (version, shards, engines)
+        return self.sync.publish(version, shards, engines)
 
     def resync(self, chosen: Sequence[int]) -> None:
         """As the pipeline does for an engine that was started again."""
@@ -172,8 +169,6 @@ class Publisher:
     def set_deadline(self, timeout_s: float) -> None:
         """`weight_sync.timeout_s` from the next attempt on."""
         self.sync._settings = replace(self.sync._settings, timeout_s=timeout_s)
-        if isinstance(self.sync._sender, RingSender):
-            self.sync._sender._timeout_s = timeout_s
 
     def close(self) -> None:
         self.sync.close()
@@ -183,56 +178,45 @@ class HasSync(Protocol):
     sync: WeightSync
 
 
-def corrupt(publisher: HasSync, bucket: int, times: int) -> None:
-    """From here on one byte of a bucket is wrong when it is sent, that many times."""
-    sender = publisher.sync._sender
-    room, send, left = sender.room, sender.send, [times]
-    written: list[torch.Tensor] = []
+def corrupt(publisher: HasSync, times: int, bucket: int = 0) -> None:
+    """From here on one byte of what an engine gets is wrong, that many times: of a bucket, or of the checksums of mapped
+    weights."""
+    sync, left = publisher.sync, [times]
+    if sync._sender is None:
+        send = sync._groups.send
 
-    def room_remembered(worker: int, number: int) -> torch.Tensor:
-        written[:] = [room(worker, number)]
-        return written[0]
+        def send_wrong_sums(engine: int, worker: int, content: torch.Tensor, what: str) -> Any:
+            if left[0]:
+                left[0] -= 1
+                content = content ^ 1
+            return send(engine, worker, content, what)
 
-    def send_wrong(worker: int, number: int) -> None:
+        sync._groups.send = send_wrong_sums  # type: ignore[method-assign]
+        return
+    sender: Any = sync._sender
+    send_bucket = sender.send
+
+    def send_wrong(stream: int, number: int) -> None:
         if number == bucket and left[0]:
             left[0] -= 1
-            written[0][100] ^= 1
-        send(worker, number)
+            sender.buckets[sender._turn, 100] ^= 1
+        send_bucket(stream, number)
 
-    sender.room, sender.send = room_remembered, send_wrong  # type: ignore[assignment,method-assign]
-
-
-def corrupt_in_place(publisher: HasSync, times: int) -> None:
-    """From here on one checksum of what workers read in place is wrong, that many times."""
-    sender = publisher.sync._sender
-    assert isinstance(sender, RingSender)
-    seal, left = sender.seal, [times]
-
-    def seal_wrong(worker: int, numbers: np.ndarray, sums: Sequence[int], num_bytes: int) -> None:
-        if left[0]:
-            left[0] -= 1
-            sums = [sums[0] ^ 1, *sums[1:]]
-        seal(worker, numbers, sums, num_bytes)
-
-    sender.seal = seal_wrong  # type: ignore[method-assign]
+    sender.send = send_wrong
 
 
 def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piece: int) -> None:
-    """Workers read one wrong bit in a piece of the weights that lie in shared memory; the rank has it right again when it
-    makes its checksums."""
-    sync = publisher.sync
-    sender, place = sync._sender, sync._in_place[0].at_source(sync._plan, piece)
-    assert isinstance(sender, RingSender)
-    words = words_of(own_box(shards, place))
-    first, wait = (0,) * words.ndim, sender.wait_copied
+    """Workers copy one wrong bit in a piece of mapped weights; the rank has it right again when it computes checksums."""
+    words = words_of(local_box(shards, publisher.sync._pieces[0].at_source(piece)))
+    first, local_checksums = (0,) * words.ndim, publish.local_checksums
 
-    def put_right(num_pieces: Sequence[int]) -> None:
-        sender.wait_copied = wait  # type: ignore[method-assign]
-        wait(num_pieces)
+    def put_right(*arguments: Any) -> torch.Tensor:
+        publish.local_checksums = local_checksums  # all workers have copied all
         words[first] ^= 1
+        return local_checksums(*arguments)
 
     words[first] ^= 1
-    sender.wait_copied = put_right  # type: ignore[method-assign]
+    publish.local_checksums = put_right  # type: ignore[assignment]
 
 
 def recipe(model: Path, **rollout: Any) -> Recipe:

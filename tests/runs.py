@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,13 +135,13 @@ def train_on_ranks(recipe: Path, resume: bool = False) -> None:
 
 def _train(recipe: str, resume: bool) -> None:
     from megarl.build import train
-    from megarl.cluster.ray_cluster import stop_cluster
+    from megarl.cluster.ray_cluster import start_cluster
     from megarl.telemetry.run_directory import Resume
 
-    try:
-        train(load_recipe(recipe), Resume.of(resume, False))
-    finally:
-        stop_cluster()  # a rank that goes on would see the cluster die
+    loaded = load_recipe(recipe)
+    if os.environ["RANK"] == "0" and loaded.rollout.replay is None:
+        start_cluster()  # as long as the rank lives: one for all runs
+    train(loaded, Resume.of(resume, False))
 
 
 def metrics_of(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import BLOCK
 from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.codec import Blocks, quantise_blocks
-from megarl.weight_sync.copies import Box, Works
-from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.codec import FP8, SCALES, Blocks, quantise_blocks
+from megarl.weight_sync.copies import Box, SpareMemory, Works
 from megarl.weight_sync.manifest import WeightManifest
-from megarl.weight_sync.publish import EngineFacts
-from megarl.weight_sync.read import StreamReader
+from megarl.weight_sync.read import WeightReader
 from tests.rollout_cases import checkpoint, cut
 
 Parameters = dict[str, torch.Tensor]
@@ -35,32 +31,30 @@ def dequantise_blocks(blocks: Blocks) -> torch.Tensor:
 
 
 class ThreadEngines:
-    """The engines, seen from rank 0. `before` is called in a worker's thread before each box is copied, with the engine, the
-    worker and the number of boxes so far; a failed engine asks for another attempt `retries` times. Each box that is read in
-    place is a work of its own."""
+    """The engines, seen from rank 0. `before` is called in a worker's thread before each box is written, with the engine,
+    the worker and the number of boxes so far; a failed engine asks for another attempt `retries` times. Each mapped box is a
+    work of its own."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, engines: int = 1, retries: int = 0) -> None:
         self.places = [(engine, worker) for engine in range(engines) for worker in range(rollout.workers)]
-        self.readers = {place: StreamReader(shape, place[1]) for place in self.places}
+        self.readers = {place: WeightReader(shape, place[1]) for place in self.places}
         self.starts = [0] * engines
         self.taken: dict[tuple[int, int], Parameters] = {}
         self.versions = [0] * engines
         self.served: list[tuple[int, ...]] = []  # of each attempt
         self.bases: list[int | None] = []  # likewise
         self.before: Callable[[int, int, int], None] = lambda engine, worker, boxes: None
-        self.nodes = ["here"] * engines
         self.failures: list[BaseException] = []
         self._shape, self._retries = shape, retries
         self._threads = ThreadPoolExecutor(len(self.places))
         self._reading: dict[tuple[int, int], Future[Parameters]] = {}
-        self._taking: dict[tuple[int, int], Taking] = {}
         self._manifest: WeightManifest
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
         """`pause` asks."""
 
-    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
-        return [EngineFacts(node, starts) for node, starts in zip(self.nodes, self.starts, strict=True)]
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[int]:
+        return list(self.starts)
 
     def restart(self, engine: int) -> None:
         """An engine in place of one that died."""
@@ -68,7 +62,7 @@ class ThreadEngines:
         for place in self.places:
             if place[0] == engine:
                 self.readers[place].close()
-                self.readers[place] = StreamReader(self._shape, place[1])
+                self.readers[place] = WeightReader(self._shape, place[1])
 
     def begin(self, manifest: WeightManifest) -> None:
         self._manifest = WeightManifest.from_dict(manifest.as_dict())
@@ -76,10 +70,6 @@ class ThreadEngines:
         self.bases.append(manifest.base)
         chosen = [place for place in self.places if place[0] in manifest.engines]
         self._reading = {place: self._threads.submit(self._read, *place) for place in chosen}
-
-    def failed(self) -> Sequence[int]:
-        done = [(place, reading) for place, reading in self._reading.items() if reading.done()]
-        return [place[0] for place, reading in done if reading.exception() is not None]
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         wait_for(self._reading.values())
@@ -112,49 +102,43 @@ class ThreadEngines:
             raise error.with_traceback(None) from None
 
     def _take(self, engine: int, worker: int) -> Parameters:
-        """A worker's parameters, every element written at most once; what is not written is not a number."""
-        self._taking[engine, worker] = taking = Taking({}, 0)
-
-        def works(boxes: Sequence[Box]) -> Works:
-            return Works([BoxWork(self, (engine, worker), box, number) for number, box in enumerate(boxes)], most_threads=1)
-
-        for box in self.readers[engine, worker].boxes(self._manifest, engine, works=works):
-            self.before(engine, worker, taking.boxes)
-            taking.target(box).copy_(
-                box.content if box.scales is None else dequantise_blocks(Blocks(box.content, box.scales))
-            )
-            taking.boxes += 1
-        return taking.parameters
+        """A worker's parameters, every element written at most once; what is not written is NaN."""
+        writer = BoxWriter(lambda boxes: self.before(engine, worker, boxes))
+        for _ in self.readers[engine, worker].read(self._manifest, engine, writer):
+            pass
+        return writer.parameters
 
 
-@dataclass
-class Taking:
-    """What a worker has of a version, and of how many boxes."""
+class BoxWriter:
+    """Writes boxes into tensors. `before` is called before each box is written, with the number of boxes so far. Every
+    element is written once at most, unless the `parameters` are given."""
 
-    parameters: Parameters
-    boxes: int
+    def __init__(self, before: Callable[[int], None] = lambda boxes: None, parameters: Parameters | None = None) -> None:
+        self.parameters: Parameters = {} if parameters is None else parameters
+        self.before, self.num_boxes, self._once = before, 0, parameters is None
 
-    def target(self, box: Box) -> torch.Tensor:
-        target = box.within(self.parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan)))
-        assert torch.isnan(target).all(), f"{box.parameter} written twice"
-        return target
+    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+        return Works([[number] for number in range(len(boxes))], most_threads=1)
 
+    def place(self, box: Box) -> torch.Tensor:
+        self.before(self.num_boxes)
+        self.num_boxes += 1
+        dtype = torch.float32 if box.dtype == FP8 else box.dtype
+        place = box.within(self.parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan, dtype=dtype)))
+        assert not self._once or torch.isnan(place).all(), f"{box.parameter} written twice"
+        return place
 
-class BoxWork:
-    """One box into what its worker has of the version that it takes just then."""
+    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
+        return [self.place(box) for box in boxes]
 
-    def __init__(self, engines: ThreadEngines, place: tuple[int, int], box: Box, number: int) -> None:
-        self.numbers = (number,)
-        self._engines, self._place, self._box = engines, place, box
+    def written(self, owner: str, spare: SpareMemory) -> None:
+        """Nothing is packed."""
 
-    def places(self, thread: int) -> list[np.ndarray]:
-        taking = self._engines._taking[self._place]
-        self._engines.before(*self._place, taking.boxes)
-        taking.target(self._box)
-        return [self._box.within(words_of(taking.parameters[self._box.parameter]))]
-
-    def copied(self, thread: int) -> None:
-        self._engines._taking[self._place].boxes += 1
+    def finish(self) -> None:
+        """Give quantised parameters their values."""
+        for name in [name for name in self.parameters if name.endswith(SCALES)]:
+            scale = self.parameters.pop(name)[: LARGEST[0] // BLOCK, : LARGEST[1] // BLOCK]
+            self.parameters[name.removesuffix(SCALES)] *= scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
 def assert_has_shard(
@@ -174,5 +158,5 @@ def assert_has_shard(
         sent = content.to(dtype)
         if quantised and "_proj" in name:
             sent = dequantise_blocks(quantise_blocks(sent))
-        assert torch.equal(taken[name][:rows, :cols], sent.float()), name
+        assert torch.equal(taken[name][:rows, :cols].float(), sent.float()), name
         assert torch.isnan(taken[name][rows:]).all() and torch.isnan(taken[name][:, cols:]).all(), name

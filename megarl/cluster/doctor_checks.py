@@ -282,9 +282,9 @@ def check_temporary_directory(environment: MutableMapping[str, str]) -> Finding:
     if "RAY_TMPDIR" in environment:
         return fail(finding.check, message, "set RAY_TMPDIR to a shorter path, or unset it")
     if not job_environment.can_write(Path(job_environment.SHORT_TEMPORARY)):
-        return fail(finding.check, message, f"set TMPDIR to a shorter path: {job_environment.SHORT_TEMPORARY} takes no link")
-    message += f": a run reaches it by a short link in {job_environment.SHORT_TEMPORARY}"
-    return warn(finding.check, message, "set TMPDIR to a shorter path to do without the link")
+        return fail(finding.check, message, f"set TMPDIR to a shorter path: {job_environment.SHORT_TEMPORARY} takes no file")
+    message += f": a run takes {job_environment.SHORT_TEMPORARY} in its place"
+    return warn(finding.check, message, "set TMPDIR to a shorter path")
 
 
 def check_home(environment: MutableMapping[str, str]) -> Finding:

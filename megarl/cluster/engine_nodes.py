@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import platform as python_platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
-from megarl.cluster.job_environment import package_versions
-from megarl.cluster.ray_cluster import ClusterError, join_cluster, node_share, numbered_nodes
+from megarl.cluster.ray_cluster import ClusterError, join_cluster, numbered_nodes
 from megarl.planner.placement import Cluster, EnginePlace, PlacementError, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
-from megarl.weight_sync.transport import choose_transport
+from megarl.recipe.weight_sync_section import obstacle_to_mapping
+from megarl.weight_sync.transport import Transport, choose_transport
 
-# The first task on a node starts Python there.
-NODE_ANSWER_S = 120.0
 WAY_OUT = "end that Ray on every node (ray stop) and start the job again through launch/node.sh"
 
 
 class Stage(NamedTuple):
-    """The place of each engine, and the weight transport; "" where nothing is synced."""
+    """The place of each engine, and the weight transport; None where nothing is synced. `servers` are, by engine and worker,
+    the trainer ranks on the device of each worker, where trainer and engines share devices."""
 
     engines: tuple[EnginePlace, ...]
-    transport: str
+    transport: Transport | None
+    servers: tuple[tuple[int, ...], ...] = ()
 
 
 def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
@@ -35,12 +35,14 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
     cluster = find_cluster(recipe, variables)
     places = place_engines(recipe, cluster)
     if recipe.rollout.replay is not None:
-        return Stage(places, "")
+        return Stage(places, None)
     one_node = int(variables["WORLD_SIZE"]) == cluster.ranks_per_node and all(place.node == 0 for place in places)
     separate = recipe.rollout.placement == "separate"
     devices = {*range(cluster.ranks_per_node), *(device for place in places for device in place.devices)}
     no_peer_access = platform.pair_without_peer_access(devices) if one_node else None
-    transport = choose_transport(recipe.weight_sync.transport, platform.kind, one_node, separate, no_peer_access)
+    obstacle = obstacle_to_mapping(recipe, platform.kind == "cpu")
+    transport = choose_transport(recipe.weight_sync.transport, one_node, obstacle, no_peer_access)
+    servers = () if separate else servers_of(places, int(variables["WORLD_SIZE"]), cluster.ranks_per_node)
     master = variables["MASTER_ADDR"]
     remote = next((number for number, place in enumerate(places) if place.node), None)
     if remote is not None and (master == "localhost" or master.startswith("127.")):
@@ -48,7 +50,16 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
             f"rollout engine {remote} is on node {places[remote].node}, and MASTER_ADDR = {master} leads nowhere from "
             f"there: give torchrun an address of node 0 that the others reach (MASTER_ADDRESS in launch/node.sh)"
         )
-    return Stage(places, transport)
+    return Stage(places, transport, servers)
+
+
+def servers_of(places: Sequence[EnginePlace], ranks: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Return the trainer rank on the device of each worker, by engine; nothing where a node has no trainer rank."""
+    if any((place.node + 1) * ranks_per_node > ranks for place in places):
+        return ()
+    return tuple(
+        tuple(place.node * ranks_per_node + device % ranks_per_node for device in place.devices) for place in places
+    )
 
 
 def find_cluster(recipe: Recipe, variables: Mapping[str, str]) -> Cluster:
@@ -88,7 +99,7 @@ def one_machine(recipe: Recipe) -> Cluster:
 
 def ray_nodes(address: str) -> list[dict[str, Any]]:
     """Join the launcher's Ray cluster and return its nodes in order, as `ray.nodes` describes them. Raises ClusterError for
-    a cluster without numbered nodes, or with other package versions."""
+    a cluster without numbered nodes. The doctor compares the nodes' package versions (`launch/node.sh`)."""
     join_cluster(address)
     nodes = numbered_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -104,22 +115,6 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
     local_number = next((number for number, node in nodes.items() if node["NodeID"] == local_id), None)
     if local_number != 0:
         raise ClusterError(f"trainer rank 0 is on node {local_number} of the Ray cluster at {address}, not on 0: {WAY_OUT}")
-    remote = ray.remote(package_versions)
-    answers = [remote.options(num_cpus=0, resources=node_share(number)).remote() for number in numbers]
-    local_versions = package_versions()
-    for number, answer in zip(numbers, answers, strict=True):
-        try:
-            node_versions = ray.get(answer, timeout=NODE_ANSWER_S)
-        except (ray.exceptions.RayError, ImportError) as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise ClusterError(
-                f"node {number} of the Ray cluster at {address} cannot run megarl {local_versions['megarl']}: {reason}; "
-                f"{WAY_OUT}"
-            ) from error
-        unlike = [f"{name} {node_versions.get(name, 'none')}, not {version}" for name, version in local_versions.items()
-                  if node_versions.get(name) != version]  # fmt: skip
-        if unlike:
-            raise ClusterError(f"node {number} of the Ray cluster at {address} has {'; '.join(unlike)}: {WAY_OUT}")
     return [nodes[number] for number in numbers]
 
 

@@ -7,8 +7,6 @@ because Ray asks a node for its versions before anything else runs there.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -53,7 +51,7 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
     environment.setdefault("PYTHONUTF8", "1")  # files are UTF-8, whatever the locale
     temporary = temporary_directory(environment)
     if is_too_long(temporary):
-        temporary = environment["TMPDIR"] = short_name(temporary)
+        temporary = environment["TMPDIR"] = SHORT_TEMPORARY
     home = home_directory(environment)
     if not can_write(home):
         folder = _private_folder(Path(temporary) / f"megarl-cache-{os.getuid()}")
@@ -93,20 +91,6 @@ def temporary_directory(environment: MutableMapping[str, str]) -> str:
 def is_too_long(directory: str) -> bool:
     """Return whether Ray's and vLLM's sockets would have too long a path in this directory."""
     return len(os.fsencode(directory)) > LONGEST_TEMPORARY
-
-
-def short_name(directory: str) -> str:
-    """Return a short link to a directory, for sockets; SHORT_TEMPORARY where no link can be made."""
-    link = Path(SHORT_TEMPORARY) / f"megarl-{os.getuid()}-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]}"
-    if not os.path.isdir(directory):
-        return SHORT_TEMPORARY
-    try:
-        with contextlib.suppress(FileExistsError):
-            link.symlink_to(directory)
-        is_valid = link.lstat().st_uid == os.getuid() and os.readlink(link) == directory
-    except OSError:
-        return SHORT_TEMPORARY
-    return str(link) if is_valid else SHORT_TEMPORARY
 
 
 def can_write(directory: Path) -> bool:

@@ -7,10 +7,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from megarl.recipe import Recipe
 
@@ -23,22 +23,24 @@ class NodeError(Exception):
     """The job cannot start on this node, or lost a part that it needs; the message says which."""
 
 
-@dataclass(frozen=True)
-class NodeSettings:
+class NodeSettings(BaseModel):
     """Node `node_rank` of `num_nodes`. The first `trainer_nodes` run `ranks_per_node` trainer ranks each, the others only
-    engines. Node 0 is the `master`; Ray's head listens there at `ray_port`."""
+    engines. Node 0 is the `master`; Ray's head listens there at `ray_port`. The launcher's variables have the names of the
+    fields, but MASTER_ADDRESS and NODE_ADDRESS."""
 
-    num_nodes: int
-    node_rank: int
-    ranks_per_node: int
-    master: str
-    master_port: int
-    ray_port: int
-    trainer_nodes: int
-    address: str  # of this node, as the others reach it
-    max_restarts: int
-    join_timeout_s: float
-    log_dir: Path | None
+    model_config = ConfigDict(frozen=True, alias_generator=str.upper)
+
+    num_nodes: PositiveInt
+    node_rank: NonNegativeInt
+    ranks_per_node: PositiveInt
+    master: str = Field(alias="MASTER_ADDRESS")
+    master_port: PositiveInt = 29500
+    ray_port: PositiveInt = 6379
+    trainer_nodes: PositiveInt
+    address: str = Field("", alias="NODE_ADDRESS")  # of this node, as the others reach it
+    max_restarts: NonNegativeInt = 0
+    join_timeout_s: PositiveInt = 300
+    log_dir: Path | None = None
 
     @property
     def is_trainer(self) -> bool:
@@ -97,30 +99,21 @@ class NodeSettings:
 
 
 def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
-    """Read the settings. Raises ValueError with the variable, its value and the rule."""
-
-    def whole(name: str, minimum: int, default: int | None = None) -> int:
-        value = environment.get(name, "")
-        if not value and default is not None:
-            return default
-        if not value.isdecimal() or int(value) < minimum:
-            raise ValueError(f"{name} = {value or 'nothing'}: must be a whole number from {minimum} on")
-        return int(value)
-
-    master = environment.get("MASTER_ADDRESS", "")
-    if not master:
-        raise ValueError("MASTER_ADDRESS is not set: the name or address of node 0, as the others reach it")
-    num_nodes, node_rank = whole("NUM_NODES", 1), whole("NODE_RANK", 0)
-    trainer_nodes = whole("TRAINER_NODES", 1, num_nodes)
-    if node_rank >= num_nodes:
-        raise ValueError(f"NODE_RANK = {node_rank}: must be below NUM_NODES = {num_nodes}")
-    if trainer_nodes > num_nodes:
-        raise ValueError(f"TRAINER_NODES = {trainer_nodes}: must not be above NUM_NODES = {num_nodes}")
-    address = environment.get("NODE_ADDRESS")
+    """Read the settings. Raises ValueError with every wrong variable, its value and the rule."""
+    given = {name: value for name, value in environment.items() if value}
+    try:
+        settings = NodeSettings.model_validate({"TRAINER_NODES": given.get("NUM_NODES", "1")} | given)
+    except ValidationError as error:
+        faults = [(str(fault["loc"][0]), fault["msg"]) for fault in error.errors()]
+        raise ValueError("; ".join(f"{name} = {given.get(name, 'nothing')}: {rule}" for name, rule in faults)) from error
+    num_nodes, master = settings.num_nodes, settings.master
+    if settings.node_rank >= num_nodes:
+        raise ValueError(f"NODE_RANK = {settings.node_rank}: must be below NUM_NODES = {num_nodes}")
+    if settings.trainer_nodes > num_nodes:
+        raise ValueError(f"TRAINER_NODES = {settings.trainer_nodes}: must not be above NUM_NODES = {num_nodes}")
     try:
         number = socket.gethostbyname(master)
-        if not address:
-            address = address_towards(number)
+        address = settings.address or address_towards(number)
     except OSError as error:
         raise ValueError(f"MASTER_ADDRESS = {master}: no way there from this machine ({error})") from error
     if num_nodes > 1 and number != master and number.startswith("127."):
@@ -129,19 +122,8 @@ def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
             f"MASTER_ADDRESS = {master}: is {number} on this machine, which other nodes do not reach: give its "
             "number in their network, or correct /etc/hosts"
         )
-    return NodeSettings(
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        ranks_per_node=whole("RANKS_PER_NODE", 1),
-        master=master,
-        master_port=whole("MASTER_PORT", 1, 29500),
-        ray_port=whole("RAY_PORT", 1, 6379),
-        trainer_nodes=trainer_nodes,
-        address=address,
-        max_restarts=whole("MAX_RESTARTS", 0, 0),
-        join_timeout_s=whole("JOIN_TIMEOUT_S", 1, 300),
-        log_dir=Path(environment["LOG_DIR"]).absolute() if environment.get("LOG_DIR") else None,
-    )
+    log_dir = None if settings.log_dir is None else settings.log_dir.absolute()
+    return settings.model_copy(update={"address": address, "log_dir": log_dir})
 
 
 def address_towards(number: str) -> str:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from megarl.megatron.checkpoint import StoredRole, load_adapters
@@ -37,6 +37,8 @@ from megarl.recipe.role_sections import LoraSection
 from megarl.recipe.yaml_text import apply_overrides
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
+# A and B of adapters by the names of Megatron's weights; a rank's shards of them.
+Factors = Mapping[str, tuple[Tensor, Tensor]]
 _PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MAX_FILE_BYTES = 4 << 30
 
@@ -236,12 +238,27 @@ def export_adapter(run_dir: str | Path, target: str | Path) -> Path:
         (place,) = start_parallel([Layout()], recipe.run.seed, 300.0, local_rank=0).values()
         with place.active():
             adapters = stored_adapters(checkpoint, shape, lora, DTYPES[recipe.trainer.precision], place)
-    tensors = dict(peft_tensors(shape, adapters))
-    # PEFT's `adapter_config.json`.
+    files = peft_files(peft_tensors(shape, Layout(), [adapter_factors(adapters)]), lora, recipe.model.path)
+    with _renamed_when_complete(Path(target)) as directory:
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+    return checkpoint
+
+
+def adapter_factors(adapters: Mapping[str, Adapter]) -> Factors:
+    """Copy this rank's A and B of each adapter to the host."""
+    return {
+        name: (adapter.a.detach().to("cpu", copy=True), adapter.b.detach().to("cpu", copy=True))
+        for name, adapter in adapters.items()
+    }
+
+
+def peft_files(tensors: Mapping[str, Tensor], lora: LoraSection, base: str) -> dict[str, bytes]:
+    """Return the files of a PEFT directory by name."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": recipe.model.path,
+        "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
@@ -252,35 +269,32 @@ def export_adapter(run_dir: str | Path, target: str | Path) -> Path:
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "inference_mode": True,
     }
-    with _renamed_when_complete(Path(target)) as directory:
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_json(directory / "adapter_config.json", config)
-    return checkpoint
+    return {
+        "adapter_model.safetensors": save(dict(tensors), metadata={"format": "pt"}),
+        "adapter_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }
 
 
-def peft_tensors(shape: ModelShape, adapters: Mapping[str, Adapter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield both factors of every checkpoint weight that has an adapter, by PEFT's names.
+def peft_tensors(shape: ModelShape, layout: Layout, factors: Sequence[Factors]) -> dict[str, Tensor]:
+    """Return both factors of every checkpoint weight that has an adapter, whole, by PEFT's names.
 
-    `adapters` are whole, by the names of Megatron's weights. A fused weight holds several checkpoint weights: all have the
-    same A, and each has its rows of B.
+    `factors` are those of each rank. A fused weight holds several checkpoint weights: all have the same A, and each has its
+    rows of B.
     """
-    factors: dict[str, tuple[Tensor, Tensor]] = {}
-    for part in rank_segments(shape, Layout(), 0, 0):
-        if part.parameter not in adapters:
-            continue
-        adapter = adapters[part.parameter]
-        a, b = adapter.a.detach(), adapter.b.detach()
-        rows, columns = part.row1 - part.row0, part.col1 - part.col0
-        # On one rank a segment has all columns of its weight; the rows may come in several segments.
-        assert (part.col0, part.local_col, columns) == (0, 0, a.shape[1]), part
-        piece = b[part.local_row : part.local_row + rows]
-        held = factors.get(part.name)
-        assert part.row0 == (0 if held is None else len(held[1])), f"{part.name} comes out of order"
-        factors[part.name] = (a, piece if held is None else torch.cat([held[1], piece]))
-    for name, (a, b) in factors.items():
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        yield f"{prefix}.lora_A.weight", a.clone()  # a copy: one file holds no tensor twice
-        yield f"{prefix}.lora_B.weight", b.clone()
+    sizes, tensors = checkpoint_sizes(shape), dict[str, Tensor]()
+    for rank, held in enumerate(factors):
+        tensor_rank, pipeline_rank, _, _ = layout.coordinates(rank)
+        for part in rank_segments(shape, layout, tensor_rank, pipeline_rank):
+            if part.parameter not in held:
+                continue
+            a, b = held[part.parameter]
+            (all_rows, all_columns), rows, columns = sizes[part.name], part.row1 - part.row0, part.col1 - part.col0
+            prefix = f"base_model.model.{part.name.removesuffix('.weight')}"
+            whole_a = tensors.setdefault(f"{prefix}.lora_A.weight", a.new_zeros(len(a), all_columns))
+            whole_b = tensors.setdefault(f"{prefix}.lora_B.weight", b.new_zeros(all_rows, len(a)))
+            whole_a[:, part.col0 : part.col1] = a[:, part.local_col : part.local_col + columns]
+            whole_b[part.row0 : part.row1] = b[part.local_row : part.local_row + rows]
+    return tensors
 
 
 def main(run_dir: str, target: str, *options: str) -> int:

@@ -15,6 +15,7 @@ backward pass are in the model's precision, as in any linear layer, and their su
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,15 @@ class LogProbabilities:
         """
         logprobs, entropies = _Head.apply(hidden, weight, targets, self, entropy)
         return {"logprobs": logprobs, "entropy": entropies} if entropy else {"logprobs": logprobs}
+
+    @contextmanager
+    def at(self, temperature: float) -> Iterator[None]:
+        """Use another temperature inside the block."""
+        before, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = before
 
     def first_column(self, weight: Tensor) -> int:
         return self.group.rank() * len(weight)

@@ -156,11 +156,11 @@ class MergedShards(Mapping[str, Tensor]):
 
     def __init__(self, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
         """`adapters` are by the names of their weights."""
-        self._parameters, self._adapters = parameters, adapters
+        self._parameters, self.adapters = parameters, adapters
 
     def __getitem__(self, name: str) -> Tensor:
         parameter = self._parameters[name].detach()
-        return self._adapters[name].merged_into(parameter) if name in self._adapters else parameter
+        return self.adapters[name].merged_into(parameter) if name in self.adapters else parameter
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

@@ -144,7 +144,7 @@ def _recompute_settings(memory: MemorySection) -> dict[str, Any]:
     settings: dict[str, Any] = {"recompute_granularity": memory.recompute}
     if memory.recompute == "selective":  # megatron-core refuses `mla_up_proj` for any latent attention but its own
         return settings | {"recompute_modules": [name for name in memory.recompute_modules if name != "mla_up_proj"]}
-    return settings | {"recompute_method": memory.recompute_method, "recompute_num_layers": memory.recompute_num_layers}
+    return settings | {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def fusion_settings(shape: ModelShape, spec: str, router_replay: bool) -> dict[str, bool]:

@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -247,23 +246,26 @@ class Role:
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
     def forward(
-        self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
+        self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True, sampled: bool = True
     ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
         """Run a plan's only mini-batch without gradients; returns the outputs of this data-parallel rank's sequences, name
         -> sample -> fp32 [own tokens], and the shapes that ran.
 
         Only the last pipeline stage has outputs. Without `adapted` the adapters are off and the base model runs.
+        Without `sampled` the tokens are no rollout's: the temperature is 1, and routers choose the experts themselves.
         """
         assert self.offload.is_present(), f"the {self.role}'s weights are offloaded: enter present()"
         for model in self.models:
             model.eval()
-        with self.place.active(), torch.no_grad(), switched_off(() if adapted else self.adapters.values()):
+        temperature = self.head.temperature if sampled else 1.0
+        adapters = switched_off(() if adapted else self.adapters.values())
+        with self.place.active(), torch.no_grad(), adapters, self.head.at(temperature):
             stored, executed = self._run(
                 batch,
                 mini_batch,
                 lambda micro, output: (micro, self._outputs(micro, output, entropy=False)),
                 forward_only=True,
-                replay=self.router_replay if adapted else None,  # the base model chooses its experts itself
+                replay=self.router_replay if adapted and sampled else None,  # the base model chooses its experts itself
             )
         results: dict[str, dict[int, Tensor]] = {}
         samples = [sample for micro, _ in stored for sample in micro.samples]
@@ -470,9 +472,7 @@ class Role:
         overlap_parameters."""
         assert self.offload.is_present(), f"the {self.role}'s weights are offloaded: enter present()"
         self.gather_weights()
-        shards = merged_shards(self.models, self.place.layout)
-        # The proxy keeps the sync from moving offloaded weights to shared memory, which cannot be offloaded.
-        return MappingProxyType(shards) if isinstance(shards, dict) and self.offload.moves_weights else shards
+        return merged_shards(self.models, self.place.layout)
 
 
 def over_context(local: Tensor, micro: PackedMicroBatch, place: Place) -> Tensor:

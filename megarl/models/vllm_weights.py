@@ -147,37 +147,37 @@ def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int)
 
 def check_layout(shape: ModelShape, rollout: RolloutLayout) -> None:
     """Raise ValueError naming the key of the `rollout` section that cannot shard the model."""
-    _check_tensor(shape, rollout)
-    if rollout.pipeline > shape.num_layers:
-        raise ValueError(f"rollout.pipeline = {rollout.pipeline} must be at most the {shape.num_layers} layers")
-    if shape.experts is None:
-        if rollout.expert_parallel:
-            raise ValueError("rollout.expert_parallel = true needs a model with experts; false always works")
-        return
-    product = f"rollout.tensor x rollout.data = {rollout.tensor} x {rollout.data}"
-    if rollout.expert_parallel and rollout.tensor * rollout.data > shape.experts.count:
-        raise ValueError(f"{product} must be at most the {shape.experts.count} experts that are dealt over them")
-    if not rollout.expert_parallel and shape.experts.ffn % (rollout.tensor * rollout.data):
-        raise ValueError(
-            f"{product} must divide the {shape.experts.ffn} feed-forward rows of an expert; "
-            "rollout.expert_parallel = true leaves experts whole"
-        )
+    for size, rule in layout_faults(shape, rollout):
+        raise ValueError(f"rollout.{size} = {str(getattr(rollout, size)).lower()} {rule}")
 
 
-def _check_tensor(shape: ModelShape, rollout: RolloutLayout) -> None:
-    tensor, rows = rollout.tensor, _cut_rows(shape, rollout)
+def layout_faults(shape: ModelShape, rollout: RolloutLayout) -> Iterator[tuple[str, str]]:
+    """Yield each size of an engine's layout that cannot shard the model, with the rule that it breaks."""
+    tensor, data, experts, rows = rollout.tensor, rollout.data, shape.experts, _cut_rows(shape, rollout)
     rules = {
         f"divide the {shape.heads} attention heads": shape.heads % tensor == 0,
         f"divide the {shape.groups} key-value groups or be a multiple of them": (
             shape.groups % tensor == 0 or tensor % shape.groups == 0
         ),
         f"divide the {' and '.join(map(str, rows))} feed-forward rows": all(row % tensor == 0 for row in rows),
-        "be at most the number of experts": shape.experts is None or tensor <= shape.experts.count,
+        "be at most the number of experts": experts is None or tensor <= experts.count,
         f"divide the {padded_vocab(shape)} padded vocabulary rows": padded_vocab(shape) % tensor == 0,
     }
-    for rule, holds in rules.items():
-        if not holds:
-            raise ValueError(f"rollout.tensor = {tensor} must {rule}; 1 always does")
+    broken = [f"must {rule}" for rule, holds in rules.items() if not holds]
+    if broken:
+        yield "tensor", broken[0]
+    if rollout.pipeline > shape.num_layers:
+        yield "pipeline", f"must be at most the {shape.num_layers} layers of the model: each stage has one"
+    if experts is None and rollout.expert_parallel:
+        yield "expert_parallel", "needs a model with experts"
+    if experts is None or broken:
+        return
+    # Tensor ranks of all data-parallel ranks share the experts: whole ones under expert parallelism, else parts of each.
+    size, product = "data" if data > 1 else "tensor", f"is a factor: rollout.tensor x rollout.data = {tensor} x {data}"
+    if rollout.expert_parallel and tensor * data > experts.count:
+        yield size, f"{product} must be at most the {experts.count} experts"
+    if not rollout.expert_parallel and experts.ffn % (tensor * data):
+        yield size, f"{product} must divide the {experts.ffn} feed-forward rows of an expert"
 
 
 def _cut_rows(shape: ModelShape, rollout: RolloutLayout) -> list[int]:

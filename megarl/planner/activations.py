@@ -41,7 +41,7 @@ Attention works in blocks: nothing grows with the square of a length. Under a pi
 
 from __future__ import annotations
 
-from megarl.models.megatron_weights import chunk_layers, stage_layers
+from megarl.models.megatron_weights import stage_layers
 from megarl.planner.roles import PlannedRole
 from megarl.schedule.logit_blocks import bytes_of, largest_block
 
@@ -56,18 +56,14 @@ PREFETCH_BYTES = 256 << 20
 def saved_by_stage(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each token that a stage's layers keep until their backward pass, on the device or, with
     `offload_activations`, on the host."""
-    layout, memory = role.layout, role.memory
-    # Of layers that are recomputed together, the first keeps its input for all.
-    step = memory.recompute_num_layers if memory.recompute == "full" and memory.recompute_method == "uniform" else 1
-    chunks = [chunk_layers(role.shape, layout, pipeline_rank, chunk) for chunk in range(layout.virtual_pipeline)]
-    return sum(_saved_by(role, layer, pipeline_rank) for chunk in chunks for layer in chunk[::step])
+    return sum(_saved_by(role, layer, pipeline_rank) for layer in stage_layers(role.shape, role.layout, pipeline_rank))
 
 
 def _saved_by(role: PlannedRole, layer: int, pipeline_rank: int) -> int:
     hidden, width, modules = hidden_width(role), role.bytes_per_weight, role.recomputed_modules
     if role.passes_nothing_back(layer, pipeline_rank):
         return 0
-    if role.recomputes_whole(layer):
+    if role.recomputes_whole:
         return hidden * width
     kept = saved_per_token(role, layer) - sum(recomputed_per_token(role, layer))
     if layer < role.freeze.layers:
@@ -92,7 +88,7 @@ def copied_by_stage(role: PlannedRole, pipeline_rank: int) -> int:
 
 def attends_again(role: PlannedRole, layer: int) -> bool:
     """Whether the backward pass runs a layer's attention again."""
-    return "core_attn" in role.recomputed_modules or role.recomputes_whole(layer)
+    return "core_attn" in role.recomputed_modules or role.recomputes_whole
 
 
 def copied_per_row(role: PlannedRole) -> int:
@@ -169,8 +165,7 @@ def passed_per_token(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each token that a stage keeps, until its backward pass, of what it received, and in a virtual pipeline of
     what it sent; other pipelines free what they sent."""
     width, layout = role.bytes_per_weight, role.layout
-    first_layer = stage_layers(role.shape, layout, pipeline_rank)[0]
-    kept_by_layer = width == _FP32 or role.recomputes_whole(first_layer)
+    kept_by_layer = width == _FP32 or role.recomputes_whole
     # The schedule keeps the input on the device even where activations are offloaded.
     received = pipeline_rank > 0 and (role.memory.offload_activations or not kept_by_layer)
     last = pipeline_rank == layout.pipeline - 1
@@ -201,13 +196,8 @@ def backward_per_token(role: PlannedRole, pipeline_rank: int) -> int:
         kept = experts_saved_per_token(role)
     norm = (5 * _FP32 - width) * hidden - kept
     final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
-    # What recompute did not keep, of the last layers of one chunk or of a part of the last layer, is there again by then.
-    if role.recomputes_whole(last):
-        chunk = chunk_layers(role.shape, role.layout, pipeline_rank, role.layout.virtual_pipeline - 1)
-        size = role.memory.recompute_num_layers if role.memory.recompute_method == "uniform" else 1
-        again = sum(saved_per_token(role, layer) for layer in chunk[-((len(chunk) - 1) % size + 1) :])
-    else:
-        again = max(recomputed_per_token(role, last))
+    # What recompute did not keep of the last layer, or of a part of it, is there again by then.
+    again = saved_per_token(role, last) if role.recomputes_whole else max(recomputed_per_token(role, last))
     if not role.memory.offload_activations:
         return max(again + feed_forward, again + norm, final_norm)
     # With offloaded activations a layer's forward pass needs more than its backward pass, whose operations fetch their

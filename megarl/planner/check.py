@@ -1,39 +1,37 @@
-"""`megarl check` with a forecast: several recipes, one after the other, as tables for a terminal or as one JSON document.
+"""`megarl check`: several recipes, one after the other, as tables for a terminal or as one JSON document.
 
 The document has bytes, seconds and operations as plain numbers and shares between 0 and 1.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.planner.advice import MIB, PlanAdvice, advise, fit, gib
 from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecast, forecast, job_of
 from megarl.planner.lengths import LengthsError, ReadMetrics
-from megarl.planner.measured import Measured, MeasuredError, measured
-from megarl.planner.memory_estimate import RESERVE, DeviceMemory
+from megarl.planner.memory_estimate import RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.phase_table import concurrency, engine_name, layout_name
-from megarl.recipe.sizes import GIB
+from megarl.recipe.phase_table import concurrency, engine_lines, engine_name, layout_name, phase_table
 
 # Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
 PHASE_COLUMNS = ("phase", "layout", "micro-batch")
 NUMBER_COLUMNS = (
     "mini-\nbatches", "micro-\nbatches", "useful", "imbal-\nance", "bubble", "effi-\nciency",
-    "{unit}\nplanned", "{unit}\nat worst", "TFLOP", "seconds",
+    "memory\nplanned", "memory\nat worst", "TFLOP", "seconds",
 )  # fmt: skip
 NOTES = (
     "max_tokens and micro-batches are per data-parallel rank; useful: tokens / slots, alignment padding included; "
@@ -46,7 +44,7 @@ NOTES = (
 @dataclass(frozen=True)
 class CheckRequest:
     """The options of `megarl check`: `lengths` as `find_lengths` takes them, `tflops` in place of the recipe's, nodes as
-    `find_placement` takes them, and the `run` directory whose seconds `measured` takes."""
+    `find_placement` takes them."""
 
     plan: bool
     suggest: bool
@@ -57,7 +55,11 @@ class CheckRequest:
     read_metrics: ReadMetrics
     devices_per_node: int | None = None
     ranks_per_node: int | None = None
-    run: str | None = None
+
+    @property
+    def forecasts(self) -> bool:
+        """Whether an option asks for more than the table of phases and the placement."""
+        return self.plan or self.suggest or self.as_json
 
     def job(self, recipe: Recipe) -> Job:
         lengths = DEFAULT_LENGTHS if self.lengths is None else self.lengths
@@ -96,34 +98,52 @@ def check_recipes(
 
 def _check(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
     """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
-    try:
-        job = request.job(recipe)
-        earlier = None if request.run is None else measured(request.run, recipe, request.seed, request.read_metrics)
-    except (LengthsError, MeasuredError) as error:
-        _print_error(path, error)
-        return BAD_INPUT, {"recipe": path, "legal": True, "error": str(error)}
-    if earlier is not None:
-        job = replace(job, rates=earlier.rates)
-    plan, unseen, lines = forecast(job), not_checked(recipe), list[str]()
-    advice = [*fit(plan), *advise(plan)]
-    _print_name(path, recipe, request, console)
+    status, unseen, lines = 0, not_checked(recipe), list[str]()
+    entry: dict[str, Any] = {"recipe": path, "legal": True}
+    if request.forecasts:
+        try:
+            job = request.job(recipe)
+        except LengthsError as error:
+            _print_error(path, error)
+            return BAD_INPUT, entry | {"error": str(error)}
+        plan = forecast(job)
+        entry |= _document(recipe, plan)
+        _print_name(path, recipe, request, console)
+    else:
+        _show_phases(console, recipe)
+        lines += engine_lines(recipe)
+    entry |= {"not_checked": unseen, "placement": None}
     try:
         placed = find_placement(recipe, request.devices_per_node, request.ranks_per_node)
-        status, placement = 0, dict[str, Any](placement=document(placed))
-        lines = placement_lines(recipe, placed)
+        entry["placement"] = document(placed)
+        lines += placement_lines(recipe, placed)
     except PlacementError as error:
         _print_error(path, error)
-        status, placement = BAD_INPUT, {"placement": None, "error": str(error)}
+        status, entry["error"] = BAD_INPUT, str(error)
     if not request.as_json:
         for line in [*unseen, *lines]:
             console.print(line, markup=False, soft_wrap=True)
     if request.plan and not request.as_json:
-        _show_plan(console, recipe, plan, advice, earlier)
-    entry = _document(path, recipe, plan, advice, earlier) | {"not_checked": unseen} | placement
+        _show_plan(console, recipe, plan)
     if not request.suggest:
         return status, entry
     suggest_status, suggested = _suggestions(path, job, request, console)
     return max(status, suggest_status), entry | suggested
+
+
+def _show_phases(console: Console, recipe: Recipe) -> None:
+    """What each phase does at most."""
+    console.print(
+        f"{recipe.run.name}: {recipe.run.steps} steps, {recipe.num_sequences} sequences a step of at most "
+        f"{recipe.max_sequence_tokens} tokens, {recipe.trainer.ranks} trainer ranks",
+        markup=False,
+    )
+    table = Table("phase", "role", "layout", "micro-batch", "mini-batch")
+    for title in ("data\nparallel", "worst-case\nmicro-batches", "bubble"):
+        table.add_column(title, justify="right")
+    for row in phase_table(recipe):
+        table.add_row(*astuple(row))
+    console.print(table)
 
 
 def _suggestions_for_caps(path: str, overrides: list[str], request: CheckRequest, console: Console) -> dict[str, Any]:
@@ -152,7 +172,7 @@ def _suggestions(path: str, job: Job, request: CheckRequest, console: Console) -
             console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
         return NOTHING_FITS, {"suggestions": [], "nothing_fits": str(error)}
     if not request.as_json:
-        # Not through markup or wrapping: this is YAML.
+        # Not through markup or wrapping: these are words of a shell.
         for line in ["suggested:", *suggestion_lines(suggestions)]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0, {"suggestions": [asdict(suggestion) for suggestion in suggestions], "nothing_fits": None}
@@ -167,24 +187,14 @@ def _print_error(path: str, error: ValueError) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{escape(path)}[/]: {escape(str(error))}")
 
 
-def suggestion_lines(suggestions: list[Suggestion], depth: int = 0) -> list[str]:
-    """The suggestions as YAML to paste: sections nested, each key's reason as a comment."""
-    lines: list[str] = []
-    sections: dict[str, list[Suggestion]] = {}
-    for suggestion in suggestions:
-        section, _, rest = suggestion.key.partition(".")
-        sections.setdefault(section, []).append(replace(suggestion, key=rest))
-    for section, members in sections.items():
-        if members[0].key:
-            lines += [f"{'  ' * depth}{section}:", *suggestion_lines(members, depth + 1)]
-        else:
-            value = yaml.safe_dump(members[0].value, default_flow_style=True, sort_keys=False, width=200)
-            lines.append(f"{'  ' * depth}{section}: {value.strip().removesuffix('...').strip()}  # {members[0].reason}")
-    return lines
+def suggestion_lines(suggestions: list[Suggestion]) -> list[str]:
+    """The suggestions as overrides to paste into a shell, each with its reason as a comment."""
+    pairs = [(shlex.quote(f"{one.key}={json.dumps(one.value)}"), one.reason) for one in suggestions]
+    return [f"{override}  # {reason}" for override, reason in pairs]
 
 
-def _show_plan(console: Console, recipe: Recipe, plan: Forecast, advice: list[PlanAdvice], earlier: Measured | None) -> None:
-    """The phases of one step, the memory of one device, and the advice; seconds are by what an `earlier` run measured."""
+def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
+    """The phases of one step, and the memory of one device."""
 
     def show(line: str, **style: str) -> None:
         console.print(escape(line), soft_wrap=True, **style)  # type: ignore[arg-type]
@@ -192,28 +202,21 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast, advice: list[Pl
     totals = plan.job.lengths.totals
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
-    console.print(_phase_table(recipe, plan, earlier))
-    if earlier is not None:
-        show(earlier.text)
+    console.print(_phase_table(recipe, plan))
     if recipe.critic_warmup_steps:
         show(f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
     show(NOTES, style="dim")
-    unit = _unit(plan)
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{unit} of one device at worst", title_justify="left", title_style=""
+        box=box.SIMPLE_HEAD, pad_edge=False, title="memory of one device at worst", title_justify="left", title_style=""
     )
     kinds = [field.name for field in fields(DeviceMemory)]
     for title in ("phase", *kinds, "total"):
         table.add_column(title, justify="left" if title == "phase" else "right")
     for phase, memory in plan.worst_memory.items():
-        table.add_row(phase, *(_size(getattr(memory, kind), unit) for kind in (*kinds, "total")))
+        table.add_row(phase, *(gib(getattr(memory, kind)) for kind in (*kinds, "total")))
     console.print(table)
     for line in memory_lines(plan):
         show(line)
-    for warning in advice:
-        console.print(f"[yellow]warning[/] [bold]{escape(warning.phase)}[/] {escape(warning.text)}", soft_wrap=True)
-    if not advice:
-        show("no warnings: no legal change that the planner tries does better")
 
 
 def memory_lines(plan: Forecast) -> list[str]:
@@ -234,30 +237,31 @@ def memory_lines(plan: Forecast) -> list[str]:
         return [*lines, f"device: not stated; {hint}"]
     usable = f"{gib(job.usable_bytes or 0)} usable, {RESERVE:.0%} in reserve"
     peak = f"{gib(plan.device_peak)} at worst in {plan.fullest}, engines included"
-    lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {'fits' if plan.fits else 'DOES NOT FIT'}")
+    verdict = "fits" if plan.fits else "DOES NOT FIT; --suggest looks for what does"
+    lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {verdict}")
     if plan.safe_utilization is not None:
         lines.append(f"largest safe rollout.memory_utilization: {plan.safe_utilization:.3f}")
     caps = ", ".join(f"{phase.phase} {phase.largest_cap or 'none'}" for phase in plan.phases)
     return [*lines, f"largest max_tokens that fits: {caps}"]
 
 
-def _phase_table(recipe: Recipe, plan: Forecast, earlier: Measured | None) -> Table:
-    table, unit = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), _unit(plan)
+def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in PHASE_COLUMNS:
         table.add_column(title, no_wrap=True)
     for title in NUMBER_COLUMNS:
-        table.add_column(title.format(unit=unit), justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=True)
     phases = {phase.phase: phase for phase in plan.phases}
     for name in recipe.running_phases:
         if name in phases:
-            table.add_row(*_role_cells(phases[name], unit))
+            table.add_row(*_role_cells(phases[name]))
         else:
-            cells = _other_cells(recipe, plan, name, earlier)
+            cells = _other_cells(recipe, plan, name)
             table.add_row(*(cells.get(column, "") for column in (*PHASE_COLUMNS, *NUMBER_COLUMNS)))
     return table
 
 
-def _role_cells(phase: PhaseForecast, unit: str) -> list[str]:
+def _role_cells(phase: PhaseForecast) -> list[str]:
     schedule, layout, quality = phase.schedule, phase.role.layout, phase.quality
     return [
         phase.phase,
@@ -269,18 +273,16 @@ def _role_cells(phase: PhaseForecast, unit: str) -> list[str]:
         f"{quality.imbalance:.3f}",
         f"{quality.bubble_share:.1%}",
         f"{quality.efficiency:.3f}",
-        _size(phase.memory.total, unit),
-        _size(phase.worst_memory.total, unit),
+        gib(phase.memory.total),
+        gib(phase.worst_memory.total),
         _short(phase.flops / 1e12),
         "" if phase.seconds is None else _short(phase.seconds),
     ]
 
 
-def _other_cells(recipe: Recipe, plan: Forecast, phase: str, earlier: Measured | None) -> dict[str, str]:
-    """The cells of a phase that no Megatron role runs; its time is known only from an `earlier` run."""
+def _other_cells(recipe: Recipe, plan: Forecast, phase: str) -> dict[str, str]:
+    """The cells of a phase that no Megatron role runs."""
     engines, cells = plan.job.engines, {"phase": phase}
-    seconds = None if earlier is None else earlier.other_seconds(plan, phase)
-    cells["seconds"] = "" if seconds is None else _short(seconds)
     if phase == "rollout":
         cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
         cells["micro-batch"] = concurrency(recipe)
@@ -293,15 +295,6 @@ def _other_cells(recipe: Recipe, plan: Forecast, phase: str, earlier: Measured |
     return cells
 
 
-def _unit(plan: Forecast) -> str:
-    """GiB, or MiB where all of the trainer is small."""
-    return "GiB" if plan.trainer_peak >= GIB else "MiB"
-
-
-def _size(num_bytes: int, unit: str) -> str:
-    return _short(num_bytes / (GIB if unit == "GiB" else MIB))
-
-
 def _short(number: float) -> str:
     """Three digits, without an exponent where a reader needs none."""
     if 1e-3 <= abs(number) < 1000 or number == 0:
@@ -309,37 +302,16 @@ def _short(number: float) -> str:
     return f"{number:.2e}" if number < 1 else f"{number:.0f}"
 
 
-def _document(
-    path: str, recipe: Recipe, plan: Forecast, advice: list[PlanAdvice], earlier: Measured | None
-) -> dict[str, Any]:
-    """The entry of a legal recipe: its phases, its memory, the advice, and what an `earlier` run measured."""
-    job, lengths, from_run = plan.job, plan.job.lengths, None
-    if earlier is not None:
-        seconds = {phase.phase: phase.seconds for phase in plan.phases}
-        others = {name: earlier.other_seconds(plan, name) for name in recipe.running_phases if name not in seconds}
-        from_run = {
-            "run": str(earlier.directory),
-            "steps": earlier.num_steps,
-            "seconds": others | seconds,
-            "peak_bytes": earlier.peak_bytes,
-            "estimated_bytes": earlier.estimated_bytes,
-        }
+def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
+    """The entry of a legal recipe: its phases and its memory."""
+    job, lengths = plan.job, plan.job.lengths
     return {
-        "recipe": path,
-        "legal": True,
         "name": recipe.run.name,
         "running_phases": list(recipe.running_phases),
         "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
-        "lengths": {
-            "origin": lengths.origin,
-            "sequences": len(lengths.totals),
-            "tokens": sum(lengths.totals),
-            "longest": max(lengths.totals),
-            "completion_tokens": sum(lengths.completions),
-        },
+        "lengths": lengths.origin,
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
-        "rollout": {"flops": plan.rollout_flops, "waves": plan.waves},
-        "measured": from_run,
+        "rollout_flops": plan.rollout_flops,
         "device": {
             "memory_bytes": job.device_bytes,
             "usable_bytes": job.usable_bytes,
@@ -348,11 +320,9 @@ def _document(
             "fits": plan.fits,
             "engine_bytes": job.engine_bytes,
             "worst_memory": {phase: _memory_document(memory) for phase, memory in plan.worst_memory.items()},
-            "engine_rank": None if job.engines is None else _memory_document(job.engines.memory),
             "engine_share": job.engine_share,
             "safe_memory_utilization": plan.safe_utilization,
         },
-        "warnings": [asdict(warning) for warning in advice],
     }
 
 

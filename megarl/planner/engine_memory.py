@@ -36,7 +36,7 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 # vLLM captures 51 graphs of mixed batches and 35 of decode batches. Its log of Llama-3.2-1B (vLLM pull request 11349) says
 # 0.21 GiB for 35 graphs of 16 layers.
 NUM_GRAPHS, GRAPH_BYTES = 86, 400 << 10
-CACHE_BLOCK_TOKENS, MIB = 16, 2**20
+CACHE_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _computed_again(role: PlannedRole) -> tuple[int, tuple[tuple[int, int], ...]
         experts = shape.experts if shape.has_experts(layer) else None
         feed_forward = shape.hidden * shape.active_rows(layer)
         window = shape.windows[layer] if shape.windows else 0
-        if role.recomputes_whole(layer):
+        if role.recomputes_whole:
             weights += matrix_weights(shape) + feed_forward
             weights += 0 if role.lora is None else layer_adapters(shape, role.lora, tensor=1)
             windows[window] += 1

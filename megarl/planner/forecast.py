@@ -7,8 +7,7 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap
 
 from megarl.planner.engine_memory import PlannedEngines
@@ -39,8 +38,7 @@ class Job:
     """One step to forecast.
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
-    `kl_in_reward` says that the reward reads actor_logprob. `device_bytes` and `tflops` are of one trainer rank's device,
-    None where nobody said. `rates` are measured operations a second of a rank by phase; they win over `tflops`.
+    `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -49,10 +47,8 @@ class Job:
     limits: BatchLimits
     seed: int
     engines: PlannedEngines | None
-    kl_in_reward: bool = False
     device_bytes: int | None = None
     tflops: float | None = None
-    rates: Mapping[str, float] = field(default_factory=dict)
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -122,7 +118,6 @@ def job_of(
         limits=limits,
         seed=seed,
         engines=engines_of(recipe, roles["actor"].shape),
-        kl_in_reward=recipe.algorithm.kl is not None and recipe.algorithm.kl.place == "reward",
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
     )
@@ -156,22 +151,16 @@ class PhaseForecast:
 class Forecast:
     """One step: its engine phases, and the memory of one device.
 
-    `rollout_flops` are those of prefill and decoding together; `waves` counts how often the engines' concurrent
-    sequences must be renewed. `worst_memory` is the fullest device by phase, with everything on it: of engine phases, and of
-    those in which vLLM's engines work. `engine_room` is what one worker of an engine may take.
+    `rollout_flops` are those of prefill and decoding together. `worst_memory` is the fullest device by phase, with
+    everything on it: of engine phases, and of those in which vLLM's engines work. `engine_room` is what one worker of an
+    engine may take.
     """
 
     job: Job
     phases: tuple[PhaseForecast, ...]
     rollout_flops: float
-    waves: int | None
     worst_memory: dict[str, DeviceMemory]
     engine_room: int | None
-
-    @property
-    def trainer_peak(self) -> int:
-        """Bytes of the fullest trainer rank in the worst case, without engines."""
-        return max(phase.worst_memory.total for phase in self.phases)
 
     @property
     def fullest(self) -> str:
@@ -200,12 +189,11 @@ class Forecast:
 def forecast(job: Job) -> Forecast:
     """The forecast of one step."""
     phases = tuple(forecast_phase(job, schedule) for schedule in job.schedules)
-    shape, lengths, engines = job.role("actor_update").shape, job.lengths, job.engines
+    shape, lengths = job.role("actor_update").shape, job.lengths
     pairs = zip(lengths.totals, lengths.completions, strict=True)
-    waves = None if engines is None else -(-job.limits.num_sequences // (engines.count * engines.max_concurrent))
     worst = {phase.phase: phase.worst_memory for phase in phases}
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
-    return Forecast(job, phases, flops, waves, on_devices(job, worst), engine_room(job, list(worst.values())))
+    return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())))
 
 
 def on_devices(job: Job, worst: dict[str, DeviceMemory]) -> dict[str, DeviceMemory]:
@@ -247,7 +235,6 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     spared = [length for micro_batch in micro_batches for length in micro_batch.spared(job.lengths.prompts)]
     flops = schedule.epochs * sum(starmap(operations, zip(lengths, completions, strict=True)))
     flops -= sum(operations(length, 0) for length in spared)
-    rate = job.rates.get(schedule.phase, None if job.tflops is None else job.tflops * 1e12)
     planned_load = Load(
         schedule.is_update,
         slots=max(micro_batch.slots for micro_batch in micro_batches),
@@ -265,7 +252,7 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
         worst_memory(job, schedule),
         cap_that_fits(job, schedule),
         flops,
-        None if rate is None else flops / (job.ranks * rate * plan_quality.efficiency),
+        None if job.tflops is None else flops / (job.ranks * job.tflops * 1e12 * plan_quality.efficiency),
     )
 
 

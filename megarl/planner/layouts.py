@@ -50,12 +50,6 @@ def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
     return replace(job, roles=tuple(replace(role, layout=layouts.get(role.name, role.layout)) for role in job.roles))
 
 
-def layout_text(layout: Layout) -> str:
-    """A layout as a recipe writes it."""
-    values = layout_values(layout).items()
-    return "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in values) + "}"
-
-
 def layout_values(layout: Layout) -> dict[str, int]:
     """The keys of a layout in a recipe; expert keys only where they are not the default."""
     values: dict[str, int] = {"tensor": layout.tensor, "pipeline": layout.pipeline}

@@ -1,17 +1,13 @@
-"""The lengths that a step is planned for: drawn from a distribution, read from a file, or drawn like an earlier run's.
+"""The lengths that a step is planned for: drawn from a distribution, or like an earlier run's.
 
 - A distribution gives completion lengths in 1 ... `rollout.max_new_tokens`. Each group gets one prompt length, uniform
   from half of `data.max_prompt_tokens` to all of it: that key is set with a look at the data, so prompts come near it.
-- A file has one sequence a row: LENGTH, or PROMPT COMPLETION, or a JSON object with `prompt_tokens` and
-  `completion_tokens`. A row with one number is a whole sequence; its prompt is the share that the prompt has of the longest
-  legal sequence. If the file has not one row for each sequence of the step, rows are drawn with replacement.
 - A run directory gives the quantiles of completion lengths, as their mean over steps; lengths are drawn by inverse
   interpolation between them. Every prompt has the run's mean length.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from bisect import bisect_right
 from collections.abc import Callable
@@ -51,9 +47,9 @@ class Lengths:
 
 
 def find_lengths(source: str, limits: BatchLimits, seed: int, read_metrics: ReadMetrics | None = None) -> Lengths:
-    """Lengths of one step from a distribution's name, a file or a run directory.
+    """Lengths of one step from a distribution's name or a run directory.
 
-    Raises LengthsError naming `--lengths`, its value and what is wrong; for a file also the row.
+    Raises LengthsError naming `--lengths`, its value and what is wrong.
     """
     path = Path(source)
     if source in DISTRIBUTIONS:
@@ -67,12 +63,8 @@ def find_lengths(source: str, limits: BatchLimits, seed: int, read_metrics: Read
     if source and path.is_dir():  # an empty path is the working directory
         assert read_metrics is not None, "lengths of a run need a reader of metrics"
         return _from_run(path, limits, seed, read_metrics)
-    if path.is_file():
-        return _from_file(path, limits, seed)
     choices = ", ".join(DISTRIBUTIONS)
-    raise LengthsError(
-        f"--lengths = {source!r}: no such file or directory; one of {choices}, a file of lengths, or a run directory"
-    )
+    raise LengthsError(f"--lengths = {source!r}: is neither a run directory nor one of {choices}")
 
 
 def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: ReadMetrics) -> Lengths:
@@ -103,58 +95,6 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
         completions.append(max(1, round(length)))
     origin = f"completions drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}"
     return Lengths((prompt,) * limits.num_sequences, tuple(completions), origin)
-
-
-def _from_file(path: Path, limits: BatchLimits, seed: int) -> Lengths:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte order mark
-    except UnicodeDecodeError as error:
-        raise LengthsError(f"--lengths = {str(path)!r}: is no UTF-8 text: {error.reason} at byte {error.start}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            rows.append(_row(line.strip(), f"--lengths = {str(path)!r}, row {number}", limits))
-    if not rows:
-        raise LengthsError(f"--lengths = {str(path)!r}: the file has no row")
-    origin = f"{len(rows)} rows of {path}"
-    if len(rows) != limits.num_sequences:
-        generator = random.Random(f"{seed}/rows")
-        rows = [generator.choice(rows) for _ in range(limits.num_sequences)]
-        origin += f", {limits.num_sequences} drawn with replacement, seed {seed}"
-    return Lengths(tuple(prompt for prompt, _ in rows), tuple(completion for _, completion in rows), origin)
-
-
-def _row(line: str, where: str, limits: BatchLimits) -> tuple[int, int]:
-    """(prompt, completion) of one line. Raises LengthsError where the recipe does not allow the row."""
-    try:
-        if line.startswith("{"):
-            fields = json.loads(line)
-            numbers = [fields.get("prompt_tokens"), fields.get("completion_tokens")]
-        else:
-            numbers = [int(word) for word in line.replace(",", " ").split()]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or any(type(number) is not int for number in numbers):
-        raise LengthsError(
-            f"{where}: {line!r} is no length; give LENGTH, or PROMPT and COMPLETION, in whole tokens, or "
-            '{"prompt_tokens": ..., "completion_tokens": ...}'
-        )
-    prompt = numbers[0] if len(numbers) == 2 else max(1, numbers[0] * limits.max_prompt // limits.longest)
-    completion = numbers[1] if len(numbers) == 2 else numbers[0] - prompt
-    total = prompt + completion
-    if prompt < 1 or completion < 1:
-        raise LengthsError(f"{where}: {total} tokens; a sequence has at least one prompt token and one completion token")
-    if total > limits.longest:
-        raise LengthsError(
-            f"{where}: {total} tokens, above data.max_prompt_tokens {limits.max_prompt} + "
-            f"rollout.max_new_tokens {limits.max_completion} = {limits.longest}"
-        )
-    if prompt > limits.max_prompt:
-        raise LengthsError(f"{where}: a prompt of {prompt} tokens, above data.max_prompt_tokens = {limits.max_prompt}")
-    if completion > limits.max_completion:
-        limit = f"rollout.max_new_tokens = {limits.max_completion}"
-        raise LengthsError(f"{where}: a completion of {completion} tokens, above {limit}")
-    return prompt, completion
 
 
 def draw(kind: str, count: int, longest: int, seed: int) -> list[int]:

@@ -40,12 +40,18 @@ from megarl.schedule.phase_plan import most_rows_behind_prompts
 from megarl.schedule.schedule import Schedule, in_micro_batch
 
 _FP32 = 4
+GIB, MIB = 2**30, 2**20
 # Share of the allocator's memory that fragmentation keeps from tensors that come and go: 15 % on average over eight language
 # models in training, up to 33 % (GMLake, Guo et al. 2024, arXiv 2401.08156). Not yet compared with a measurement of megarl.
 FRAGMENTATION = 0.15
 # Share of a device that the plan leaves free: the CUDA context and the collectives' buffers (each a few hundred MiB to a few
 # GiB of an 80 GiB device), and the error of the estimate.
 RESERVE = 0.1
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as GiB, small ones as MiB."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def usable_bytes(device_bytes: int) -> int:

@@ -16,12 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.advice import gib
 from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
-from megarl.planner.memory_estimate import moved_away, optimizer_share
+from megarl.planner.memory_estimate import gib, moved_away, optimizer_share
 from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.weight_sync_section import BUCKET_BYTES
+from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 
 # GPUs of a node where nobody says: as `megarl launch` assumes.
 USUAL_DEVICES = 8
@@ -120,26 +119,16 @@ def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
 
 
 def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
-    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes one node where trainer
-    and engines fit on it, else nodes for engines only. Raises PlacementError where no number of nodes is enough."""
-    ranks, rollout = recipe.trainer.ranks, recipe.rollout
-    counts = [nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
-    if rollout.replay is not None:
-        return NodesNeeded(counts[0], 0, ranks // counts[0])
-    per_node = devices_per_node // rollout.layout.workers
-    if per_node == 0:
-        raise PlacementError(_straddles(recipe, devices_per_node))
-    if rollout.placement == "separate":
-        if ranks + rollout.engines * rollout.layout.workers <= devices_per_node:
-            return NodesNeeded(1, 0, ranks)
-        return NodesNeeded(counts[0], -(-rollout.engines // per_node), ranks // counts[0])
-    for nodes in counts:
-        if nodes * per_node >= rollout.engines:
-            return NodesNeeded(nodes, 0, ranks // nodes)
-    raise PlacementError(
-        f"{_demand(recipe)}, and trainer.ranks = {ranks} spread over {ranks} nodes of {devices_per_node}, a rank each, have "
-        f"room for {ranks * per_node} engines: rollout.engines: {ranks * per_node}, or rollout.placement: separate"
-    )
+    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes devices of the
+    trainer's nodes where all engines fit there, else nodes for engines only. Raises PlacementError where no number of nodes
+    is enough."""
+    ranks, failure = recipe.trainer.ranks, PlacementError("")
+    for nodes in (nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node):
+        try:
+            return nodes_with(recipe, devices_per_node, ranks // nodes)
+        except PlacementError as error:
+            failure = error
+    raise failure
 
 
 def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> NodesNeeded:
@@ -147,7 +136,7 @@ def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> No
     PlacementError where no number of nodes is enough."""
     trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
     apart = recipe.rollout.replay is None and recipe.rollout.placement == "separate"
-    failure: PlacementError | None = None
+    failure = PlacementError("")
     for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
         needed = NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
         try:
@@ -155,7 +144,6 @@ def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> No
             return needed
         except PlacementError as error:
             failure = error
-    assert failure is not None
     raise failure
 
 
@@ -190,9 +178,9 @@ def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) ->
     if taken:
         nodes += f" that {count(taken, 'trainer rank')} leave of {cluster.devices_per_node}"
     separate = recipe.rollout.placement == "separate"
-    ways = ["more nodes that have no trainer rank" if separate else "more nodes"]
+    ways = ["more nodes that have no trainer rank" if separate else "more nodes, with fewer trainer ranks each"]
     ways += [f"rollout.engines: {room}"] if room else []
-    ways += ["rollout.placement: colocated"] if separate else []
+    ways += [f"rollout.placement: {'colocated' if separate else 'separate'}"]
     raise PlacementError(
         f"{_demand(recipe)}, each engine on one node and on devices that no other engine has, and {nodes} "
         f"{'has' if num_nodes == 1 else 'have'} room for {room}: {', or '.join(ways)}"
@@ -414,7 +402,9 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostM
         trainer = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
         devices = ranks * trainer + (0 if job.engines is None else workers * job.engines.memory.total)
     if job.engines is not None:
-        weight_sync = NUM_BUCKETS * (recipe.weight_sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
+        one_host = ranks == recipe.trainer.ranks and engines == recipe.rollout.engines
+        if not one_host or recipe.weight_sync.transport == "group" or obstacle_to_mapping(recipe, kind == "cpu") is not None:
+            weight_sync = NUM_BUCKETS * (recipe.weight_sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
         if recipe.weight_sync.wire == "delta":  # both ends keep a copy of the weights that were sent last
             actor = job.roles[0]
             sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))

@@ -90,14 +90,10 @@ class PlannedRole:
         """The modules of each layer that selective recompute runs again."""
         return self.memory.recompute_modules if self.memory.recompute == "selective" else ()
 
-    def recomputes_whole(self, layer: int) -> bool:
-        """Whether `recompute: full` runs a layer (from 0) again: every layer under `uniform`, the first layers of each chunk
-        under `block` (megatron-core's `TransformerBlock._checkpointed_forward`)."""
-        if self.memory.recompute != "full" or self.memory.recompute_method == "uniform":
-            return self.memory.recompute == "full"
-        layout, count = self.layout, self.memory.recompute_num_layers
-        places = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
-        return any(layer in chunk_layers(self.shape, layout, *place)[:count] for place in places)
+    @property
+    def recomputes_whole(self) -> bool:
+        """Whether `recompute: full` runs every layer again."""
+        return self.memory.recompute == "full"
 
     def passes_nothing_back(self, layer: int, pipeline_rank: int) -> bool:
         """Whether a layer (from 0) has no backward pass, because it and everything before it is frozen. A stage always needs

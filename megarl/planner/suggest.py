@@ -2,7 +2,8 @@
 
 The search takes the layout with the least model parallelism under which everything fits with room: in every phase a cap of
 four mean sequences (packing then wastes under 2 %), and a KV cache for as many mean sequences as an engine decodes at
-a time. Where no layout has that room, one longest sequence of each is enough.
+a time. Where no layout has that room, one longest sequence of each is enough; where that does not fit either, roles
+recompute and offload, the mildest setting first.
 Engines are sharded over tensor ranks only, one worker a device: the trainer's devices, or as many as the recipe's engines
 have.
 """
@@ -15,15 +16,36 @@ from typing import Any
 
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.planner.advice import MIB, best_cap, gib, with_cap
 from megarl.planner.engine_memory import PlannedEngines
-from megarl.planner.forecast import Forecast, Job, cap_that_fits, engine_room, forecast, on_devices, worst_memory
+from megarl.planner.forecast import (
+    Forecast,
+    Job,
+    PhaseForecast,
+    cap_that_fits,
+    engine_room,
+    forecast,
+    forecast_phase,
+    on_devices,
+    worst_memory,
+)
 from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of, longest_slots, with_layouts
-from megarl.recipe.layout_section import tensor_divides
+from megarl.planner.memory_estimate import MIB, gib
 from megarl.schedule import Schedule
 
 # Mean sequences in a cap that leaves the packing free to fill it.
 ROOMY = 4
+# Caps this close to the best one are as good, and the smallest of them takes the least memory.
+AS_GOOD = 0.005
+# Settings of `ROLE.memory` where no layout fits without them, the mildest first, and the values of a key in that order.
+SAVINGS: tuple[dict[str, str | bool], ...] = (
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"offload": "optimizer"},
+    {"offload": "all"},
+    {"offload": "all", "recompute": "full"},
+    {"offload": "all", "recompute": "full", "offload_activations": True},
+)
+_ORDER = ("none", False, "selective", "full", "optimizer", "all", True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,10 @@ def suggest(job: Job) -> list[Suggestion]:
     roomy = _search(job, roomy=True)
     chosen = roomy or _search(job, roomy=False)
     if chosen is None:
-        raise NothingFits(_what_is_missing(job))
+        saving_jobs = [_saving_job(job, settings) for settings in SAVINGS]
+        chosen = next((fitting for saving in saving_jobs if (fitting := _search(saving, roomy=False)) is not None), None)
+        if chosen is None:
+            raise NothingFits(_what_is_missing(saving_jobs[-1]))
     # The other roles under the simplest layout that still fits.
     for role in chosen.roles[1:]:
         # A reference that borrows the actor's weights would need its own under another layout.
@@ -64,7 +89,43 @@ def suggest(job: Job) -> list[Suggestion]:
                 chosen = moved
                 break
     plan = forecast(_with_caps(_with_kv_cache(chosen)))
-    return [*_layout_keys(job, plan, roomy is not None), *_engine_keys(plan, job), *_phase_keys(plan)]
+    keys = [*_layout_keys(job, plan, roomy is not None), *_memory_keys(job, plan)]
+    return [*keys, *_engine_keys(plan, job), *_phase_keys(plan)]
+
+
+def with_cap(schedule: Schedule, cap: int) -> Schedule:
+    """The schedule under a cap."""
+    return replace(schedule, sequences=None, max_tokens=cap)
+
+
+def best_cap(job: Job, schedule: Schedule, largest: int) -> PhaseForecast | None:
+    """The smallest cap that is as good as the best up to `largest`; None where no such cap is legal.
+
+    Tried are the length of a longest sequence, its doubles, and `largest`.
+    """
+    caps, cap = [], longest_slots(job, job.role(schedule.phase).layout)
+    if cap > largest:
+        return None
+    while cap < largest:
+        caps.append(cap)
+        cap *= 2
+    capped = [with_cap(schedule, cap) for cap in (*caps, largest)]
+    tried = [forecast_phase(job, schedule) for schedule in capped if job.runs(schedule)]
+    best = max((phase.quality.efficiency for phase in tried), default=0.0)
+    return next((phase for phase in tried if phase.quality.efficiency >= best * (1 - AS_GOOD)), None)
+
+
+def _saving_job(job: Job, settings: dict[str, str | bool]) -> Job:
+    """The job with each role's `memory` saving at least as much as `settings`, as far as the role has such a key."""
+    roles = []
+    for role in job.roles:
+        has_key = role.trained or (
+            role.name == "reference" and not role.borrows_weights and settings.get("offload") == "all"
+        )
+        stated = {key: getattr(role.memory, key) for key in settings if has_key and (role.trained or key == "offload")}
+        update = {key: max(value, settings[key], key=_ORDER.index) for key, value in stated.items()}
+        roles.append(replace(role, memory=role.memory.model_copy(update=update)))
+    return replace(job, roles=tuple(roles))
 
 
 def _search(job: Job, roomy: bool) -> Job | None:
@@ -101,9 +162,7 @@ def _engine_sizes(job: Job, roomy: bool) -> Iterator[PlannedEngines | None]:
     shape, groups = job.engines.shape, job.limits.num_sequences // job.limits.group_size
     devices = _engine_devices(job)
     for tensor in range(1, min(NODE_RANKS, devices) + 1):
-        if devices % tensor or not tensor_divides(shape, tensor) or vllm.padded_vocab(shape) % tensor:
-            continue
-        if shape.experts is not None and shape.experts.ffn % tensor:  # an engine shards every expert
+        if devices % tensor or any(vllm.layout_faults(shape, RolloutLayout(tensor))):
             continue
         engines = replace(job.engines, count=min(devices // tensor, groups), layout=RolloutLayout(tensor))
         tokens = job.limits.longest
@@ -215,6 +274,14 @@ def _layout_keys(job: Job, plan: Forecast, roomy: bool) -> Iterator[Suggestion]:
         yield Suggestion(
             f"{role.name}.layout", layout_values(role.layout), f"{reason}; {role.layout.data} data-parallel ranks"
         )
+
+
+def _memory_keys(job: Job, plan: Forecast) -> Iterator[Suggestion]:
+    """Settings of `ROLE.memory` that differ from the recipe's."""
+    for stated, chosen in zip(job.roles, plan.job.roles, strict=True):
+        for key, value in chosen.memory.model_dump().items():
+            if getattr(stated.memory, key) != value:
+                yield Suggestion(f"{chosen.name}.memory.{key}", value, "no layout of these ranks fits without it")
 
 
 def _engine_keys(plan: Forecast, request: Job) -> Iterator[Suggestion]:

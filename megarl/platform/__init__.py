@@ -124,18 +124,21 @@ class Platform:
         """Return zeroed memory of this process's device, uint8 [size]."""
         return torch.zeros(size, dtype=torch.uint8, device="cuda" if self.kind == "cuda" else "cpu")
 
-    def shared_device_bytes(self, size: int) -> tuple[torch.Tensor, bytes]:
-        """Return zeroed memory, uint8 [size], and a handle for `reach_device_bytes` in other processes of this machine. On a
-        CPU it is an unnamed file."""
-        if self.kind == "cuda":
+    def share_bytes(self, size: int, on_device: bool) -> tuple[torch.Tensor, str]:
+        """Return zeroed memory, uint8 [size], and a handle for `reach_bytes` in other processes of this machine."""
+        if on_device and self.kind == "cuda":
             return device_memory.share_on_cuda(size, self.current_device())
-        return device_memory.share_on_cpu(size)
+        return device_memory.share_on_host(size)
 
-    def reach_device_bytes(self, handle: bytes) -> torch.Tensor:
-        """Return memory that another process shares. Raises RuntimeError where it cannot be mapped."""
-        if self.kind == "cuda":
-            return device_memory.reach_on_cuda(handle, self.current_device())
-        return device_memory.reach_on_cpu(handle)
+    def share_storage(self, storage: torch.UntypedStorage) -> str:
+        """Return a handle for `reach_bytes` of memory that torch allocated on this process's device. On a CPU this moves the
+        storage into shared memory, unless it is there already. Raises RuntimeError where the memory cannot be shared."""
+        return device_memory.share_cuda(storage) if self.kind == "cuda" else device_memory.share_cpu(storage)
+
+    def reach_bytes(self, handle: str) -> torch.Tensor:
+        """Return memory that another process shares, uint8 [bytes], to be read only. Raises RuntimeError where it cannot be
+        mapped."""
+        return device_memory.reach(handle)
 
     # Copies between host and device -------------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class Platform:
         store.set_timeout(timedelta(seconds=meeting_s))
         if on_device and self.kind == "cuda":
             return NcclMessages(store, member, size, timeout_s, meeting_s)
-        return GlooMessages(store, member, size, meeting_s, host, numbered=not on_device)
+        return GlooMessages(store, member, size, meeting_s, host)
 
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""

@@ -1,7 +1,6 @@
-"""Device memory that other processes of this machine map by a handle; an unnamed file on a CPU.
+"""Memory that other processes of this machine map by a handle: allocations of a GPU, and files without a name on hosts.
 
-On a GPU the memory comes from `cudaMalloc`, because torch's allocator has no plain IPC handle under `expandable_segments`.
-The handle names neither a device nor an event: a Ray actor sees only its own device, and cannot open events of others.
+A handle names neither a device nor an event: a Ray actor sees only its own device, and cannot open events of others.
 """
 
 from __future__ import annotations
@@ -10,49 +9,136 @@ import ast
 import ctypes
 import mmap
 import os
-import secrets
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 IPC_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+SHARED_MEMORY = Path("/dev/shm")
+LOCKED = 0x2000  # Linux's MAP_LOCKED on x86 and arm64; Python 3.11 has no name for it
 
 
-def share_on_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """Return zeroed memory of the current `device`, uint8 [num_bytes], and its handle. It is freed with the last view of it.
-    Raises RuntimeError where the device has too little memory or cannot share it."""
+def share_on_cuda(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
+    """Return zeroed memory of the current `device`, uint8 [num_bytes], and its handle. It comes from `cudaMalloc`, because
+    torch's allocator has no IPC handles under `expandable_segments`, and is freed with its last view. Raises RuntimeError
+    where the device has too little memory or cannot share it."""
     from cuda.bindings import runtime  # torch depends on it where it is built for CUDA
 
     pointer = _value(runtime.cudaMalloc(num_bytes), f"cudaMalloc of {num_bytes} bytes")
     memory = _tensor_at(pointer, num_bytes, device, partial(runtime.cudaFree, pointer)).zero_()
-    handle = _value(runtime.cudaIpcGetMemHandle(pointer), "cudaIpcGetMemHandle")
-    torch.cuda.synchronize()  # write the zeros before other processes write
-    return memory, repr((ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES), num_bytes)).encode()
+    torch.cuda.synchronize()  # write the zeros before other processes read
+    return memory, _cuda_handle(pointer, num_bytes, 0, num_bytes)
 
 
-def reach_on_cuda(handle: bytes, device: torch.device) -> torch.Tensor:
-    """Map memory of another process as memory of the current `device`, so that one kernel casts, gathers and writes a box
-    over NVLink; torch would first copy a tensor of another device. Both devices must be peers. Raises RuntimeError where the
-    memory cannot be mapped."""
+def share_cuda(storage: torch.UntypedStorage) -> str:
+    """Return the handle of a storage of torch's allocator. Raises RuntimeError under `expandable_segments`."""
+    from cuda.bindings import driver
+
+    base, num_bytes = _values(driver.cuMemGetAddressRange(storage.data_ptr()), "cuMemGetAddressRange")
+    offset = storage.data_ptr() - int(base)
+    try:
+        return _cuda_handle(int(base), int(num_bytes), offset, storage.nbytes())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}; memory of PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True cannot be mapped by other processes: "
+            "leave that setting out, or use weight_sync.transport: group"
+        ) from error
+
+
+def _cuda_handle(base: int, num_bytes: int, offset: int, size: int) -> str:
     from cuda.bindings import runtime
 
-    name, num_bytes = ast.literal_eval(handle.decode())
+    handle = _value(runtime.cudaIpcGetMemHandle(base), "cudaIpcGetMemHandle")
+    return repr((ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES), num_bytes, offset, size))
+
+
+def share_on_host(num_bytes: int) -> tuple[torch.Tensor, str]:
+    """Return zeroed host memory, uint8 [num_bytes], and its handle. Raises RuntimeError where there is too little memory."""
+    descriptor = os.memfd_create("megarl")
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise RuntimeError(f"no {num_bytes} bytes of shared memory: {error}") from error
+    memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)
+    weakref.finalize(memory.untyped_storage(), os.close, descriptor)
+    return memory, _file_handle(descriptor)
+
+
+def share_cpu(storage: torch.UntypedStorage) -> str:
+    """Move a storage into shared memory, unless it is there already, and return its handle."""
+    # torch's own way to share a storage with another process (2.13): moves it once, and keeps the file open.
+    return _file_handle(storage._share_fd_cpu_()[0])
+
+
+def _file_handle(descriptor: int) -> str:
+    status = os.fstat(descriptor)
+    # Process ids and descriptors repeat, numbers of files do not.
+    return repr((f"/proc/{os.getpid()}/fd/{descriptor}", status.st_ino, status.st_size))
+
+
+def reach(handle: str) -> torch.Tensor:
+    """Map shared memory, uint8 [bytes]. On a GPU it is memory of the current device, so that one kernel casts and gathers a
+    box over NVLink; both devices must be peers. Raises RuntimeError where the memory cannot be mapped."""
+    values = ast.literal_eval(handle)
+    return _reach_file(*values) if isinstance(values[0], str) else _reach_cuda(*values)
+
+
+def _reach_cuda(name: bytes, num_bytes: int, offset: int, size: int) -> torch.Tensor:
+    from cuda.bindings import runtime
+
     opened = runtime.cudaIpcMemHandle_t()
     ctypes.memmove(opened.getPtr(), name, IPC_HANDLE_BYTES)
-    pointer = _value(runtime.cudaIpcOpenMemHandle(opened, runtime.cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle")
-    return _tensor_at(pointer, num_bytes, device, partial(runtime.cudaIpcCloseMemHandle, pointer))
+    # An allocation that holds several storages is opened several times; CUDA counts.
+    flags = runtime.cudaIpcMemLazyEnablePeerAccess
+    pointer = _value(runtime.cudaIpcOpenMemHandle(opened, flags), "cudaIpcOpenMemHandle")
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = _tensor_at(pointer, num_bytes, device, partial(runtime.cudaIpcCloseMemHandle, pointer))
+    return memory[offset : offset + size]
+
+
+def _reach_file(path: str, number: int, num_bytes: int) -> torch.Tensor:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(f"{path}: {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_ino, status.st_size) != (number, num_bytes):  # a restarted process has other files
+            raise RuntimeError(f"{path} is another file: its process is gone, or another process has its number")
+        # Locked where the system allows it (`ulimit -l`). Nobody touches the weights during generation, and where the kernel
+        # drops idle pages from the mapping the next sync pays for each page: on a machine with DAMON's pageout, copying the
+        # 540 MB of SmolLM2 took 0.9 to 1.2 s, and locked 0.4 s (two runs each).
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        try:
+            content = mmap.mmap(descriptor, num_bytes, flags | LOCKED, mmap.PROT_READ)
+        except OSError:
+            try:
+                content = mmap.mmap(descriptor, num_bytes, flags, mmap.PROT_READ)
+            except OSError as error:
+                raise RuntimeError(f"{path} cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no read-only memory; nobody writes to this
+        return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _values(answer: tuple[Any, ...], call: str) -> list[Any]:
+    """Return the values of a CUDA call. Raises RuntimeError with the name of its error."""
+    error, *values = answer
+    if error != 0:
+        raise RuntimeError(f"{call}: {error.name}")
+    return values
 
 
 def _value(answer: tuple[Any, ...], call: str) -> Any:
-    """Return the value of a CUDA call. Raises RuntimeError with the name of its error."""
-    error, *value = answer
-    if error != 0:
-        raise RuntimeError(f"{call}: {error.name}")
-    return value[0]
+    return _values(answer, call)[0]
 
 
 def _tensor_at(pointer: int, num_bytes: int, device: torch.device, release: Callable[[], Any]) -> torch.Tensor:
@@ -63,29 +149,3 @@ def _tensor_at(pointer: int, num_bytes: int, device: torch.device, release: Call
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
     weakref.finalize(storage, release).atexit = False  # at exit the device's context ends anyway
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
-
-
-def share_on_cpu(num_bytes: int) -> tuple[torch.Tensor, bytes]:
-    """Do the same on a CPU. The handle has the file's path under /proc and a random mark, because process ids repeat."""
-    descriptor = os.memfd_create("megarl-device-memory")
-    os.posix_fallocate(descriptor, 0, num_bytes)
-    array = _mapped(descriptor, num_bytes)
-    weakref.finalize(array, os.close, descriptor)
-    return torch.from_numpy(array), repr((secrets.token_hex(8), f"/proc/{os.getpid()}/fd/{descriptor}")).encode()
-
-
-def reach_on_cpu(handle: bytes) -> torch.Tensor:
-    """Do the same on a CPU."""
-    _, path = ast.literal_eval(handle.decode())
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise RuntimeError(f"its owner is gone: {error}") from error
-    try:
-        return torch.from_numpy(_mapped(descriptor, os.fstat(descriptor).st_size))
-    finally:
-        os.close(descriptor)
-
-
-def _mapped(descriptor: int, num_bytes: int) -> np.ndarray:
-    return np.frombuffer(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=np.uint8)

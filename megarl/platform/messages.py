@@ -1,12 +1,13 @@
 """Process groups that exchange messages between pairs of members, next to torch's default group.
 
-Both classes have `send` and `receive`, which start a transfer, `finish`, which waits for one, and `leave`. `number` names a
-message where the transport supports it; both ends must start the messages between them in the same order.
+Both classes have `send` and `receive`, which start a transfer, `finish`, which waits for one, and `leave`. Both ends must
+start the messages between them in the same order.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import re
 import socket
@@ -27,17 +28,20 @@ EAGER_LOOKS = 20
 
 
 class GlooMessages:
-    """Exchanges host memory. A member sees at once that its partner is gone."""
+    """Exchanges host memory. A member sees at once that its partner is gone.
 
-    def __init__(
-        self, store: dist.Store, member: int, size: int, timeout_s: float, host: str, numbered: bool = True
-    ) -> None:
+    A group lives as long as one of its transfers, and other members wait as long. So only the group holds them, and callers
+    know them by their numbers.
+    """
+
+    def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, host: str) -> None:
         """Bind to the interface that leads to `host`, the store's machine, or to GLOO_SOCKET_IFNAME. By default gloo binds
-        to the address of this machine's name, which is often a loopback address.
-
-        Without `numbered`, messages are matched by order alone, as in NCCL. Raises RuntimeError where members do not come.
+        to the address of this machine's name, which is often a loopback address. Raises RuntimeError where members do not
+        come.
         """
-        self._numbered, timeout = numbered, timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        self._numbers = itertools.count()
+        self._pending: dict[int, tuple[Any, torch.Tensor]] = {}  # each transfer, with the memory that it needs
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             self._group: Any = dist.ProcessGroupGloo(store, member, size, timeout)
             return
@@ -46,18 +50,23 @@ class GlooMessages:
         options._timeout = timeout
         self._group = dist.ProcessGroupGloo(store, member, size, options)
 
-    def send(self, content: torch.Tensor, member: int, number: int) -> Any:
-        return self._group.send([content], member, number if self._numbered else 0)
+    def send(self, content: torch.Tensor, member: int) -> int:
+        self._pending[next(self._numbers)] = self._group.send([content], member, 0), content
+        return next(reversed(self._pending))
 
-    def receive(self, content: torch.Tensor, member: int, number: int) -> Any:
-        return self._group.recv([content], member, number if self._numbered else 0)
+    def receive(self, content: torch.Tensor, member: int) -> int:
+        self._pending[next(self._numbers)] = self._group.recv([content], member, 0), content
+        return next(reversed(self._pending))
 
-    def finish(self, work: Any, timeout_s: float) -> None:
+    def finish(self, number: int, timeout_s: float) -> None:
         """Wait for a transfer. Raises RuntimeError at the deadline, and where the partner is gone."""
-        work.wait(timedelta(seconds=timeout_s))
+        # No variable of this frame holds the transfer, which a traceback would keep.
+        self._pending[number][0].wait(timedelta(seconds=timeout_s))
+        del self._pending[number]
 
     def leave(self) -> None:
         """Leave the group, so that pending transfers of other members fail at once."""
+        self._pending.clear()
         self._group = None
 
 
@@ -65,8 +74,8 @@ class NcclMessages:
     """Exchanges memory of the current device.
 
     A member's messages run one after another in one stream, in the order in which they started, and each waits for its
-    partner. NCCL has no message numbers. No deadlock is possible when all members start messages in one common order: the
-    first unfinished message is the next one at both ends.
+    partner. No deadlock is possible when all members start messages in one common order: the first unfinished message is the
+    next one at both ends.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, meeting_s: float) -> None:
@@ -84,11 +93,11 @@ class NcclMessages:
             # One communicator for all members; by default torch makes one for each pair at its first message.
             self._group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
-    def send(self, content: torch.Tensor, member: int, number: int) -> Any:
+    def send(self, content: torch.Tensor, member: int) -> Any:
         """Start to send what the current stream has written so far."""
         return self._group.send([content], member, 0)
 
-    def receive(self, content: torch.Tensor, member: int, number: int) -> Any:
+    def receive(self, content: torch.Tensor, member: int) -> Any:
         """Start to receive; work queued in the current stream so far still reads the old content."""
         return self._group.recv([content], member, 0)
 
@@ -101,7 +110,7 @@ class NcclMessages:
         while not work.is_completed():
             looks += 1
             if time.monotonic() > end:
-                raise RuntimeError("its partner did not come")
+                raise RuntimeError("Timed out waiting for its partner")
             time.sleep(0 if looks < EAGER_LOOKS else LOOK_S)
         work.wait()
 

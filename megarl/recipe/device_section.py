@@ -34,10 +34,6 @@ class DeviceSection(Section):
         return int(self.memory_gib * 2**30)
 
 
-# Transports whose buckets lie on GPUs.
-DEVICE_TRANSPORTS = ("cuda_ipc", "nccl")
-
-
 # The smallest block of the KV cache that vLLM's attention for CPUs takes without a warning.
 CPU_BLOCK = 32
 
@@ -48,12 +44,10 @@ def is_for_cpus(recipe: Recipe) -> bool:
 
 
 def without_gpus(recipe: Recipe) -> Violations:
-    """Features of engines and weight sync that need GPUs."""
-    rollout, transport = recipe.rollout, recipe.weight_sync.transport
+    """Features of engines that need GPUs."""
+    rollout = recipe.rollout
     if rollout.replay is not None:
-        return  # no engine runs, and nothing is synced
-    if transport in DEVICE_TRANSPORTS:
-        yield Violation("weight_sync.transport", transport, "weights travel between GPUs, and the run is on CPUs", "auto")
+        return  # no engine runs
     if rollout.quantization is not None:
         rule = "vLLM multiplies FP8 blocks on GPUs, and the run is on CPUs"
         yield Violation("rollout.quantization", rollout.quantization, rule, "null")
@@ -65,7 +59,11 @@ def without_gpus(recipe: Recipe) -> Violations:
 
 
 def cpu_engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Engine arguments that break the actor's model on CPUs."""
+    """Engine arguments that break the actor's model on CPUs, and adapters that vLLM cannot apply there."""
+    if recipe.sent_adapter is not None and shape.experts is not None:
+        # vLLM 0.32 takes its Triton kernel for experts as soon as an engine has adapters, whatever their targets.
+        rule = "vLLM runs adapters of models with experts on GPUs, and the run is on CPUs"
+        yield Violation("actor.lora.send", "adapter", rule, "merged")
     if recipe.rollout.replay is None:
         needed = engine_choices(shape, recipe.actor.router_replay)[1]
         yield from refused_engine_args(recipe.rollout.engine_args, needed)

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megarl.recipe.violation import Violation, Violations, closest_text
-
-_TYPES: dict[str, tuple[type, str]] = {
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "text"),
-}
-
-
-# Types of fields that a recipe cannot write.
-_OBJECTS = re.compile(r"Callable|torch\.|ContextManager|RecipeConfig|AttnBackend")
-_OPTIONAL = re.compile(r"Optional\[(.*)\]|(\w+) \| None|None \| (\w+)")
 
 
 def option_rules(
@@ -32,10 +19,10 @@ def option_rules(
     refused: Mapping[str, tuple[str, str]],
     owner: str,
 ) -> Violations:
-    """Options under `section` that are no fields of the class `owner` of another library, or have the wrong type.
+    """Options under `section` that are no fields of the class `owner` of another library, or belong to megarl.
 
-    `fields` are names and annotations of the class, or None where the library is not installed. `refused` are names that a
-    recipe must not set: the rule, and the recipe key to use instead, or "".
+    `fields` are those of the class, or None where the library is not installed. `refused` are names that a recipe must not
+    set: the rule, and the recipe key to use instead, or "".
     """
     for name, value in given.items():
         key = f"{section}.{name}"
@@ -44,31 +31,8 @@ def option_rules(
             yield Violation(key, value, rule, way_out or f"remove {key}")
         elif fields is not None and name not in fields:
             nearest = closest_text(name, [*sorted(fields.keys() - refused.keys()), *refused])
-            rule, way_out = f"{owner} has no such field", f"{section}.{nearest}"
-            if nearest in refused:
-                reason, way_out = refused[nearest]
-                rule, way_out = f"{rule}, and of the nearest, {nearest}, holds: {reason}", way_out or f"remove {key}"
-            yield Violation(key, value, rule, way_out)
-        elif fields is not None:
-            yield from _type_rules(key, value, fields[name])
-
-
-def _type_rules(key: str, value: Any, annotation: str) -> Violations:
-    """A value that is not of its field's type, for plain types."""
-    optional = _OPTIONAL.fullmatch(annotation)
-    inner = annotation if optional is None else next(part for part in optional.groups() if part is not None)
-    if _OBJECTS.search(inner):
-        yield Violation(key, value, f"is a Python object ({annotation}), which a recipe cannot hold", f"remove {key}")
-    if value is None and optional is not None:
-        return
-    if inner in _TYPES:
-        kind, words = _TYPES[inner]
-        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
-            yield Violation(key, value, f"must be {words}: the field is {annotation}")
-    elif inner.startswith("Literal["):
-        options = re.findall(r"'([^']*)'", inner)
-        if options and value not in options:
-            yield Violation(key, value, f"must be one of {', '.join(options)}", closest_text(value, options))
+            way_out = (refused[nearest][1] or f"remove {key}") if nearest in refused else f"{section}.{nearest}"
+            yield Violation(key, value, f"{owner} has no such field", way_out)
 
 
 @cache

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from megarl.models import ModelShape
 from megarl.recipe.section import Positive, Section, broken_rule
-from megarl.recipe.violation import GIVEN, Violation, Violations, closest_number
+from megarl.recipe.violation import Violation, Violations, closest_number
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -97,18 +97,12 @@ def rank_rules(recipe: Recipe) -> Violations:
 
 def _role_rank_rules(role: str, section: LayoutSection, ranks: int) -> Violations:
     key, model_ranks = f"{role}.layout", section.ranks
-    sizes = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
-    sizes = {name: size for name, size in sizes.items() if name != "context" or size > 1}
-    if ranks % model_ranks and role == "actor":
-        rule = f"must be a multiple of actor.layout.{' x '.join(sizes)} = {model_ranks}"
-        nearest = closest_number(ranks, lambda count: count % model_ranks == 0, ranks + model_ranks)
-        yield Violation("trainer.ranks", ranks, rule, nearest)
-        return
     if ranks % model_ranks:
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        rule, others = f"{shown} = {model_ranks} must divide trainer.ranks = {ranks}", model_ranks // section.pipeline
+        shown = f"tensor {section.tensor} x context {section.context} x pipeline {section.pipeline} = {model_ranks}"
+        others = model_ranks // section.pipeline
         nearest = closest_number(section.pipeline, lambda size: ranks % (others * size) == 0, ranks)
-        yield Violation(f"{key}.pipeline", section.pipeline, rule, nearest or "a smaller tensor first")
+        way_out = f"{nearest or 'a smaller tensor'}, or trainer.ranks: {-(-ranks // model_ranks) * model_ranks}"
+        yield Violation(f"{key}.pipeline", section.pipeline, f"{shown} must divide trainer.ranks = {ranks}", way_out)
         return
     stage = ranks // section.pipeline
     tensor = section.tensor if section.expert_tensor is None else section.expert_tensor
@@ -177,11 +171,8 @@ def layout_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violation
         yield from _experts_fit(recipe, shape, section, key)
     elif section.expert > 1 or section.expert_tensor is not None:
         name = "expert" if section.expert > 1 else "expert_tensor"
-        if owner == role:
-            yield Violation(f"{key}.{name}", getattr(section, name), "the model has no experts", f"remove {key}.{name}")
-        else:
-            rule = f"has the {owner}'s layout, which shards experts, and its model has none"
-            yield Violation(role, GIVEN, rule, f"{role}.layout: {{tensor: {section.tensor}, pipeline: {stages}}}")
+        way_out = f"remove {key}.{name}" + ("" if owner == role else f", or {role}.layout: {{tensor: {section.tensor}}}")
+        yield Violation(f"{key}.{name}", getattr(section, name), f"the model of the {role} has no experts", way_out)
 
 
 def _experts_fit(recipe: Recipe, shape: ModelShape, section: LayoutSection, key: str) -> Violations:

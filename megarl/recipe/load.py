@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-import math
+import json
 import operator
 import re
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.models import FAMILIES
@@ -274,54 +274,44 @@ def _dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from _dotted_keys(inner, f"{prefix}{name}.")
 
 
-TYPE_WORDS = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "dict_type": "must be a mapping",
-    "tuple_type": "must be a list",
-    "finite_number": "must be a finite number",
-}
-
-
-BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
 def _rule_and_nearest(detail: dict[str, Any], value: Any, field: FieldInfo | None) -> tuple[str, str]:
-    """The rule that a value breaks, in words, and the nearest legal value."""
+    """The rule that a value breaks, in pydantic's words, and the nearest legal value."""
     kind, context = detail["type"], detail.get("ctx", {})
     options = _options(field.annotation) if field else []
-    if kind == "missing":
-        about = f": {field.description.rstrip('.')}" if field and field.description else ""
-        return f"required{about}", " | ".join(options)
-    if kind == "literal_error" and field is not None and _takes_numbers(field.annotation):
-        return f"must be a whole number or {' or '.join(options)}", _converted("int_type", value) or options[0]
-    if kind == "literal_error":
-        rule = f"must be one of {', '.join(options)}" if len(options) > 1 else f"must be {options[0]}"
-        return rule, closest_text(value, options)
-    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
-        (name, bound), *_ = context.items()
-        nearest = str(bound) if name in ("ge", "le") else f"a value {BOUND_WORDS[name]} {bound}"
-        if name in ("gt", "lt") and field is not None and isinstance(field.default, (int, float)):
-            nearest = str(field.default)  # an open bound has no nearest value
-        return f"must be {BOUND_WORDS[name]} {bound}", nearest
-    if kind in TYPE_WORDS:
-        return TYPE_WORDS[kind], _converted(kind, value)
-    if kind in ("model_type", "model_attributes_type"):
-        return "must be a section, a mapping of keys to values", ""
-    if kind == "string_pattern_mismatch":
-        pattern = context["pattern"]
-        cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
-        example = "module:function" if ":" in pattern else "run-1"
-        return f"must match {pattern}", cleaned if re.search(pattern, cleaned) else example
+    rule = re.sub(r"^\w+ should ", "must ", detail["msg"]).replace("tuple", "list")
     if kind == "broken_rule":
         return context["rule"], context["nearest"]
     if kind == "value_error":
         return str(context["error"]), ""
-    if kind in ("too_short", "string_too_short"):
-        return "must not be empty", ""
-    return detail["msg"][:1].lower() + detail["msg"][1:], ""
+    if kind == "missing":
+        about = f": {field.description.rstrip('.')}" if field and field.description else ""
+        return f"required{about}", " | ".join(options)
+    if kind in ("model_type", "model_attributes_type"):
+        return "must be a section, a mapping of keys to values", ""
+    if kind == "string_pattern_mismatch":
+        cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
+        return rule, cleaned if re.search(context["pattern"], cleaned) else "module:function"
+    if kind == "literal_error" and field is not None and _takes_numbers(field.annotation):
+        return f"must be a whole number or {options[0]}", str(value) if str(value).isdecimal() else options[0]
+    if kind == "literal_error":
+        return rule, closest_text(value, options)
+    if kind in ("greater_than_equal", "less_than_equal"):
+        return rule, str(next(iter(context.values())))
+    if kind in ("greater_than", "less_than") and field is not None and isinstance(field.default, (int, float)):
+        return rule, str(field.default)  # an open bound has no nearest value
+    return rule, _converted(value, field)
+
+
+def _converted(value: Any, field: FieldInfo | None) -> str:
+    """What a value of another type probably meant: what pydantic makes of it when it may convert; else ''."""
+    if field is None:
+        return ""
+    config = ConfigDict(strict=False, coerce_numbers_to_str=True, allow_inf_nan=False)
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field], config=config)  # type: ignore[arg-type]
+        return json.dumps(adapter.validate_python(value))
+    except (ValueError, TypeError, PydanticUserError):
+        return ""
 
 
 def _options(annotation: Any) -> list[str]:
@@ -332,22 +322,3 @@ def _options(annotation: Any) -> list[str]:
 
 def _takes_numbers(annotation: Any) -> bool:
     return annotation is int or any(_takes_numbers(argument) for argument in typing.get_args(annotation))
-
-
-def _converted(kind: str, value: Any) -> str:
-    """What a value of another type probably meant."""
-    if kind == "string_type":
-        return f'"{value}"' if isinstance(value, (int, float)) else ""
-    if kind == "tuple_type":
-        return f"[{value}]"
-    if kind == "bool_type":
-        return "false" if str(value).lower() in ("no", "off", "0", "none", "false") else "true"
-    if isinstance(value, bool):
-        return str(int(value))
-    try:
-        number = float(str(value).replace("_", "").replace(",", ""))
-    except ValueError:
-        return ""
-    if not math.isfinite(number):
-        return ""
-    return str(max(1, round(number))) if kind == "int_type" else str(number)

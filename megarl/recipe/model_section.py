@@ -155,13 +155,10 @@ def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violati
     if longest <= shape.max_positions:
         return
     whose = "" if role == "model" else f"{role}'s "
-    rule = (
-        f"with data.max_prompt_tokens {prompt} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
-    )
     room = shape.max_positions - prompt
     nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
-    if recipe.environment is None:
-        yield Violation("rollout.max_new_tokens", recipe.rollout.max_new_tokens, rule, nearest)
-    else:
-        rule = f"{recipe.completion_key} = {recipe.max_completion_tokens} {rule}"
-        yield Violation("environment.max_episode_tokens", recipe.environment.max_episode_tokens, rule, nearest)
+    made_of = f"{recipe.completion_key} = {recipe.max_completion_tokens} with data.max_prompt_tokens {prompt}"
+    rule = f"{made_of} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
+    key = "rollout.max_new_tokens" if recipe.environment is None else "environment.max_episode_tokens"
+    section = recipe.rollout if recipe.environment is None else recipe.environment
+    yield Violation(key, getattr(section, key.partition(".")[2]), rule, nearest)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.models.layout import Layout, RolloutLayout
+from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rollout_section import known_engine_args
+from megarl.recipe.weight_sync_section import obstacle_to_mapping
 from megarl.schedule.schedule import bubble_share, worst_case_micro_batches
 
 
@@ -115,5 +117,14 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
         tasks, batch = f"{recipe.phases.reward.sequences} a task", f"{recipe.num_sequences} (whole batch)"
         return PhaseRow(phase, "reward workers", "", tasks, batch)
     if phase == "weight_sync":
-        return PhaseRow(phase, "actor to engines", engines, recipe.weight_sync.transport)
+        transport: str = recipe.weight_sync.transport
+        obstacle = obstacle_to_mapping(recipe, is_for_cpus(recipe))
+        if recipe.sent_adapter is not None:
+            transport = "adapters alone"
+        elif transport == "auto":
+            transport = "mapped on one host, else group" if obstacle is None else f"group: {obstacle}"
+        canary, batch = recipe.weight_sync.canary, ""
+        if canary is not None and rollout.replay is None:
+            batch = f"canary: {canary.sequences} x {canary.length(recipe.max_sequence_tokens)} tokens"
+        return PhaseRow(phase, "actor to engines", engines, transport, batch)
     return PhaseRow(phase, "", "", "", f"{recipe.num_sequences} (whole batch)")

@@ -133,16 +133,13 @@ ROLE_OF = {
 
 
 SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
-# Why a phase runs, and why it does not run.
+# When a phase runs.
 REASONS = {
-    "reward_model": ("the recipe has a reward_model", "the recipe has no reward_model"),
-    "reference_logprob": ("algorithm.kl reads the reference", "without algorithm.kl nothing reads the reference"),
-    "actor_logprob": (
-        "with several updates per batch, or algorithm.kl.place: reward, the phase runs",
-        "with one update per batch the training forward gives the same numbers",
-    ),
-    "critic_value": ("with algorithm.advantage: gae the phase runs", "it needs algorithm.advantage: gae (PPO)"),
-    "critic_update": ("with algorithm.advantage: gae the phase runs", "it needs algorithm.advantage: gae (PPO)"),
+    "reward_model": "it runs with a reward_model",
+    "reference_logprob": "it runs with algorithm.kl, which reads the reference",
+    "actor_logprob": "it runs with several updates per batch, or algorithm.kl.place: reward",
+    "critic_value": "it runs with algorithm.advantage: gae (PPO)",
+    "critic_update": "it runs with algorithm.advantage: gae (PPO)",
 }
 
 
@@ -156,9 +153,9 @@ def phase_rules(recipe: Recipe) -> Violations:
             if runs:
                 size = "mini_batch: ..., " if phase in UPDATE_PHASES else ""
                 example = f"{phase}: {{{size}micro_batch: {{max_tokens: ...}}}}"
-                yield Violation(key, MISSING, f"required: {REASONS[phase][0]}", example)
+                yield Violation(key, MISSING, f"required: {REASONS[phase]}", example)
             elif section is not None:
-                yield Violation(key, GIVEN, f"the phase never runs: {REASONS[phase][1]}", f"remove {key}")
+                yield Violation(key, GIVEN, f"the phase never runs: {REASONS[phase]}", f"remove {key}")
             continue
         role, cap = ROLE_OF[phase], section.micro_batch.max_tokens
         layout, longest = recipe.layout(role), recipe.max_sequence_tokens
@@ -174,15 +171,15 @@ def phase_rules(recipe: Recipe) -> Violations:
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
                 yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
         if section.share_prompts:
-            owner = layout_owner(recipe, role)
-            if layout.context > 1:
-                rule = f"{owner}.layout.context = {layout.context} ranks share each sequence"
-                yield Violation(f"{key}.share_prompts", True, rule, "false")
-            if role == "reward_model":
-                rule = "a reward model reads each sequence to its end"
-                yield Violation(f"{key}.share_prompts", True, rule, "false")
-            if role == "actor" and recipe.actor.router_replay:
-                rule = "actor.router_replay repeats what each sequence's prompt chose"
+            refused = {
+                f"{layout_owner(recipe, role)}.layout.context = {layout.context} ranks share each sequence": layout.context
+                > 1,
+                "a reward model reads each sequence to its end": role == "reward_model",
+                "actor.router_replay repeats what each sequence's prompt chose": (
+                    role == "actor" and recipe.actor.router_replay
+                ),
+            }
+            for rule in (rule for rule, holds in refused.items() if holds):
                 yield Violation(f"{key}.share_prompts", True, rule, "false")
 
 
@@ -197,16 +194,11 @@ def batch_size(recipe: Recipe) -> Violations:
 
     if is_legal(prompts):
         return
-    rule = f"{prompts} prompts x group_size {group} = {sequences} sequences"
-    uneven = [f"{layout.data} ({role})" for role, layout in layouts.items() if sequences % layout.data]
-    if uneven:
-        rule += f" must divide over {' and '.join(uneven)} data-parallel ranks"
-    else:
-        role, layout = max(layouts.items(), key=lambda item: item[1].data * item[1].micro_batch_step)
-        rule += (
-            f" give each of {layout.data} data-parallel ranks {sequences // layout.data}, and the {role}'s virtual pipeline "
-            f"runs micro-batches by its {layout.micro_batch_step} stages"
-        )
+    ranks = ", ".join(f"{role} {layout.data} x {layout.micro_batch_step}" for role, layout in layouts.items())
+    rule = (
+        f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over the data-parallel ranks of each "
+        f"role, with one for each stage of a virtual pipeline: {ranks}"
+    )
     sizes = [layout.data * layout.micro_batch_step for layout in layouts.values()]
     yield Violation("phases.rollout.prompts", prompts, rule, closest_number(prompts, is_legal, prompts + math.lcm(*sizes)))
 

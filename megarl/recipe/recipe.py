@@ -23,7 +23,7 @@ from megarl.recipe.phases_section import (
     UpdatePhaseSection,
 )
 from megarl.recipe.reward_section import JudgeSection, RewardSection
-from megarl.recipe.role_sections import ActorSection, CriticSection, ReferenceSection, RewardModelSection
+from megarl.recipe.role_sections import ActorSection, CriticSection, LoraSection, ReferenceSection, RewardModelSection
 from megarl.recipe.rollout_section import RolloutSection
 from megarl.recipe.run_section import RunSection
 from megarl.recipe.section import Section
@@ -208,6 +208,12 @@ class Recipe(Section):
         """The reference is the actor with its adapters switched off; read it only with a reference."""
         same = self.path("reference") == self.model.path and self.layout("reference") == self.layout("actor")
         return self.actor.lora is not None and same
+
+    @property
+    def sent_adapter(self) -> LoraSection | None:
+        """The adapters that a sync sends instead of weights; None if it sends weights, or if there is no sync."""
+        lora = self.actor.lora
+        return lora if lora is not None and lora.send == "adapter" and self.rollout.replay is None else None
 
     @property
     def refresh_every(self) -> int | None:

@@ -157,14 +157,9 @@ def reward_rules(recipe: Recipe) -> Violations:
     for (number, part), name in named:
         if part.kind != "function":
             continue
-        counts = [prefix for prefix in counted if name.startswith(prefix)]
-        if not METRIC_NAME.fullmatch(name):
-            rule = f"no metric can be called reward/{name}: letters are of ASCII, and the first is no underscore"
-        elif name in OTHER_METRICS:
-            rule = f"reward/{name} is a metric that a run has for something else"
-        elif counts:
-            rule = f"reward/{counts[0]}... are counts of another part"
-        else:
+        is_counted = any(name.startswith(prefix) for prefix in counted)
+        if METRIC_NAME.fullmatch(name) and name not in OTHER_METRICS and not is_counted:
             continue
+        rule = f"reward/{name} is no name for its metric: another metric has it, or letters are not of ASCII"
         module, _, function = part.target.partition(":")
         yield Violation(f"reward.{number}.target", part.target, rule, f"{module}:score, with score = {function} in {module}")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from megarl.models import ModelShape
-from megarl.models.megatron_weights import chunk_layers
 from megarl.planner.roles import adapted_sizes
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.layout_section import LayoutSection
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
 
+# Legal values of `max_lora_rank` in vLLM (0.32).
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Megatron's names of what `recompute: selective` can recompute.
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -73,28 +73,21 @@ class OptimizerSection(Section):
 class MemorySection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass runs again instead of keeping it: `selective` the `recompute_modules` of each layer, `full`
-    whole layers, of which only the input is kept."""
+    every layer, of which only the input is kept."""
     recompute_modules: Annotated[
         tuple[RecomputeModule, ...], Field(min_length=1, strict=False), AfterValidator(refuse_repeats)
     ] = ("core_attn",)
     """With `recompute: selective`, the parts of each layer that run again, under Megatron's names. `core_attn` saves little
     with a fused attention kernel; `layernorm` and `moe_act` need Transformer Engine."""
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    """With `recompute: full`: `uniform` recomputes all layers, `recompute_num_layers` at a time; `block` recomputes the
-    first `recompute_num_layers` layers of each model chunk."""
-    recompute_num_layers: Positive = 1
-    """With `recompute: full`, layers recomputed together (`uniform`), or in each model chunk (`block`)."""
 
-    @field_validator("recompute_modules", "recompute_method", "recompute_num_layers")
+    @field_validator("recompute_modules")
     @classmethod
-    def _this_recompute_reads_it(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None, "a validator of fields"
-        reader = "selective" if info.field_name == "recompute_modules" else "full"
-        recompute = info.data.get("recompute", reader)
-        if recompute != reader and value != cls.model_fields[info.field_name].default:
-            rule = f"only memory.recompute: {reader} reads it, and it is {recompute}"
-            raise broken_rule(rule, f"memory.recompute: {reader}, or remove {info.field_name}")
-        return value
+    def _selective_recompute_reads_it(cls, modules: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        recompute = info.data.get("recompute", "selective")
+        if recompute != "selective" and modules != cls.model_fields["recompute_modules"].default:
+            rule = f"only memory.recompute: selective reads it, and it is {recompute}"
+            raise broken_rule(rule, "memory.recompute: selective, or remove recompute_modules")
+        return modules
 
     offload_activations: bool = False
     """Keep activations for the backward pass in the host's memory. On a GPU the copies overlap with the computation."""
@@ -129,6 +122,9 @@ class LoraSection(Section):
     ] = ("qkv", "proj", "fc1", "fc2")
     """Linear layers of every decoder layer that get an adapter: queries, keys and values; attention's output; gate and up;
     down."""
+    send: Literal["merged", "adapter"] = "merged"
+    """What a weight sync sends. `merged`: the weights, with adapters merged in. `adapter`: the adapters alone, which vLLM
+    applies at each request; engines keep the weights of `model.path` that they loaded."""
 
 
 class ActorSection(Section):
@@ -227,17 +223,17 @@ def reference_rules(recipe: Recipe) -> Violations:
         yield Violation("reference.memory.offload", reference.memory.offload, rule, "actor.memory.offload: all")
     if every is None:
         return
-    if recipe.actor.lora is not None:
-        rule = "with actor.lora the model's weights stay as they are, and there is nothing to take"
-        yield Violation(key, every, rule, f"remove {key}, or actor.lora")
-    if recipe.path("reference") != recipe.model.path:
-        rule = f"takes the weights of model.path = {recipe.model.path}, and reference.path is another model"
-        yield Violation(key, every, rule, f"remove {key}, or reference.path")
-    if recipe.layout_section("reference") != recipe.actor.layout:
-        rule = "each rank copies its own shards, and reference.layout is not actor.layout"
-        yield Violation(key, every, rule, f"remove {key}, or reference.layout")
-    if every > recipe.run.steps:
-        yield Violation(key, every, f"never comes: run.steps = {recipe.run.steps}", str(recipe.run.steps))
+    refused = {
+        "actor.lora": ("with actor.lora the model's weights stay as they are", recipe.actor.lora is not None),
+        "reference.path": ("reference.path is another model", recipe.path("reference") != recipe.model.path),
+        "reference.layout": (
+            "each rank copies its own shards, and reference.layout is not actor.layout",
+            recipe.layout_section("reference") != recipe.actor.layout,
+        ),
+    }
+    for other, (rule, holds) in refused.items():
+        if holds:
+            yield Violation(key, every, rule, f"remove {key}, or {other}")
 
 
 def reward_model_rules(recipe: Recipe) -> Violations:
@@ -290,6 +286,9 @@ def adapters_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
     if lora.rank > narrowest:
         rule = f"must not pass {narrowest}, the narrower side of the smallest weight among actor.lora.targets"
         yield Violation("actor.lora.rank", lora.rank, rule, str(narrowest))
+    elif recipe.sent_adapter is not None and lora.rank > VLLM_LORA_RANKS[-1]:
+        rule = f"vLLM applies adapters of rank {VLLM_LORA_RANKS[-1]} at most"
+        yield Violation("actor.lora.rank", lora.rank, rule, f"{VLLM_LORA_RANKS[-1]}, or actor.lora.send: merged")
 
 
 def freeze_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
@@ -318,19 +317,8 @@ def without_transformer_engine(recipe: Recipe, role: str) -> Violations:
 
 
 def recompute_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violations:
-    """Recompute of parts that the model lacks, for a layout that divides the model."""
-    memory, layout = dict(trained_sections(recipe))[role].memory, recipe.layout(role)
-    if memory.recompute == "full" and (layout.stages or shape.num_layers % (layout.pipeline * layout.virtual_pipeline) == 0):
-        chunks = [(stage, chunk) for stage in range(layout.pipeline) for chunk in range(layout.virtual_pipeline)]
-        layers = sorted({len(chunk_layers(shape, layout, *chunk)) for chunk in chunks})
-        key, number = f"{role}.memory.recompute_num_layers", memory.recompute_num_layers
-        if number > layers[-1]:
-            rule = f"a model chunk of the {role}'s pipeline stages has at most {layers[-1]} layers"
-            yield Violation(key, number, rule, str(layers[-1]))
-        elif memory.recompute_method == "uniform" and any(count % number for count in layers):
-            # megatron-core 0.16.1 runs past the end of a chunk.
-            rule = f"uniform recompute divides each model chunk of the {role} evenly, and they have {layers} layers"
-            yield Violation(key, number, rule, str(math.gcd(*layers)))
+    """Recompute of parts that the model lacks."""
+    memory = dict(trained_sections(recipe))[role].memory
     if memory.recompute != "selective":
         return
     modules, missing = memory.recompute_modules, dict[str, str]()

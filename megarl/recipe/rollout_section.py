@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +16,6 @@ from megarl.planner.engine_memory import cache_width, cached_layers
 from megarl.planner.roles import BYTES
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.foreign_fields import dataclass_fields, option_rules
-from megarl.recipe.layout_section import tensor_size
 from megarl.recipe.section import Count, FilePath, Positive, Seconds, Section
 from megarl.recipe.violation import Violation, Violations, closest_number
 
@@ -91,6 +92,10 @@ OWNED_ENGINE_ARGS = {
     "sleep_preserve_parameter_names": "rollout.placement",
     "enable_return_routed_experts": "actor.router_replay",
     "disable_log_stats": "run.trace",
+    "enable_lora": "actor.lora.send",
+    "max_loras": "actor.lora.send",
+    "max_lora_rank": "actor.lora.rank",
+    "lora_target_modules": "actor.lora.targets",
     "seed": "run.seed",
     "weight_transfer_config": "weight_sync",
     "worker_extension_cls": "",
@@ -116,8 +121,8 @@ def rollout_rules(recipe: Recipe) -> Violations:
     known = known_engine_args() if given else None
     yield from option_rules("rollout.engine_args", given, known, refused, "vLLM's AsyncEngineArgs")
     tokens = given.get("max_num_batched_tokens")
-    if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens < 1:
-        yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be at least 1", "1")
+    if tokens is not None and (type(tokens) is not int or tokens < 1):  # sizes are computed with it
+        yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be a whole number from 1 on", "8192")
     if rollout.replay is not None and not Path(rollout.replay).is_dir():
         way_out = "the rollouts directory of a run with run.dump_rollouts: true"
         yield Violation("rollout.replay", rollout.replay, "the directory does not exist", way_out)
@@ -143,27 +148,24 @@ def rollout_rules(recipe: Recipe) -> Violations:
 
 
 def engines_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
-    """An engine's layout divides the actor's model, and its KV cache holds a whole sequence.
+    """An engine's layout divides the actor's model, and its KV cache holds a whole sequence."""
+    rollout, layout, most = recipe.rollout, recipe.rollout.layout, max(shape.heads, shape.num_layers)
 
-    `models.vllm_weights.check_layout` raises for the same layouts.
-    """
-    rollout, tensor, rows = recipe.rollout, recipe.rollout.tensor, vllm.padded_vocab(shape)
-    broken = list(tensor_size("rollout.tensor", tensor, shape))
-    yield from broken
-    if not broken and rows % tensor:
-        yield Violation("rollout.tensor", tensor, f"must divide vLLM's {rows} padded vocabulary rows", "1")
-    yield from _stages_fit(recipe, shape)
-    if shape.experts is None:
-        if rollout.expert_parallel:
-            yield Violation("rollout.expert_parallel", True, "the model has no experts", "false")
-        if rollout.data > 1:
-            # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
-            rule = "shards experts, and the model has none: its data-parallel ranks would be engines like any others"
-            yield Violation("rollout.data", rollout.data, rule, f"1, and {_more_engines(recipe)}")
-    elif not broken:
-        yield from _experts_fit_engines(recipe, shape)
+    def is_legal(name: str, size: int) -> bool:
+        changed = RolloutLayout(**asdict(layout) | {name: size})
+        return all(fault != name for fault, _ in vllm.layout_faults(shape, changed))
+
+    for name, rule in vllm.layout_faults(shape, layout):
+        value = getattr(layout, name)
+        nearest = "false" if name == "expert_parallel" else closest_number(value, partial(is_legal, name), most) or "1"
+        yield Violation(f"rollout.{name}", value, rule, nearest)
+    if shape.experts is None and rollout.data > 1:
+        # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
+        rule = "shards experts, and the model has none: its data-parallel ranks would be engines like any others"
+        yield Violation("rollout.data", rollout.data, rule, f"1, and {_more_engines(recipe)}")
+    yield from _stages_hold_experts(recipe, shape)
     # The stage with most layers has the largest cache. A cache of null has a legal size (`sizes.py`).
-    token_bytes = cached_layers(shape, rollout.layout) * cache_width(shape, tensor) * BYTES[recipe.rollout_precision]
+    token_bytes = cached_layers(shape, rollout.layout) * cache_width(shape, rollout.tensor) * BYTES[recipe.rollout_precision]
     needed = token_bytes * recipe.max_sequence_tokens
     if rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed:
         rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
@@ -174,12 +176,8 @@ def _more_engines(recipe: Recipe) -> str:
     return f"rollout.engines: {recipe.rollout.engines * recipe.rollout.data}"
 
 
-def _stages_fit(recipe: Recipe, shape: ModelShape) -> Violations:
+def _stages_hold_experts(recipe: Recipe, shape: ModelShape) -> Violations:
     stages, layers = recipe.rollout.pipeline, shape.num_layers
-    if stages > layers:
-        rule = f"must be at most the {layers} layers of the model: each stage has one"
-        yield Violation("rollout.pipeline", stages, rule, str(layers))
-        return
     # vLLM ends with an error on a stage without any of the parameters that engines keep through their sleep.
     sleeps = recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
     keeps_bias = sleeps and bool(vllm.fixed_parameters(shape))
@@ -188,24 +186,9 @@ def _stages_fit(recipe: Recipe, shape: ModelShape) -> Violations:
         of_stages = [vllm.stage_layers(layers, size, stage) for stage in range(size)]
         return [held for held in of_stages if not any(map(shape.has_experts, held))]
 
-    empty = without_experts(stages) if keeps_bias or shape.family in EXPERTS_ON_EVERY_STAGE else []
+    empty = without_experts(stages) if stages <= layers and (keeps_bias or shape.family in EXPERTS_ON_EVERY_STAGE) else []
     if empty:
         what = "sleep" if keeps_bias else "start"
         rule = f"leaves a stage with layers {empty[0][0]} to {empty[0][-1]}, none with experts, where vLLM does not {what}"
         nearest = closest_number(stages, lambda size: not without_experts(size), layers)
         yield Violation("rollout.pipeline", stages, rule, nearest)
-
-
-def _experts_fit_engines(recipe: Recipe, shape: ModelShape) -> Violations:
-    """Tensor ranks of all data-parallel ranks share the experts: whole ones under expert parallelism, else parts of each."""
-    assert shape.experts is not None, "a model with experts"
-    rollout, count, rows = recipe.rollout, shape.experts.count, shape.experts.ffn
-    ranks, name = rollout.tensor * rollout.data, "data" if rollout.data > 1 else "tensor"
-    value, product = rollout.data if name == "data" else rollout.tensor, f"rollout.tensor x rollout.data = {ranks}"
-    if ranks > count and (rollout.expert_parallel or rollout.tensor > count):
-        most = str(max(1, count // rollout.tensor)) if name == "data" else str(count)
-        yield Violation(f"rollout.{name}", value, f"makes {product}, and the model has {count} experts", most)
-    elif not rollout.expert_parallel and rows % ranks:
-        nearest = closest_number(value, lambda size: rows % (size * (ranks // value)) == 0, rows)
-        rule = f"makes {product}, which must divide the {rows} rows of an expert"
-        yield Violation(f"rollout.{name}", value, rule, f"{nearest or '1'}, or rollout.expert_parallel: true")

@@ -11,11 +11,10 @@ from megarl.planner.engine_memory import (
     CPU_BATCHED_TOKENS,
     CPU_CACHE_BYTES,
     GPU_BATCHED_TOKENS,
-    MIB,
     PlannedEngines,
     concurrent_sequences,
 )
-from megarl.planner.memory_estimate import BatchLimits, largest_cap, resting, usable_bytes
+from megarl.planner.memory_estimate import GIB, MIB, BatchLimits, largest_cap, resting, usable_bytes
 from megarl.planner.roles import PlannedRole
 from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
@@ -24,8 +23,6 @@ from megarl.recipe.recipe import Recipe
 from megarl.recipe.role_sections import FreezeSection, MemorySection, trained_sections
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.schedule.schedule import in_micro_batch
-
-GIB = 2**30
 
 
 def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, PlannedRole]:

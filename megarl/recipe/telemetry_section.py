@@ -72,8 +72,6 @@ class TelemetrySection(Section):
 
 # What pip calls the module of a kind of sink.
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
-# Stores of MLflow that need nothing besides mlflow-skinny; a database needs SQLAlchemy, which comes with mlflow alone.
-MLFLOW_STORES = ("", "file", "http", "https")
 
 
 def telemetry_rules(recipe: Recipe) -> Violations:
@@ -87,15 +85,10 @@ def telemetry_rules(recipe: Recipe) -> Violations:
             package = PACKAGES[sink.kind]
             rule = f"the package {package} is not installed; it is in megarl's extra `sinks`"
             yield Violation(f"{key}.kind", sink.kind, rule, f"pip install {package}")
-        if sink.kind == "mlflow" and sink.uri is not None:
-            if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", sink.uri):
-                hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)
-                rule = "holds a user or a password, and the recipe is kept with every run and sent to its sinks"
-                yield Violation(f"{key}.uri", hidden, rule, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
-            scheme = sink.uri.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", sink.uri) else ""
-            if scheme not in MLFLOW_STORES and not _is_installed("sqlalchemy"):
-                rule = f"a store of the kind {scheme} needs SQLAlchemy, which mlflow-skinny comes without"
-                yield Violation(f"{key}.uri", sink.uri, rule, "a directory, http://host:5000, or pip install mlflow")
+        if sink.kind == "mlflow" and sink.uri is not None and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*@", sink.uri):
+            hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)
+            rule = "holds a user or a password, and the recipe is kept with every run and sent to its sinks"
+            yield Violation(f"{key}.uri", hidden, rule, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
     if section.samples_per_step > recipe.num_sequences:
         rule = f"a step has {recipe.num_sequences} sequences (phases.rollout.prompts x algorithm.group_size)"
         yield Violation("telemetry.samples_per_step", section.samples_per_step, rule, str(recipe.num_sequences))

@@ -91,10 +91,8 @@ _OWNERS = {
         overlap_p2p_comm batch_p2p_comm deallocate_pipeline_outputs""",
     "trainer.precision": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
     "trainer.fp8": "fp8 fp8_recipe fp8_param fp8_amax_history_len fp8_amax_compute_algo fp4 fp4_recipe fp4_param",
-    "ROLE.memory.recompute": "recompute_granularity moe_layer_recompute",
+    "ROLE.memory.recompute": "recompute_granularity recompute_method recompute_num_layers moe_layer_recompute",
     "ROLE.memory.recompute_modules": "recompute_modules",
-    "ROLE.memory.recompute_method": "recompute_method",
-    "ROLE.memory.recompute_num_layers": "recompute_num_layers",
     "ROLE.memory.offload_activations": """
         cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
         fine_grained_activation_offloading offload_modules""",

@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import re
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,18 +23,25 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.engine_settings import EngineSettings, engine_arguments, refuse_other_formats, sampling_parameters
+from megarl.rollout.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    refuse_other_formats,
+    sampling_parameters,
+    scoring_parameters,
+)
 from megarl.rollout.groups import GroupFacts, GroupResult
 from megarl.telemetry.stacks import mark_from_environment
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.segment import machine
+from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 DEATH_POLL_S = 0.25  # how often a waiting call looks whether the engine core died
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
+ADAPTER = 1  # vLLM's number of the adapters, the same for all versions
 GREEDY = -1  # the sample number of a greedy completion, which is in no batch
 
 
@@ -52,11 +60,10 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A started engine: host name, machine (engines and ranks of one machine share memory), its processes (id and start
-    time, the actor first), the shared memory files they made, and how many sequences it decodes at once."""
+    """A started engine: host name, its processes (id and start time, the actor first), the shared memory files they made,
+    and how many sequences it decodes at once."""
 
     host: str
-    machine: str
     pids: tuple[tuple[int, float], ...]
     shared_files: tuple[str, ...]
     max_concurrent: int
@@ -193,6 +200,7 @@ class RolloutEngine:
         self._groups: dict[int, PendingGroup] = {}  # by position, in the order of their requests
         self._num_batches = 0
         self._version = 0  # the checkpoint's weights
+        self._adapter: LoRARequest | None = None  # of the version, if a sync sends adapters
         self._dirty: str | None = None
         self._asleep = False
         self._paused_at: float | None = None  # on `time.perf_counter`'s clock; None while generation may run
@@ -245,16 +253,14 @@ class RolloutEngine:
             raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
         pids, shared_files = _own_processes()
-        return EngineProcess(platform.node(), machine(), pids, shared_files, max_concurrent)
+        return EngineProcess(platform.node(), pids, shared_files, max_concurrent)
 
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Drop what is left of the last batch, queue a new one and generate. A batch that `continues` the sequences of the
         last one may use the prefix cache, which holds the same in every run, as all before was the same. Raises EngineDirty,
         EngineDied."""
         async with self._exclusive:
-            if self._dirty is not None:
-                raise EngineDirty(f"weights are unknown: {self._dirty}")
-            engine = self._alive()
+            engine = self._clean()
             for group in self._groups.values():
                 group.stop()
                 group.result.cancel()
@@ -270,17 +276,36 @@ class RolloutEngine:
         del groups[position]
         return GroupFacts.of(result), result
 
+    async def score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the log-probabilities, at temperature 1, of all tokens but the first of sequences of one length, from every
+        data-parallel rank: [ranks, sequences, tokens - 1]. Every worker takes part. Raises EngineDirty, EngineDied."""
+        async with self._exclusive:
+            engine = self._clean()
+            await self._pause_scheduler("keep", clear_cache=False)  # queue all first, for the same batches each time
+            ranks, collectors = self._settings.layout.data, []
+            for number, tokens in enumerate([*sequences] * ranks):
+                prompt: Any = {"type": "token", "prompt_token_ids": tokens.tolist()}
+                # No batch of its own, for which workers would drop the experts that they recorded for the last one.
+                name, rank = f"{self._num_batches}-canary{number}-0", number // len(sequences)
+                parameters, adapter = scoring_parameters(), self._adapter
+                added = engine.add_request(name, prompt, parameters, data_parallel_rank=rank, lora_request=adapter)
+                collectors.append(await self._guard(added))
+            await self._utility(engine.resume_generation())
+            outputs = [await self._guard(collector.get()) for collector in collectors]
+        return np.stack([prompt_scores(output) for output in outputs]).reshape(ranks, len(sequences), -1)
+
     async def report(self) -> EngineReport:
         """Return when the engine was busy since the last call, and the requests that ended."""
         return self._log.take()
 
     async def sleep(self) -> None:
         """Give the device's memory to the trainer until the next sync: `pause` brings back the memory of the weights,
-        `receive` that of the cache. vLLM's level 2 keeps only buffers and the parameters that no sync sends."""
+        `receive` that of the cache. vLLM's level 2 keeps only buffers and the parameters that no sync sends; level 1 keeps
+        the weights in the host's memory."""
         async with self._exclusive:
             self._dirty = "it sleeps, without weights, until the next sync"
             self._asleep = True
-            await self._utility(self._alive().sleep(level=2))
+            await self._utility(self._alive().sleep(level=2 if self._settings.adapter is None else 1))
 
     async def pause(self, version: int, in_flight: str) -> dict[str, float]:
         """Pause generation and empty the caches before a sync. Returns the seconds it took, and how many completions were in
@@ -311,15 +336,47 @@ class RolloutEngine:
     async def receive(self, manifest_values: dict[str, Any]) -> dict[str, float]:
         """Receive a version while it is streamed, and resume generation. Returns metrics of the sync. Raises SyncError for
         weights that did not arrive as they were sent, SyncAborted if another process is the cause."""
+        version = WeightManifest.from_dict(manifest_values).version
+
+        async def take() -> dict[str, float]:
+            answers = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
+            workers = worker_reports(await self._utility(answers), version)
+            report = {key: max(worker[key] for worker in workers) for key in workers[0]}
+            return report | {"received_bytes": sum(worker["received_bytes"] for worker in workers)}
+
+        return await self._commit(version, take)
+
+    async def receive_adapter(self, manifest: AdapterManifest) -> dict[str, float]:
+        """Let vLLM apply a version's adapters in the place of the last ones, and resume generation. As `receive`."""
+        from vllm.lora.request import LoRARequest
+
+        async def take() -> dict[str, float]:
+            begun = time.perf_counter()
+            manifest.check()
+            verified = time.perf_counter()
+            with tempfile.TemporaryDirectory() as directory:
+                for name, content in manifest.files.items():
+                    (Path(directory) / name).write_bytes(content)
+                # The name is a part of the key of a cached prefix. Completions that a sync keeps have the same number, so
+                # they continue under the new adapters.
+                request = LoRARequest(f"version-{manifest.version}", ADAPTER, directory, load_inplace=True)
+                if not await self._utility(self._alive().add_lora(request)):
+                    raise SyncError(f"vLLM did not take the adapters of version {manifest.version}")
+            self._adapter = LoRARequest(request.name, ADAPTER, directory)  # of which each worker has a copy
+            applied = time.perf_counter()
+            times = {"verify_s": verified - begun, "apply_s": applied - verified, "transfer_s": applied - begun}
+            return times | {"received_bytes": float(manifest.num_bytes)}
+
+        return await self._commit(manifest.version, take)
+
+    async def _commit(self, version: int, take: Callable[[], Coroutine[Any, Any, dict[str, float]]]) -> dict[str, float]:
+        """Take a version, which `take` verifies, and resume generation. Returns the metrics of `take` and more."""
         async with self._exclusive:
-            engine, manifest = self._alive(), WeightManifest.from_dict(manifest_values)
+            engine = self._alive()
             begun = time.perf_counter()
             try:
-                answers = self._every_worker("megarl_take_weights", manifest_values, self._settings.index)
-                workers = worker_reports(await self._utility(answers), manifest.version)
-                report = {key: max(worker[key] for worker in workers) for key in workers[0]}
-                report["received_bytes"] = sum(worker["received_bytes"] for worker in workers)
-                await self._utility(engine.update_weight_version(str(manifest.version)))
+                report = await take()
+                await self._utility(engine.update_weight_version(str(version)))
                 if self._asleep:
                     await self._utility(engine.wake_up(["kv_cache"]))
                     self._asleep = False
@@ -327,7 +384,7 @@ class RolloutEngine:
             except EngineDied:
                 raise
             except Exception as error:  # vLLM passes on a worker's exception as text
-                self._dirty = f"the sync of version {manifest.version} failed"
+                self._dirty = f"the sync of version {version} failed"
                 kind = type(error) if isinstance(error, SyncError) else SyncError
                 cause: BaseException = error
                 while cause.__cause__ is not None:
@@ -335,7 +392,7 @@ class RolloutEngine:
                 raise kind(str(cause)) from error
             received = time.perf_counter()
             # Set before generation resumes: completions from here on are of the new version.
-            self._version, self._dirty = manifest.version, None
+            self._version, self._dirty = version, None
             await self._queue([group for group in self._groups.values() if group.stopped])
             await self._utility(engine.resume_generation())
             resumed = time.perf_counter()
@@ -372,7 +429,7 @@ class RolloutEngine:
                 # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
                 rank = len(collectors) % self._settings.layout.data
                 name = self._request_name(request, member)
-                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank)
+                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank, lora_request=self._adapter)
                 collectors.append(await self._guard(added))
         for group in groups:
             size = len(group.request.seeds)
@@ -450,6 +507,11 @@ class RolloutEngine:
     def _request_name(self, request: GroupRequest, member: int) -> str:
         return f"{self._num_batches}-{request.position}-{member}"
 
+    def _clean(self) -> AsyncLLM:
+        if self._dirty is not None:
+            raise EngineDirty(f"weights are unknown: {self._dirty}")
+        return self._alive()
+
     def _alive(self) -> AsyncLLM:
         if self._engine is None:
             raise EngineDied("the engine was not started or is stopped")
@@ -481,6 +543,12 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int =
     names = [run_seed, step, prompt, member, *([turn] if turn else [])]
     state = np.random.SeedSequence(names).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
+
+
+def prompt_scores(output: Any) -> np.ndarray:
+    """Return the log-probabilities of a prompt's tokens but the first, float32, from a `RequestOutput` of vLLM."""
+    tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return np.array([entry[token].logprob for token, entry in tokens], np.float32)
 
 
 def routing_rows(recorded: np.ndarray | None, num_tokens: int, layers: Sequence[int] | None) -> np.ndarray:

@@ -13,11 +13,14 @@ from megarl.models.vllm_weights import fixed_parameters
 from megarl.planner.engine_memory import device_share
 from megarl.planner.placement import EnginePlace
 from megarl.recipe.device_section import engine_choices, refused_engine_args
+from megarl.recipe.role_sections import VLLM_LORA_RANKS, LoraSection
 from megarl.rollout import RolloutError
 from megarl.rollout.plugin import BACKEND
 
 # vLLM's name for each `rollout.quantization`: formats that vLLM makes itself from a checkpoint's weights, and a sync sends.
 QUANTIZATIONS = {"fp8": "fp8_per_block"}
+# vLLM's module of each target of `actor.lora`, the same in all families.
+VLLM_MODULES = {"qkv": "qkv_proj", "proj": "o_proj", "fc1": "gate_up_proj", "fc2": "down_proj"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class EngineSettings:
     device_variable: str | None = None  # the environment variable that selects the place's devices; None on a CPU
     takes_turns: bool = False  # whether the engine sleeps while the trainer uses its GPU
     load: NodeLoad | None = None  # of its node; None if processes are not bound to cores
+    adapter: LoraSection | None = None  # adapters that a sync sends and vLLM applies; None if it sends weights
     position: int = 0  # among the engines of its node
     times_requests: bool = False  # whether it records when each request arrived, began and ended
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # the recipe's, under vLLM's names
@@ -77,6 +81,13 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         if settings.record_routing:
             needed["enable_return_routed_experts"] = True
     chosen["max_num_batched_tokens"] = settings.batched_tokens
+    if settings.adapter is not None:
+        needed |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= settings.adapter.rank),
+            "lora_target_modules": [VLLM_MODULES[target] for target in settings.adapter.targets],
+        }
     return chosen | dict(settings.engine_args) | needed | dict(
         model=settings.model_path,
         dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.precision],
@@ -115,6 +126,16 @@ def sampling_parameters(settings: EngineSettings, seed: int, temperature: float 
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring_parameters() -> Any:
+    """Return vLLM's `SamplingParams` that give the log-probabilities of a prompt's tokens, at temperature 1. vLLM computes
+    them without reading its prefix cache."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
 
 
 def refuse_other_formats(quantization: str, formats: Sequence[Sequence[str]]) -> None:

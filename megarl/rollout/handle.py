@@ -20,8 +20,7 @@ from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import EngineProcess, EngineReport, RolloutEngine
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.telemetry.stacks import watched_environment
-from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.segment import machine
+from megarl.weight_sync.manifest import AdapterManifest, SyncError, WeightManifest
 
 STOP_S = 10.0
 
@@ -131,10 +130,14 @@ class EngineHandle:
             return self._get(reference, "weight_sync", self._timeout_s, rule)
         return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
 
-    def get_received(self, reference: Any, timeout_s: float, waits: int) -> dict[str, float]:
-        """Return the answer of `receive` after the last bucket was sent, as `get`. The deadline is `waits` times a sync's
-        `timeout_s`."""
-        return self._get(reference, "weight_sync", waits * timeout_s, f"{waits} times weight_sync.timeout_s = {timeout_s:g}")
+    def get_scored(self, reference: Any, timeout_s: float) -> Any:
+        """Return the answer of `score`, as `get`, with a sync's `timeout_s` as the deadline."""
+        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
+
+    def get_received(self, reference: Any, deadline: float, manifest: WeightManifest | AdapterManifest) -> dict[str, float]:
+        """Return the answer of `receive`, as `get`, by a deadline on the monotonic clock."""
+        rule = f"{manifest.report_waits} times weight_sync.timeout_s = {manifest.timeout_s:g}"
+        return self._get(reference, "weight_sync", max(0.0, deadline - time.monotonic()), rule)
 
     def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
         try:
@@ -163,7 +166,7 @@ class EngineHandle:
             ray.kill(self._actor, no_restart=True)
             self._actor = None
         if self.process is not None:
-            if self.process.machine == machine():
+            if self.settings.place.node == 0:  # rank 0's node
                 clear_away(self.process)
             else:
                 with contextlib.suppress(RolloutError, ray.exceptions.RayError):  # its node is gone, or does not answer

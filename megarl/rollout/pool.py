@@ -31,9 +31,7 @@ from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutE
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.replay import ReplayPool
 from megarl.telemetry.progress import advance_work, begin_work
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.publish import EngineFacts
-from megarl.weight_sync.transport import REPORT_WAITS
+from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 logger = logging.getLogger(__name__)
 References = TypeVar("References", bound=Collection[Any])
@@ -100,7 +98,8 @@ class EnginePool:
         self._environments: Environments | None = None  # set by `start` if the recipe has an environment
         self._version: int | None = None  # the last version that was published
         self._resync: Callable[[Sequence[int]], None] | None = None
-        self._manifest: WeightManifest  # of the current sync
+        self._manifest: WeightManifest | AdapterManifest  # of the current sync
+        self._sync_begun = 0.0  # on the monotonic clock
         self._pausing: dict[int, Any] = {}  # engine -> its call of `pause` in the current sync
         self._receiving: dict[int, Any] = {}  # engine -> its call of `receive`
         self._reports: dict[int, dict[str, float]] = {}  # engine -> its metrics of the last version
@@ -139,6 +138,7 @@ class EnginePool:
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
                     times_requests=recipe.run.trace != "none",
                     engine_args=rollout.engine_args,
+                    adapter=recipe.sent_adapter,
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
@@ -246,10 +246,11 @@ class EnginePool:
             (index for index in engines if not self._engines[index].settings.takes_turns), version
         )
 
-    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[EngineFacts]:
-        """Pause the given engines for a version, unless `ask` did, after which their weights are unknown; return the facts
-        of all engines. Completions in flight are waited for, kept or aborted, by the recipe. A dead engine is restarted, and
-        so is a silent one unless completions are waited for. Raises RolloutError for an engine that does not pause."""
+    def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[int]:
+        """Pause the given engines for a version, unless `ask` did, after which their weights are unknown; return how often
+        each of all engines was restarted. Completions in flight are waited for, kept or aborted, by the recipe. A dead
+        engine is restarted, and so is a silent one unless completions are waited for. Raises RolloutError for an engine that
+        does not pause."""
         if attempt == 1:
             self._reports, self._refusals = {}, {}
         self._version = version
@@ -273,8 +274,7 @@ class EnginePool:
                 # Completions that an earlier attempt kept or aborted are counted again in this one.
                 "in_flight": max(earlier["in_flight"], report["in_flight"]),
             }
-        machines = ["" if engine.process is None else engine.process.machine for engine in self._engines]
-        return [EngineFacts(name, engine.restarts) for name, engine in zip(machines, self._engines, strict=True)]
+        return [engine.restarts for engine in self._engines]
 
     def _call_pause(self, engines: Iterable[int], version: int) -> dict[int, Any]:
         """Return the calls by engine, without engines that have no actor."""
@@ -284,23 +284,15 @@ class EnginePool:
                 calls[index] = self._engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
         return calls
 
-    def begin(self, manifest: WeightManifest) -> None:
-        """Let the manifest's engines receive; does not wait for them."""
-        self._manifest = manifest
-        self._receiving = {index: self._engines[index].call("receive", manifest.as_dict()) for index in manifest.engines}
-
-    def failed(self) -> list[int]:
-        """Return the engines that have stopped receiving with an error; does not wait."""
-        calls = list(self._receiving.values())
-        ended = set(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
-        failed = []
-        for index, call in self._receiving.items():
-            if call in ended:
-                try:
-                    ray.get(call)
-                except ray.exceptions.RayError:
-                    failed.append(index)
-        return failed
+    def begin(self, manifest: WeightManifest | AdapterManifest) -> None:
+        """Let the manifest's engines receive; does not wait for them. Adapters travel through Ray's object store, once to
+        each node."""
+        self._manifest, self._sync_begun = manifest, time.monotonic()
+        if isinstance(manifest, AdapterManifest):
+            method, argument = "receive_adapter", ray.put(manifest)
+        else:
+            method, argument = "receive", manifest.as_dict()
+        self._receiving = {index: self._engines[index].call(method, argument) for index in manifest.engines}
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         """Wait for the engines that receive. Returns the engines that need another attempt, and the metrics of all others.
@@ -312,11 +304,11 @@ class EnginePool:
         restarted: set[int] = set()
         refused: dict[int, SyncError] = {}
         failure: Exception | None = None
-        timeout_s, waits = self._manifest.timeout_s, REPORT_WAITS[self._manifest.transport]
+        deadline = self._sync_begun + self._manifest.report_waits * self._manifest.timeout_s
         for index, call in self._receiving.items():
             engine = self._engines[index]
             try:
-                self._reports[index] |= engine.get_received(call, timeout_s, waits)
+                self._reports[index] |= engine.get_received(call, deadline, self._manifest)
             except (EngineDied, RolloutError) as error:
                 restarted.add(index)
                 again.append(index)
@@ -327,13 +319,9 @@ class EnginePool:
             except SyncError as error:
                 refused[index] = error
                 again.append(index)
-        # A refusal does not count if another process failed first or the engine's leader was restarted. If that excuses
-        # every engine, all count: else a sync might never end.
-        at_fault = [
-            index
-            for index, error in refused.items()
-            if not isinstance(error, SyncAborted) and self._manifest.leaders[index] not in restarted
-        ]
+        # A refusal does not count if another process failed first. If that excuses every engine, all count: otherwise a sync
+        # might never end.
+        at_fault = [index for index, error in refused.items() if not isinstance(error, SyncAborted)]
         for index in at_fault if at_fault or restarted else list(refused):
             self._refusals[index] = self._refusals.get(index, 0) + 1
             if self._refusals[index] > self._recipe.weight_sync.retries:
@@ -349,6 +337,18 @@ class EnginePool:
             metrics[f"sync/{key}"] = sum(report[key] for report in reports)
         metrics["sync/bytes_per_s"] = metrics["sync/received_bytes"] / len(reports) / metrics["sync/transfer_s"]
         return tuple(again), metrics
+
+    def score(self, sequences: Sequence[np.ndarray], engines: Sequence[int] | None = None) -> dict[int, np.ndarray]:
+        """Return what each engine, or each of some, computes for token sequences (`RolloutEngine.score`), without engines
+        that died: a rollout restarts them."""
+        calls, scores = {}, {}
+        for index in range(len(self._engines)) if engines is None else engines:
+            with contextlib.suppress(EngineDied):
+                calls[index] = self._engines[index].call("score", sequences)
+        for index, call in calls.items():
+            with contextlib.suppress(EngineDied):
+                scores[index] = self._engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
+        return scores
 
     def shutdown(self) -> None:
         """End all engines, and Ray if `start` started it; safe after a failure and more than once."""

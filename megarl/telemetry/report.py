@@ -10,14 +10,16 @@ import hashlib
 import importlib.resources
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import jinja2
 import yaml
+from markupsafe import Markup, escape
 from rich.console import Console
 
 from megarl.telemetry import report_charts as charts
@@ -48,31 +50,42 @@ def report(run_dir: str | Path, output: Path | None = None, console: Console | N
     return write_page(output or run.path / "report.html", run_page(run), console)
 
 
+@dataclass(frozen=True)
+class PageSection:
+    """A heading with charts, a table, and texts that unfold at a click. Cells and the note show `code` for backticks;
+    columns in `numbers` are right-aligned."""
+
+    title: str
+    charts: Sequence[Chart] = ()
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    numbers: Sequence[int] = ()
+    note: str = ""
+    folded: Mapping[str, str] = field(default_factory=dict)
+
+
 def run_page(run: Run) -> str:
     """Return the page as HTML. Raises ValueError where plotly is not installed."""
     findings = find(run)
     was_off = run.at("run.trace") == "none"
     reason = "`run.trace: phases`, the default, keeps one" if was_off else "it has none of a finished step yet"
-    no_trace = f'<div class="card soft">{coded(f"No trace of the ranks: {reason}.")}</div>'
-    warnings = [
-        (f'<span class="tag {finding.kind}">{finding.kind}</span>', coded(capitalized(finding.says)), coded(finding.do),
-         f"<code>{escape(finding.metric)}</code>")
-        for finding in findings
-    ]  # fmt: skip
+    last = charts.timeline(run)
+    tag = Markup('<span class="tag {0}">{0}</span>')
+    warnings = [(tag.format(item.kind), capitalized(item.says), item.do, f"`{item.metric}`") for item in findings]
     details = {"Every metric of the last step": json.dumps(run.steps[-1], indent=1)}
     if run.recipe:
         details = {"The resolved recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)} | details
     if run.starts:
         details = {"Starts": "\n".join(run.starts)} | details
-    sections: list[tuple[str, Sequence[Chart], str]] = [
-        ("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)], ""),
-        ("Where the time goes", [*charts.ranks_time(run), *charts.phase_times(run)], ""),
-        ("The last steps", last := charts.timeline(run), "" if last else no_trace),
-        ("Batches", charts.useful_shares(run), planned_and_executed(run)),
-        ("Weight sync", charts.sync_split(run), _sync_bytes(run)),
-        ("Warnings, and what to change", [], table(("", "what", "what to change", "metric"), warnings)),
-        ("Completions", [], _samples(run)),
-        ("More", [], "".join(folded(title, f"<pre>{escape(text)}</pre>") for title, text in details.items())),
+    sections = [
+        PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
+        PageSection("Where the time goes", [*charts.ranks_time(run), *charts.phase_times(run)]),
+        PageSection("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
+        _batches(run),
+        PageSection("Weight sync", charts.sync_split(run)),
+        PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
+        _samples(run),
+        PageSection("More", folded=details),
     ]
     return page(run.name, subtitle(run), answers(run, findings), sections)
 
@@ -92,73 +105,31 @@ def subtitle(run: Run) -> str:
     return " · ".join(parts)
 
 
-def planned_and_executed(run: Run) -> str:
-    """Return a row for each phase: its plan in the last step, and in how many steps all ranks executed their plan."""
-
-    def pair(planned: Any, ran: Any) -> str:
-        values = [f"{value:,.0f}" if isinstance(value, int | float) else "–" for value in (planned, ran)]
-        return values[1] if planned == ran else f'<span class="bad-text">{" / ".join(values)}</span>'
-
-    def verdict(num_alike: int, num_steps: int) -> str:
-        if num_alike == num_steps:
-            return f'<span class="good-text">as planned</span> in all {num_steps} steps'
-        return f'<span class="bad-text">NOT as planned</span> in {num_steps - num_alike} of {num_steps} steps'
-
-    rows: list[tuple[str, ...]] = []
+def _batches(run: Run) -> PageSection:
+    """Show the batches of each phase: the useful share over the run, and the shapes of the last step."""
     last = run.steps[-1]
     phases = dict.fromkeys(key.split("/")[1] for key in run.keys if key.startswith("schedule/") and "/planned_" in key)
-    for phase in phases:
-        keys = [(f"schedule/{phase}/planned_{name}", f"schedule/{phase}/{name}") for name, _ in SHAPES]
-        lines = [line for line in run.steps if keys[0][0] in line]
-        num_alike = sum(all(line.get(planned) == line.get(ran) for planned, ran in keys) for line in lines)
-        cells = [pair(last.get(planned), last.get(ran)) for planned, ran in keys]
-        rows.append((escape(phase), *cells, verdict(num_alike, len(lines))))
-    prompts, ran = run.at("phases.rollout.prompts"), last.get("schedule/rollout/prompts")
-    if prompts is not None and ran is not None:  # the rollout has no plan, but a size in the recipe
-        num_alike = sum(line.get("schedule/rollout/prompts") == prompts for line in run.steps)
-        rows.append(("rollout", "", "", "", "", f"{verdict(num_alike, len(run.steps))}: {pair(prompts, ran)} prompts"))
-    note = "What every rank executed in the last step; where the plan was another, both: planned / executed."
-    return table(("phase", *(head for _, head in SHAPES), ""), rows, (1, 2, 3, 4), note)
+    shapes = {phase: [last.get(f"schedule/{phase}/{name}") for name, _ in SHAPES] for phase in phases}
+    rows = [(phase, *(MISSING if size is None else f"{size:,.0f}" for size in sizes)) for phase, sizes in shapes.items()]
+    note = "What every rank ran in the last step." if rows else ""
+    heads = ("phase", *(head for _, head in SHAPES))
+    return PageSection("Batches", charts.useful_shares(run), heads, rows, (1, 2, 3, 4), note)
 
 
-def _sync_bytes(run: Run) -> str:
-    """Compare the bytes with the workers' need, and the rate with that of a copy in memory."""
-
-    def size(value: float) -> str:
-        unit, scale = next(
-            ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= scale), ("B", 1)
-        )
-        return f"{value / scale:.3g} {unit}"
-
-    names = ("received_bytes", "bound_bytes", "sent_bytes", "bytes_per_s", "memcpy_bytes_per_s", "changed_share")
-    recent = run.recent()
-    received, bound, sent, rate, memory_rate, changed = (recent.get(f"sync/{name}") for name in names)
-    rows = []
-    if received and bound:
-        rows.append(("received by workers", size(received), f"{received / bound:.2f} × what they need ({size(bound)})"))
-    if sent and received:
-        rows.append(("sent by ranks", size(sent), f"{sent / received:.2f} × what was received"))
-    if rate:
-        against = f"{rate / memory_rate:.0%} of a copy in memory ({size(memory_rate)}/s)" if memory_rate else ""
-        rows.append(("rate", f"{size(rate)}/s", against))
-    if changed is not None:
-        rows.append(("changed bytes", f"{changed:.1%}", ""))
-    return table((), rows, (1,))
-
-
-def _samples(run: Run) -> str:
+def _samples(run: Run) -> PageSection:
     """Show the best and the worst completions of the last step with samples."""
 
     def text(value: Any) -> str:
         full = str(value or "")
-        return f'<div class="text">{escape(full[:MOST_TEXT])}{"…" if len(full) > MOST_TEXT else ""}</div>'
+        cut = full[:MOST_TEXT] + ("…" if len(full) > MOST_TEXT else "")
+        return Markup('<div class="text">{}</div>').format(cut)
 
     kept = sorted((row for row in run.samples if isinstance(row.get("reward"), int | float)), key=lambda row: -row["reward"])
     half = MOST_SAMPLES // 2
     chosen = kept if len(kept) <= MOST_SAMPLES else kept[:half] + kept[-half:]
     rows = [(f"{row['reward']:.3g}", text(row.get("prompt")), text(row.get("completion"))) for row in chosen]
     note = f"Step {kept[0].get('step')}: the best and the worst of {len(kept)} that were kept." if kept else ""
-    return table(("reward", "prompt", "completion"), rows, (0,), note)
+    return PageSection("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note)
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------------
@@ -174,17 +145,14 @@ def compare(a: str | Path, b: str | Path, output: Path | None = None, console: C
 def compare_page(a: Run, b: Run) -> str:
     """Return the page as HTML. Raises ValueError where plotly is not installed."""
     names = (a.name, b.name) if a.name != b.name else (f"A: {a.name}", f"B: {b.name}")
-    rows = [
-        (f"<code>{escape(key)}</code>", escape(str(before)), escape(str(after)))
-        for key, before, after in differences(a.recipe, b.recipe)
-    ]
-    recipes = table(("key", *map(escape, names)), rows) if a.recipe and b.recipe else ""
+    changed = differences(a.recipe, b.recipe) if a.recipe and b.recipe else []
+    rows = [(f"`{key}`", str(before), str(after)) for key, before, after in changed]
     sections = [
-        ("Mean reward", _reward_charts(a, b, names), ""),
-        ("Other curves", _curve_charts(a, b, names), ""),
-        ("Where the time goes", _phase_chart(a, b, names), ""),
-        ("How the recipes differ", [], recipes),
-        ("Metrics side by side", [], _metrics_table(a, b, names)),
+        PageSection("Mean reward", _reward_charts(a, b, names)),
+        PageSection("Other curves", _curve_charts(a, b, names)),
+        PageSection("Where the time goes", _phase_chart(a, b, names)),
+        PageSection("How the recipes differ", heads=("key", *names), rows=rows),
+        _metrics(a, b, names),
     ]
     subtitle = f"A is {a.path}, {len(a.steps)} steps; B is {b.path}, {len(b.steps)} steps"
     return page(
@@ -302,7 +270,7 @@ def _reward_charts(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
         for run, name, color in zip((a, b), names, LINES, strict=False):
             if (curve := reward_curve(run, over)) is not None:
                 extents, rewards = curve
-                data.append(line(escape(name), extents, smooth(rewards, max(1, len(rewards) // 10)), color))
+                data.append(line(str(escape(name)), extents, smooth(rewards, max(1, len(rewards) // 10)), color))
         if len(data) == 2:
             charts.append(Chart(f"reward-{over}", f"Mean reward, over {over}", data, height=280, wide=over == "steps"))
     return charts
@@ -314,7 +282,7 @@ def _curve_charts(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
     for (key, *_), title in CURVES:
         points = [run.points(key) for run in (a, b)]
         data = [
-            line(escape(name), steps, values, color)
+            line(str(escape(name)), steps, values, color)
             for name, (steps, values), color in zip(names, points, LINES, strict=False)
             if len(set(values)) > 1
         ]
@@ -328,7 +296,7 @@ def _phase_chart(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
     recent = a.recent(), b.recent()
     longest = sorted(_phases(*recent), key=lambda key: -max(metrics.get(key, 0.0) for metrics in recent))
     data: list[dict[str, Any]] = [
-        {"type": "bar", "name": escape(name), "x": [escape(key.removeprefix("time/")) for key in longest],
+        {"type": "bar", "name": str(escape(name)), "x": [str(escape(key.removeprefix("time/"))) for key in longest],
          "y": [metrics.get(key, 0.0) for key in longest], "marker": {"color": color},
          "hovertemplate": "%{x}: %{y:.3g} s<extra></extra>"}
         for name, metrics, color in zip(names, recent, LINES, strict=False)
@@ -338,56 +306,27 @@ def _phase_chart(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
     return [Chart("phases", title, data, layout, height=360)] if longest else []
 
 
-def _metrics_table(a: Run, b: Run, names: tuple[str, str]) -> str:
-    """Show the common metrics as means over the last steps; fold those within 2 %."""
+def _metrics(a: Run, b: Run, names: tuple[str, str]) -> PageSection:
+    """Show the common metrics as means over the last steps."""
     first, second = a.recent(), b.recent()
-
-    def is_alike(key: str) -> bool:
-        return abs(second[key] - first[key]) <= 0.02 * max(abs(first[key]), abs(second[key]))
-
-    def rows(is_wanted: Callable[[str], bool], note: str = "") -> str:
-        lines = []
-        for key in (key for key in first if key in second and is_wanted(key)):
-            ratio = f"{second[key] / first[key]:.2f} ×" if first[key] > 0 and second[key] >= 0 else MISSING
-            lines.append((f"<code>{escape(key)}</code>", f"{first[key]:.4g}", f"{second[key]:.4g}", ratio))
-        return table(("metric", *map(escape, names), "ratio"), lines, (1, 2, 3), note)
-
-    alike = rows(is_alike)
-    unlike = rows(lambda key: not is_alike(key), "Means over the last steps of each run.")
-    return unlike + (folded("Metrics that are alike within 2 %", alike) if alike else "")
+    rows = []
+    for key in (key for key in first if key in second):
+        ratio = f"{second[key] / first[key]:.2f} ×" if first[key] > 0 and second[key] >= 0 else MISSING
+        rows.append((f"`{key}`", f"{first[key]:.4g}", f"{second[key]:.4g}", ratio))
+    note = "Means over the last steps of each run."
+    return PageSection("Metrics side by side", (), ("metric", *names, "ratio"), rows, (1, 2, 3), note)
 
 
 # HTML -------------------------------------------------------------------------------------------------------------------
 
 
-def page(title: str, subtitle: str, answers: Sequence[Answer], sections: Sequence[tuple[str, Sequence[Chart], str]]) -> str:
-    """Return one HTML file: answers, then sections with a heading, charts and more HTML. `title` and `subtitle` are text.
-
-    Raises ValueError where plotly is not installed.
-    """
+def page(title: str, subtitle: str, answers: Sequence[Answer], sections: Sequence[PageSection]) -> str:
+    """Return one HTML file, `page.html` filled in. Raises ValueError where plotly is not installed."""
     drawn = [
         {"name": chart.name, "data": chart.data, "layout": {"height": chart.height} | chart.layout}
-        for _, shown, _ in sections for chart in shown
+        for section in sections for chart in section.charts
     ]  # fmt: skip
-    content = json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    body = ""
-    for heading, shown, more in sections:
-        plots = "".join(  # charts that are not wide stand side by side
-            f'<div class="card{" wide" if chart.wide else ""}"><h3>{escape(chart.title)}</h3>'
-            + (f'<p class="soft">{coded(chart.note)}</p>' if chart.note else "")
-            + f'<div class="plot" id="{escape(chart.name)}" style="height:{chart.height}px"></div></div>'
-            for chart in shown
-        )
-        if plots or more:
-            plots = f'<div class="plots">{plots}</div>' if plots else ""
-            body += f"<section><h2>{escape(heading)}</h2>{plots}{more}</section>"
-    cards = "".join(
-        f'<div class="card answer {answer.tone}"><h2>{escape(answer.question)}</h2><div class="verdict">'
-        f"{escape(answer.verdict)}</div>{''.join(f'<p>{coded(sentence)}</p>' for sentence in answer.says)}</div>"
-        for answer in answers
-    )
     assets = importlib.resources.files("megarl.telemetry")
-    style = assets.joinpath("page.css").read_text(encoding="utf-8")
     try:
         plotly = importlib.resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError:
@@ -397,42 +336,24 @@ def page(title: str, subtitle: str, answers: Sequence[Answer], sections: Sequenc
     scripts = [plotly.replace("</script", "<\\/script"), assets.joinpath("page.js").read_text(encoding="utf-8")]
     # Only these two scripts may run, and nothing may be fetched, whatever a completion contains.
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f'<body><main><header><h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p></header>'
-        f'<div class="answers">{cards}</div>{body}</main>'
-        f'<script type="application/json" id="charts">{content}</script>'
-        + "".join(f"<script>{text}</script>" for text in scripts)
-        + "</body></html>\n"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["coded"] = coded
+    return environment.from_string(assets.joinpath("page.html").read_text(encoding="utf-8")).render(
+        title=title,
+        subtitle=subtitle,
+        answers=answers,
+        sections=sections,
+        charts=json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        style=assets.joinpath("page.css").read_text(encoding="utf-8"),
+        policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:",
+        scripts=scripts,
+        number=Markup(' class="number"'),
     )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), note: str = "") -> str:
-    """Return a table of HTML cells; columns in `numbers` are right-aligned. Empty without rows."""
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        kinds = (' class="number"' if at in numbers else "" for at in range(len(row)))
-        return "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
-
-    lines = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    if not lines:
-        return ""
-    head = f"<thead><tr>{cells('th', heads)}</tr></thead>" if heads else ""
-    text = f'<p class="soft">{coded(note)}</p>' if note else ""
-    return f'<div class="card">{text}<div class="scroll"><table>{head}<tbody>{lines}</tbody></table></div></div>'
-
-
-def folded(title: str, html: str) -> str:
-    """Return HTML that unfolds at a click."""
-    return f"<details><summary>{escape(title)}</summary>{html}</details>"
-
-
-def coded(text: str) -> str:
-    """Return text as HTML, with `code` for backticks."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+def coded(text: str) -> Markup:
+    """Return text as HTML, with `code` for backticks; HTML stays as it is."""
+    return text if isinstance(text, Markup) else Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def write_page(path: Path, html: str, console: Console) -> Path:

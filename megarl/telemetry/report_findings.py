@@ -96,7 +96,7 @@ ADVICE = (
     Advice("actor/kl", 0.30, "learning", "the policy is {value} nats a token away from the reference",
            "a larger `algorithm.kl.coefficient`, or a smaller `actor.optimizer.lr`", form=".2f"),
     Advice("mismatch/logprob_mean", 0.05, "fault", "engine and trainer disagree by {value} on a token's log-probability",
-           "the same `rollout.precision` as the trainer's; then `weight_sync.verify: all`", form=".3f"),
+           "the same `rollout.precision` as the trainer's", form=".3f"),
     Advice("actor/ratio_drift_exceeded", 0, "fault", "before the first update the policy ratio was not 1",
            "micro-batches of `actor_logprob` and `actor_update` more alike in size, or a finer `trainer.precision`",
            any_step=True, form=".0f"),
@@ -113,10 +113,9 @@ SYNC_PARTS = (
     ("sync/pause_s", "pause", "`weight_sync.in_flight: keep` or `abort`: the sync then does not wait for completions"),
     ("sync/pack_s", "pack", "more trainer ranks to pack on, or a larger `weight_sync.bucket_bytes`"),
     ("sync/transfer_s", "transfer",
-     "compare `sync/bytes_per_s` with `sync/memcpy_bytes_per_s`; over a network another `weight_sync.transport`, or "
-     "`wire: delta`"),
+     "`weight_sync.transport: mapped` on one host; over a slow network `wire: delta`"),
     ("sync/apply_s", "apply", "more workers an engine (`rollout.tensor`): each applies its own part"),
-    ("sync/verify_s", "verify", "`weight_sync.verify: sampled`, on a GPU"),
+    ("sync/verify_s", "verify", "more cores for the engines: their workers compute checksums with several threads"),
     ("sync/repack_s", "repack", "nothing of megarl's: vLLM brings the weights into the form of its kernels"),
     ("sync/resume_s", "resume", "a smaller `phases.rollout.max_concurrent`, where completions are kept in flight"),
 )  # fmt: skip

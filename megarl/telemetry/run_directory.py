@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
-import os
 import platform
 import re
-import threading
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
+from filelock import SoftFileLease, Timeout
 from pydantic import ValidationError
 
 from megarl.recipe import Recipe, recipe_yaml
@@ -31,9 +26,8 @@ _CHECKPOINT = re.compile(r"step-(\d{6})$")
 _FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
 # --resume-if-saved also keeps these: nobody has looked at the directory.
 _LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
-# The holder of a lock touches it this often. Take over the lock of another host after three missing touches.
-BEAT_S = 10.0
-SILENT_BEATS = 3
+# How long a lock lives without a touch, and how long a start waits for a lock that no living process has.
+LEASE_S, ANSWER_S = 30.0, 0.5
 
 
 class RunDirectoryError(ValueError):
@@ -78,7 +72,9 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
         self._first_start = self.path / "first_start.txt"
-        self._lock = RunLock(self.path / "run.lock")
+        # The holder touches the file. The lock of a dead process is taken over, on another host after
+        # LEASE_S without a touch.
+        self._lock = SoftFileLease(self.path / "run.lock", lease_duration=LEASE_S, thread_local=False, is_singleton=True)
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunDirectory:
@@ -96,23 +92,40 @@ class RunDirectory:
 
     def refuse_running(self) -> None:
         """Raise RunDirectoryError where a process of this host writes here; `lock` checks every host."""
-        holder = self._lock.read()
-        self._refuse(holder if _runs_here(holder) else None)
+        if self._is_local and not self._lock.is_locked:
+            self._take(ANSWER_S)
+            self.unlock()
 
     def lock(self) -> None:
-        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where one writes."""
-        self._refuse(self._lock.take())
+        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where a run writes: soon
+        for a process of this host, and after LEASE_S for a process of another host that shows a sign of life."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._take(ANSWER_S)
+        except RunDirectoryError:
+            if self._is_local:
+                raise
+            self._take(LEASE_S + ANSWER_S)
 
     def unlock(self) -> None:
         """Let other runs write here."""
-        self._lock.release()
+        self._lock.release(force=True)
 
-    def _refuse(self, holder: dict[str, Any] | None) -> None:
-        if holder is not None:
+    @property
+    def _is_local(self) -> bool:
+        # A process of another container, whose name has a suffix, counts as one of another host.
+        return self._lock.owner is not None and self._lock.owner.hostname == platform.node()
+
+    def _take(self, timeout_s: float) -> None:
+        try:
+            self._lock.acquire(timeout=timeout_s)
+        except Timeout as error:
+            owner = self._lock.owner
+            holder = "another process" if owner is None else f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
             raise RunDirectoryError(
-                f"{self.path}: a run writes here already, process {holder['process']} on {holder['host']} since "
-                f"{holder['since']}: wait for its end, take another run.name, or remove {self._lock.path} if it is gone"
-            )
+                f"{self.path}: a run writes here already, {holder}: wait for its end, take another run.name, or remove "
+                f"{self._lock.lock_file} if it is gone"
+            ) from error
 
     def read_recipe(self) -> dict[str, Any]:
         """Return the run's resolved recipe as plain data. Raises RunDirectoryError where there is none."""
@@ -211,86 +224,3 @@ def _at(content: Any, key: str) -> Any:
     for part in key.split("."):
         content = None if content is None else content.get(part)
     return content
-
-
-class RunLock:
-    """`run.lock`, which names its holder's host and process; held from `take` until `release` or the end of this process.
-
-    The kernel's record lock ends with its process or node. It works on one host and on file systems that carry locks between
-    hosts (NFS 4, GPFS, Lustre with `flock`), but the kernel also drops it when the holder closes any other descriptor of the
-    file. So where the lock is free and the file names a process, check the process: on this host by its id and start time,
-    on another host by the file's time, which a live holder updates. Forked children would keep a `flock`.
-    """
-
-    def __init__(self, path: Path, beat_s: float = BEAT_S) -> None:
-        self.path, self._beat_s = path, beat_s
-        self._descriptor = -1
-        self._released = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
-
-    def take(self) -> dict[str, Any] | None:
-        """Take the lock and return None, or return `host`, `process` and `since` of its holder."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked, has_locks = False, True
-        except OSError as error:
-            is_locked, has_locks = error.errno in (errno.EACCES, errno.EAGAIN), False
-        holder = self.read()  # after the attempt, because a holder that leaves empties the file
-        # Where locks work, this process may take its lock again: after an exec or a failed run.
-        is_held_here = has_locks and holder is not None and holder["process"] == os.getpid()
-        is_alive = is_locked or (not is_held_here and _runs_here(holder))
-        if not is_alive and holder is not None and holder["host"] != platform.node():
-            before, beats = self.path.stat().st_mtime_ns, 0
-            while not is_alive and beats < SILENT_BEATS:
-                time.sleep(self._beat_s)
-                is_alive, beats = self.path.stat().st_mtime_ns != before, beats + 1
-        if is_alive:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            return holder or {
-                "host": "unknown",
-                "process": "unknown",
-                "since": "unknown",
-            }  # the holder has not written its name yet
-        holder = {"host": platform.node(), "process": os.getpid(), "created": psutil.Process().create_time(),
-                  "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
-        self._thread.start()
-        return None
-
-    def release(self) -> None:
-        """Release the lock. The empty file stays, because removing it would be a race."""
-        self._released.set()
-        if self._descriptor >= 0:
-            self._thread.join(self._beat_s)  # a touch may hang with its file system
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def read(self) -> dict[str, Any] | None:
-        """Return the holder that the file names; None for an absent, empty or torn file."""
-        try:
-            content = os.pread(self._descriptor, 4096, 0) if self._descriptor >= 0 else self.path.read_bytes()
-            holder = json.loads(content)
-        except (OSError, ValueError):
-            return None
-        return holder if isinstance(holder, dict) and {"host", "process", "created", "since"} <= holder.keys() else None
-
-    def _beat(self) -> None:
-        while not self._released.wait(self._beat_s):
-            with contextlib.suppress(OSError):  # the file system may be away for a while
-                os.utime(self.path)
-
-
-def _runs_here(holder: dict[str, Any] | None) -> bool:
-    if holder is None or holder["host"] != platform.node():
-        return False
-    try:
-        process = psutil.Process(holder["process"])
-        return abs(process.create_time() - holder["created"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

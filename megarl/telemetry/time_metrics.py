@@ -22,20 +22,19 @@ from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
 from megarl.telemetry.metrics_file import duration
 
 Spans = Mapping[tuple[str, str], float]  # seconds of one rank by (phase, span)
-OFFLOAD, BUSY, ROLLOUT = "offload", "busy", "rollout"
+OFFLOAD, BUSY = "offload", "busy"
 # Waits that a slower rank causes. Waits for engines and rewards end on all ranks at once.
 FOR_RANKS = ("ranks", "pipeline", "gradients", "layers")
 # The spans of a pipeline run; `bubble_share` is a part of them.
 PIPELINE_RUN = ("forward", "backward", "pipeline", "wait_layers", "wait_pipeline")
-DEVICE_DIGITS = 4  # of seconds: a run of a thousand ranks writes a thousand numbers per cause and step
 
 
 # Ranks ------------------------------------------------------------------------------------------------------------------
 
 
-def causes(spans: Spans, phases: Sequence[str] | None = None) -> dict[str, float]:
+def causes(spans: Spans, phases: Sequence[str] | None = None) -> defaultdict[str, float]:
     """Return a rank's seconds by cause, of `phases` or of the step: for whom it waited, `offload`, `unaccounted`, `busy`."""
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: defaultdict[str, float] = defaultdict(float)
     for (phase, name), spent in spans.items():
         if phases is None or phase in phases:
             is_busy = not name.startswith(WAIT) and name not in (UNACCOUNTED, OFFLOAD)
@@ -155,30 +154,16 @@ class Devices:
             of_engine.append(tuple(devices))
         return cls(num_ranks, tuple(of_engine), tuple(engine_of))
 
-    def metrics(self, ranks: Sequence[Spans], busy_s: Sequence[float], phases: Mapping[str, float]) -> dict[str, object]:
-        """Return `idle/device/busy_share`, the share of all devices' time spent computing; `idle/device/<cause>_s`, a list
-        of seconds by device; and `idle/device/engine`, the engines of the devices after the ranks'.
-
-        `busy_s` are the seconds in which each engine had requests; `phases` are rank 0's. A device is in `rollout` where its
-        rank waits for engines while an engine works on it; on devices of engines alone, `rollout` replaces `busy`.
-        """
+    def busy_share(self, ranks: Sequence[Spans], busy_s: Sequence[float]) -> float:
+        """Return the share of all devices' time spent computing, for a rank or an engine. `busy_s` are the seconds in which
+        each engine had requests. On a rank's device an engine computes while the rank waits for engines."""
         step_s = max(sum(spans.values()) for spans in ranks)
-        rows = [causes(spans) for spans in ranks]
-        for device in range(self.num_ranks):
+        computed = sum(min(busy_s[engine], step_s) for engine in self.engine_of if busy_s)
+        for device, by_cause in enumerate(map(causes, ranks)):
             working = max((s for s, devices in zip(busy_s, self.of_engine, strict=False) if device in devices), default=0.0)
-            waited = rows[device].get("engines", 0.0)
-            if working and waited:
-                rows[device] |= {ROLLOUT: min(working, waited), "engines": max(waited - working, 0.0)}
-        for engine in self.engine_of if busy_s else ():
-            parts = engine_causes(busy_s[engine], step_s, phases.get("rollout", 0.0), phases.get("weight_sync", 0.0))
-            rows.append({ROLLOUT: parts.pop(BUSY), **parts})
-        computed = sum(row.get(BUSY, 0.0) + row.get(ROLLOUT, 0.0) for row in rows)
-        metrics: dict[str, object] = {"idle/device/busy_share": computed / sum(sum(row.values()) for row in rows)}
-        for cause in sorted({cause for row in rows for cause, seconds in row.items() if seconds}):
-            metrics[f"idle/device/{cause}_s"] = [round(row.get(cause, 0.0), DEVICE_DIGITS) for row in rows]
-        if len(rows) > self.num_ranks:
-            metrics["idle/device/engine"] = list(self.engine_of)
-        return metrics
+            computed += by_cause[BUSY] + min(working, by_cause["engines"])
+        num_devices = self.num_ranks + (len(self.engine_of) if busy_s else 0)
+        return computed / (num_devices * step_s)
 
 
 # One step ---------------------------------------------------------------------------------------------------------------
@@ -226,7 +211,7 @@ class TimeMetrics:
         if "reward/busy_s" in metrics:
             busy = min(metrics["reward/busy_s"] / metrics["reward/num_workers"] / step_s, 1.0)
             line |= {"idle/reward_workers/busy_share": busy, "idle/reward_workers/resting_share": 1.0 - busy}
-        line |= self._devices.metrics(ranks, busy_s, phases)
+        line["idle/device/busy_share"] = self._devices.busy_share(ranks, busy_s)
         per_s = sizes.useful / step_s
         line |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
         passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in ENGINE_PHASES}
@@ -279,72 +264,45 @@ def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -
 def run_totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a run's totals from its lines of `metrics.jsonl`, which survive a resume. Raises ValueError without lines.
 
-    - `steps`, `seconds` (of all steps), `start_s` (of all starts); with `tokens/useful` also `tokens`, `tokens_per_s` and
-      `tokens_per_hour`
+    - `steps`, `seconds` (of all steps), `start_s` (of all starts), `tokens_per_s` (useful tokens)
     - `phases`: seconds by phase, longest first; `shares`: of all ranks' time by cause; `mfu` by phase
-    - `stragglers`: for each rank `ahead_s`, how much less than the median rank it waited for others, and in how many `steps`
-      it waited least; the slowest rank comes first
     """
     # NaN is null in a line.
     lines = [{key: value for key, value in line.items() if value is not None} for line in lines if line.get("time/step")]
     if not lines:
         raise ValueError("no step has time/step")
     seconds = sum(line["time/step"] for line in lines)
-    totals: dict[str, Any] = {"steps": len(lines), "seconds": seconds}
-    totals["start_s"] = sum(line.get("run/start_s", 0.0) for line in lines)
-    counted = [line for line in lines if "tokens/useful" in line]
-    if counted:
-        totals["tokens"] = sum(line["tokens/useful"] for line in counted)
-        totals["tokens_per_s"] = totals["tokens"] / sum(line["time/step"] for line in counted)
-        totals["tokens_per_hour"] = totals["tokens_per_s"] * 3600
     times: Counter[str] = Counter()
     shares: dict[str, float] = defaultdict(float)
-    weighted: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    flops: dict[str, float] = defaultdict(float)
     for line in lines:
         for key, value in line.items():
             if key.startswith("time/") and key != "time/step":
                 times[key.removeprefix("time/")] += value
             elif key.startswith("mfu/"):  # a mean over the phase's time
-                weighted[key.removeprefix("mfu/")].append((value, line.get(f"time/{key.removeprefix('mfu/')}", 0.0)))
+                flops[key.removeprefix("mfu/")] += value * line.get(f"time/{key.removeprefix('mfu/')}", 0.0)
             elif match := re.fullmatch(r"(?:idle|offload)/((?:\w+_)?share)", key):  # a mean over the steps' time
                 name = "offload_share" if key == "offload/share" else match[1]
                 shares[name] += value * line["time/step"] / seconds
-    totals |= {"phases": dict(times.most_common()), "shares": dict(shares)}
-    totals["mfu"] = {
-        phase: sum(value * weight for value, weight in pairs) / total_weight
-        for phase, pairs in weighted.items()
-        if (total_weight := sum(weight for _, weight in pairs))
+    return {
+        "steps": len(lines),
+        "seconds": seconds,
+        "start_s": sum(line.get("run/start_s", 0.0) for line in lines),
+        "tokens_per_s": sum(line.get("tokens/useful", 0) for line in lines) / seconds,
+        "phases": dict(times.most_common()),
+        "shares": dict(shares),
+        "mfu": {phase: product / times[phase] for phase, product in flops.items() if times[phase]},
     }
-    return totals | {"stragglers": _stragglers(lines)}
-
-
-def _stragglers(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Count only steps with as many ranks as the last one: a resumed run may have others."""
-    ahead_s: list[float] = []
-    num_least: list[int] = []
-    for line in lines:
-        if (busy := line.get("idle/device/busy_s")) is None:
-            continue
-        ranks = range(len(busy) - len(line.get("idle/device/engine", ())))
-        if len(ranks) != len(ahead_s):
-            ahead_s, num_least = [0.0] * len(ranks), [0] * len(ranks)
-        columns = [line[key] for cause in FOR_RANKS if (key := f"idle/device/{cause}_s") in line]
-        waited = [sum(column[rank] for column in columns) for rank in ranks]
-        for rank in ranks:
-            ahead_s[rank] += max(median(waited) - waited[rank], 0.0)
-        num_least[waited.index(min(waited))] += 1
-    order = sorted(range(len(ahead_s)), key=lambda rank: (-ahead_s[rank], rank))
-    return [{"rank": rank, "ahead_s": ahead_s[rank], "steps": num_least[rank]} for rank in order]
 
 
 def totals_lines(totals: Mapping[str, Any]) -> list[str]:
     """Return the totals of a run as a few lines of text."""
-    seconds = totals["seconds"]
+    seconds, rate = totals["seconds"], totals["tokens_per_s"]
     text = f"{totals['steps']} steps in {duration(seconds)}"
     if totals["start_s"]:
         text += f", and {duration(totals['start_s'])} to start"
-    if "tokens" in totals:
-        text += f"; {totals['tokens_per_s']:,.0f} useful tokens a second, {totals['tokens_per_hour']:,.0f} an hour"
+    if rate:
+        text += f"; {rate:,.0f} useful tokens a second, {3600 * rate:,.0f} an hour"
     lines = [text]
     shares = {cause.removesuffix("_share"): share for cause, share in totals["shares"].items()}
     if "share" in shares:
@@ -355,10 +313,6 @@ def totals_lines(totals: Mapping[str, Any]) -> list[str]:
     lines.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in _largest(phases)))
     if totals["mfu"]:
         lines.append("model FLOPs utilization: " + ", ".join(f"{phase} {mfu:.1%}" for phase, mfu in totals["mfu"].items()))
-    late = [straggler for straggler in totals["stragglers"] if straggler["ahead_s"] > 0.01 * seconds][:3]
-    if late:
-        ranks = ", ".join(f"rank {straggler['rank']} by {duration(straggler['ahead_s'])}" for straggler in late)
-        lines.append(f"waited for beyond the median rank: {ranks}")
     return lines
 
 

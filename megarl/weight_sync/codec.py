@@ -4,8 +4,8 @@ links.
 For differences each end keeps the bytes of the last version: a trainer rank the bytes of its parts, a worker the bytes of
 its stream. The next version travels as the changes and is put together in the worker's copy, where boxes and checksums are
 read as usual. Checksums cover the whole content, so a difference to other bytes never passes. A version without a base
-travels whole. A message is the table of checksums of its part, followed by a delta of the bytes before that table; its
-memory has room for the longest message.
+travels whole. A message is the checksum of its part, followed by a delta of the bytes before it; its memory has room for
+the longest message.
 
 A cast to a shorter float needs no codec: `Tensor.copy_` does it.
 """
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 
 from megarl.models.quantised_blocks import BLOCK, scale_bytes
+from megarl.weight_sync.copies import Box
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.stream import Part, Stream
+from megarl.weight_sync.stream import ALIGNMENT, Part, Stream
 from megarl.weight_sync.transport import NUM_BUCKETS
 
 FP8 = torch.float8_e4m3fn
+SCALES = "_scale_inv"  # suffix of the parameter with the scales of a weight in FP8 blocks
 _LARGEST = torch.finfo(FP8).max  # 448
 _SMALLEST = 1e-4  # the least value that counts as a block's largest, so that a block of zeros has a scale
 
@@ -65,16 +67,16 @@ def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
     return Blocks(weight, scales.view(torch.float32).view(-(-rows // BLOCK), -(-columns // BLOCK)))
 
 
-# A delta begins with: form, bytes of an element, bytes of the content, changed elements, bytes of their places, bytes of the
-# rest before it was deflated, and bytes of the rest as it follows.
-_HEADER = struct.Struct("<BBxxxxxxQQQQQ")
+def scales_of(box: Box) -> Box:
+    """The box of the scales that belong to a box of FP8 blocks."""
+    rows, cols = -(-box.rows // BLOCK), -(-box.cols // BLOCK)
+    return Box(box.parameter + SCALES, box.row // BLOCK, box.col // BLOCK, rows, cols, torch.float32)
+
+
+# A delta begins with: whether it is a difference, bytes of the content, bytes of the rest as it follows.
+_HEADER = struct.Struct("<BxxxxxxxQQ")
 HEADER_BYTES = _HEADER.size
-# How a delta stores its content: RAW bytes; or the changed elements, with their places as one BIT an element, or as GAPS:
-# one byte for each changed element, the number of equal elements before it, where 255 of them make a byte of their own. All
-# but raw bytes is deflated.
-RAW, BITS, GAPS = range(3)
-_SKIP = 255
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class Delta(NamedTuple):
@@ -85,108 +87,59 @@ class Delta(NamedTuple):
 
 
 def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int) -> Delta:
-    """Encode `new` as the places and differences of the elements that changed since `old`; both uint8 [bytes] on a CPU. With
-    `old` None the delta holds all of `new`, which counts as changed.
+    """Encode `new` as the places (a bit for each element) and the differences of the elements that changed since `old`,
+    deflated; both uint8 [bytes] on a CPU. With `old` None the delta holds all of `new`, which counts as changed.
 
-    Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2, 4 or 8), so every bit pattern comes back,
+    Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2 or 4), so every bit pattern comes back,
     NaN too. An update moves a weight by few units in the last place, so the differences, least significant bytes first, are
-    small numbers and then zeros, which deflate to a half. Where the delta would be longer, the content itself travels, in
-    `HEADER_BYTES` more.
+    small numbers and then zeros. Where the delta would be longer, the content itself travels, in `HEADER_BYTES` more.
 
     Raises ValueError for contents of different sizes.
     """
-    after = _words(new, element_bytes)
-    form, num_changed, table_bytes, size, rest = RAW, len(after), 0, new.numel(), after.view(np.uint8)
+    after = new.numpy().view(_WORDS[element_bytes])
+    is_difference, num_changed, rest = False, len(after), new.numpy()
     if old is not None:
-        before = _words(old, element_bytes)
+        before = old.numpy().view(after.dtype)
         if len(before) != len(after):
             raise ValueError(f"a delta of {new.numel()} bytes needs as many old ones, not {old.numel()}")
         changed = before != after
-        places = np.flatnonzero(changed)
-        num_changed = len(places)
-        short_form, table = _place_table(changed, places)
-        body = table.tobytes() + _planes(before[places], after[places]).tobytes()
+        num_changed = int(changed.sum())
+        body = np.packbits(changed).tobytes() + _planes(before[changed], after[changed]).tobytes()
         shorter = np.frombuffer(zlib.compress(body, 1), np.uint8)
         if len(shorter) < new.numel():
-            form, table_bytes, size, rest = short_form, table.nbytes, len(body), shorter
-    header = _HEADER.pack(form, element_bytes, new.numel(), num_changed, table_bytes, size, rest.nbytes)
-    payload = torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), rest]))
-    return Delta(payload, num_changed * element_bytes)
+            is_difference, rest = True, shorter
+    header = np.frombuffer(_HEADER.pack(is_difference, new.numel(), len(rest)), np.uint8)
+    return Delta(torch.from_numpy(np.concatenate([header, rest])), num_changed * element_bytes)
 
 
-def decode_delta(payload: torch.Tensor, content: torch.Tensor) -> None:
+def decode_delta(payload: torch.Tensor, content: torch.Tensor, element_bytes: int) -> None:
     """Turn the old `content`, uint8 [bytes], into the new one in place. Bytes behind the delta in `payload` are ignored.
 
     Raises ValueError for a payload that is no delta of such a content, before anything is written. A delta of another old
     content is not detected here but by the checksum of the result.
     """
     data = payload.numpy()
-    if data.size < HEADER_BYTES:
-        raise ValueError(f"a delta of {data.size} bytes is torn: its header has {HEADER_BYTES}")
-    form, element_bytes, num_bytes, num_changed, table_bytes, size, length = _HEADER.unpack(data[:HEADER_BYTES].tobytes())
-    if form > GAPS or element_bytes not in _WORDS or num_bytes != content.numel():
-        raise ValueError(
-            f"no delta of {content.numel()} bytes: form {form} of {num_bytes} bytes, {element_bytes} an element"
-        )
+    is_difference, num_bytes, length = _HEADER.unpack(data[:HEADER_BYTES].tobytes())
     body = data[HEADER_BYTES : HEADER_BYTES + length]
-    # Places take at most a bit an element, and some bytes.
-    if body.size != length or size > 2 * num_bytes + HEADER_BYTES:
-        raise ValueError(f"a delta is torn: {body.size} bytes instead of {length}, of {size} inflated ones")
-    if form != RAW:
-        inflater = zlib.decompressobj()
-        try:
-            body = np.frombuffer(inflater.decompress(body.tobytes(), size), np.uint8)
-        except zlib.error as error:
-            raise ValueError(f"a delta is torn: {error}") from error
-        if not inflater.eof and size:
-            raise ValueError(f"a delta is torn: it inflates to more than {size} bytes")
-    if body.size != size or (form == RAW and size != num_bytes):
-        raise ValueError(f"a delta is torn: {body.size} bytes instead of {size}")
-    words = _words(content, element_bytes)
-    if form == RAW:
-        words[:] = body.view(words.dtype)
+    if num_bytes != content.numel() or len(body) != length or (not is_difference and length != num_bytes):
+        raise ValueError(f"no delta of {content.numel()} bytes: {len(body)} of {length} bytes for a content of {num_bytes}")
+    if not is_difference:
+        content.copy_(torch.from_numpy(body))
         return
-    if size != table_bytes + num_changed * element_bytes:
-        raise ValueError(f"a delta is torn: {size} bytes of {num_changed} elements and {table_bytes} of their places")
-    table = body[:table_bytes]
-    if form == BITS:
-        places = np.flatnonzero(np.unpackbits(table)[: len(words)])
-    else:
-        steps = np.where(table == _SKIP, _SKIP, table.astype(np.int64) + 1)
-        places = (np.cumsum(steps) - 1)[table != _SKIP]
-    if len(places) != num_changed or (num_changed and places[-1] >= len(words)):
-        raise ValueError(f"a delta is torn: {len(places)} places for {num_changed} elements of {len(words)}")
-    folded = np.zeros(num_changed, words.dtype)  # the inverse of `_planes`
-    for place, plane in enumerate(body[table_bytes:].reshape(element_bytes, -1)):
+    words = content.numpy().view(_WORDS[element_bytes])
+    num_flag_bytes = -(-len(words) // 8)
+    try:
+        inflated = np.frombuffer(zlib.decompressobj().decompress(body.tobytes(), num_flag_bytes + num_bytes), np.uint8)
+    except zlib.error as error:
+        raise ValueError(f"a delta is torn: {error}") from error
+    changed = np.unpackbits(inflated[:num_flag_bytes])[: len(words)].astype(bool)
+    planes = inflated[num_flag_bytes:]
+    if len(inflated) < num_flag_bytes or len(planes) != int(changed.sum()) * element_bytes:
+        raise ValueError(f"a delta is torn: {len(planes)} bytes for {int(changed.sum())} changed elements")
+    folded = np.zeros(len(planes) // element_bytes, words.dtype)  # the inverse of `_planes`
+    for place, plane in enumerate(planes.reshape(element_bytes, -1)):
         folded |= plane.astype(words.dtype) << 8 * place
-    words[places] += (folded >> 1) ^ (0 - (folded & 1))
-
-
-def _words(content: torch.Tensor, element_bytes: int) -> np.ndarray:
-    if content.numel() % element_bytes:
-        raise ValueError(f"{content.numel()} bytes are no multiple of an element's {element_bytes}")
-    return content.numpy().view(_WORDS[element_bytes])
-
-
-def _place_table(changed: np.ndarray, places: np.ndarray) -> tuple[int, np.ndarray]:
-    """The shorter of the two forms of the places, and its bytes."""
-    if len(places) > len(changed) // 8:
-        return BITS, np.packbits(changed)
-    gaps = np.diff(places, prepend=-1) - 1
-    skips = gaps // _SKIP
-    ends = np.cumsum(skips + 1)
-    if len(ends) and ends[-1] > len(changed) // 8:
-        return BITS, np.packbits(changed)
-    table = np.full(ends[-1] if len(ends) else 0, _SKIP, np.uint8)
-    table[ends - 1] = gaps - skips * _SKIP
-    return GAPS, table
-
-
-def _places(form: int, table: np.ndarray, num_elements: int) -> np.ndarray:
-    if form == BITS:
-        return np.flatnonzero(np.unpackbits(table)[:num_elements])
-    steps = np.where(table == _SKIP, _SKIP, table.astype(np.int64) + 1)
-    return (np.cumsum(steps) - 1)[table != _SKIP]
+    words[changed] += (folded >> 1) ^ (0 - (folded & 1))
 
 
 def _planes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -221,26 +174,25 @@ class Bases:
 class SentParts:
     """A trainer rank's copy of what it sent last, in host memory."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
-        self._streams = streams
-        self._contents: dict[tuple[int, int], torch.Tensor] = {}  # by worker and bucket
+    def __init__(self) -> None:
+        self._contents: dict[tuple[int, int], torch.Tensor] = {}  # by stream and bucket
         self._has_base, self._element_bytes = False, 1
         self.changed_bytes = self.content_bytes = 0  # since `begin`
 
     def begin(self, manifest: WeightManifest) -> None:
         self._has_base = manifest.base is not None
-        self._element_bytes = 1 if manifest.quantization else DTYPES[manifest.precision].itemsize
+        self._element_bytes = _element_bytes(manifest)
         self.changed_bytes = self.content_bytes = 0
 
-    def message(self, worker: int, bucket: int, part: Part, content: torch.Tensor) -> torch.Tensor:
+    def message(self, stream: int, bucket: int, part: Part, content: torch.Tensor) -> torch.Tensor:
         """The message for a part's bytes, uint8 [bytes]; the bytes are kept for the next version."""
-        table = _table(self._streams[worker], part) - part.start
-        new, key = content[:table], (worker, bucket)
+        num_bytes = part.check - part.start
+        new, key = content[:num_bytes], (stream, bucket)
         delta = encode_delta(self._contents[key] if self._has_base else None, new, self._element_bytes)
         self.changed_bytes += delta.changed_bytes
         self.content_bytes += new.numel()
-        self._contents.setdefault(key, torch.empty(table, dtype=torch.uint8)).copy_(new)
-        return torch.cat([content[table:], delta.payload])
+        self._contents.setdefault(key, torch.empty(num_bytes, dtype=torch.uint8)).copy_(new)
+        return torch.cat([content[num_bytes:], delta.payload])
 
 
 class TakenParts:
@@ -249,13 +201,15 @@ class TakenParts:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.version: int | None = None  # of all contents
-        self._contents = [[torch.zeros(_table(stream, p) - p.start, dtype=torch.uint8) for p in b] for b in stream.parts]
+        self._element_bytes = 1
+        self._contents = [[torch.zeros(p.check - p.start, dtype=torch.uint8) for p in b] for b in stream.parts]
         headers_bytes = HEADER_BYTES * max(map(len, stream.parts), default=0)
         self._rooms = torch.zeros(NUM_BUCKETS, stream.capacity + headers_bytes, dtype=torch.uint8)
 
     def begin(self, manifest: WeightManifest) -> None:
         """Raises SyncError where the next version is a difference to another version than is kept."""
         kept, self.version = self.version, None
+        self._element_bytes = _element_bytes(manifest)
         if manifest.base is not None and manifest.base != kept:
             raise SyncError(
                 f"weight version {manifest.version} comes as its difference to version {manifest.base}, but this worker "
@@ -271,16 +225,14 @@ class TakenParts:
         """Write the bytes that a message stands for into the bucket's memory; the part is known by its number in the bucket.
         Raises SyncError for a torn message."""
         part, kept = self.stream.parts[bucket][number], self._contents[bucket][number]
-        table = _table(self.stream, part)
-        table_bytes = part.end - table
         try:
-            decode_delta(message[table_bytes:], kept)
+            decode_delta(message[ALIGNMENT:], kept, self._element_bytes)
         except ValueError as error:
-            raise SyncError(f"take: bucket {bucket}, from trainer rank {part.source_rank}: {error}") from error
-        memory[part.start : table].copy_(kept)
-        memory[table : part.end].copy_(message[:table_bytes])
+            raise SyncError(f"bucket {bucket} from trainer rank {part.source_rank}: {error}") from error
+        memory[part.start : part.check].copy_(kept)
+        memory[part.check : part.end].copy_(message[:ALIGNMENT])
 
 
-def _table(stream: Stream, part: Part) -> int:
-    """Where in the bucket a part's checksums begin."""
-    return int(stream.check[part.pieces[0]])
+def _element_bytes(manifest: WeightManifest) -> int:
+    """FP8 blocks have elements of one byte."""
+    return 1 if manifest.quantization else DTYPES[manifest.precision].itemsize

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,28 +28,56 @@ class SyncAborted(SyncError):
 
 
 @dataclass(frozen=True)
+class AdapterManifest:
+    """The adapters of one version, for the engines with the given numbers: a PEFT directory as `files` by name, and the
+    digest of version and files (`digest_of`)."""
+
+    version: int
+    engines: tuple[int, ...]
+    timeout_s: float
+    files: dict[str, bytes]
+    digest: str
+
+    report_waits = 1  # how many times `timeout_s` rank 0 waits for an engine's report
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.files.values()))
+
+    def check(self) -> None:
+        """Raises SyncError if the files are not those that were sent as this version."""
+        if digest_of(self.version, self.files) != self.digest:
+            raise SyncError(f"wrong bytes in the adapters of version {self.version}")
+
+
+def digest_of(version: int, files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256(str(version).encode())
+    for name, content in files.items():
+        digest.update(f"{name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
 class WeightManifest:
     """One version on its way; plain types, so that it travels as JSON.
 
-    `attempt` counts from 1 how often this version was sent; `session` is new with each attempt of any version. `engines` of
-    all `num_engines` take part, each sharded as `rollout` says; `mode`, `transport` and `verify` are the recipe's. `rings`
-    names the buckets of each worker number in shared memory. `precision` is the engine's; with `quantization` "fp8" linear
-    weights travel as FP8 blocks.
+    `attempt` counts from 1 how often this version was sent, `session` the attempts of all versions. `engines` of all
+    `num_engines` take part, each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with
+    `quantization` "fp8" linear weights travel as FP8 blocks.
 
-    Point-to-point, engines meet the trainer ranks over the store at `store` (host and port). By engine number, `leaders` is
-    the engine of the same node that receives for it, and `meetings` a number that changes when the engine has to meet the
-    ranks again. With `wire` "delta" messages are differences to version `base`, which every leading engine has; without a
-    base they are whole.
+    Each engine has a process group with the trainer ranks, over the store at `store` (host and port); by engine number,
+    `groups` changes when the group must be made anew. With `transport` "mapped" the workers read the parameters of the
+    trainer ranks at `addresses`, by rank. With "group" buckets travel, and `on_device` says that they lie in the memory of
+    devices. `servers` are, by engine and worker, the trainer ranks that receive for the worker and hand the buckets over;
+    without servers a worker receives from all ranks.
 
-    Weights travel in `orders` orders, each to its own engine, or in one order to all. Within an order the workers of an
-    engine begin with different layers; `by_layer`, which needs one order, all workers take the first layer, then the second.
-
-    `homes` says by trainer rank where its parameters are read in place (`in_place.share`); without, they come in buckets.
+    With `wire` "delta" messages are differences to version `base`, which every receiver has; without a base they are whole.
+    The workers of all engines begin with different layers; `by_layer` all take the first layer, then the second.
     """
 
     version: int
     attempt: int
-    session: int
     plan_hash: str
     layout: Layout
     rollout: RolloutLayout
@@ -55,33 +85,48 @@ class WeightManifest:
     precision: str
     bucket_bytes: int
     timeout_s: float
-    rings: tuple[str, ...]
     engines: tuple[int, ...]
     num_engines: int
     transport: str
-    verify: str
+    on_device: bool
     store: tuple[str, int]
-    leaders: tuple[int, ...]
-    meetings: tuple[int, ...]
-    wire: str
-    base: int | None
-    quantization: str | None
-    homes: tuple[str, ...] = ()
-    orders: int = 1
+    groups: tuple[int, ...]
+    wire: str = "full"
+    base: int | None = None
+    quantization: str | None = None
     by_layer: bool = False
+    addresses: tuple[str, ...] = ()
+    servers: tuple[tuple[int, ...], ...] = ()
+    session: int = 0
+
+    def ranks_of(self, engine: int) -> Sequence[int]:
+        """The trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
+        return sorted(set(self.servers[engine])) if self.servers else range(self.layout.ranks)
+
+    def stream(self, engine: int, worker: int) -> int:
+        """The number of the stream that a worker takes. There is one order for all engines where all take the same bytes
+        at the same time: mapped, by layer, and where a rank keeps what it sent last."""
+        return self.rollout.workers * (engine if self.num_orders > 1 else 0) + worker
 
     @property
-    def leading(self) -> tuple[int, ...]:
-        """Engines that receive from the trainer ranks directly."""
-        return tuple(sorted({self.leaders[engine] for engine in self.engines}))
+    def num_orders(self) -> int:
+        """How many orders of layers there are, each for its own engine; or one for all engines."""
+        return self.num_engines if self.transport == "group" and self.wire == "full" and not self.by_layer else 1
 
     @property
-    def followers(self) -> dict[int, tuple[int, ...]]:
-        """By leading engine, the other engines that read what it receives."""
-        return {
-            leader: tuple(engine for engine in self.engines if self.leaders[engine] == leader != engine)
-            for leader in self.leading
-        }
+    def worker_waits(self) -> int:
+        """How many times `timeout_s` a worker waits for a trainer rank, which may wait for an engine, or in two legs for a
+        rank that does."""
+        return 3 if self.servers else 2
+
+    @property
+    def report_waits(self) -> int:
+        """How many times `timeout_s` rank 0 waits for an engine's report, from the begin of the attempt."""
+        return self.worker_waits + 1
+
+    def turn(self, stream: int) -> tuple[int, int] | None:
+        """The turn of a stream's reader, as in `copy_order`."""
+        return None if self.by_layer else (stream, self.num_orders * self.rollout.workers)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,4 +139,8 @@ class WeightManifest:
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return {key: _tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+def _tuple(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_tuple(value) if isinstance(value, list) else value for value in values)

@@ -1,11 +1,11 @@
-"""The rollout worker's end of a sync: open the transport, take bucket after bucket, verify each, and hand out its boxes."""
+"""The worker's end of a sync without vLLM: join the group, take the bytes, verify them, and put each box in its place."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,31 +13,40 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
-from megarl.weight_sync.checks import DeviceChecks, HostChecks
-from megarl.weight_sync.codec import TakenParts, read_blocks
-from megarl.weight_sync.copies import RELEASE_PIECES, Box, Copies, Works, num_copy_threads
-from megarl.weight_sync.in_place import Home, Pieces, piece_checksum, words_of
-from megarl.weight_sync.manifest import DTYPES, SyncAborted, SyncError, WeightManifest
+from megarl.weight_sync.checks import checksum
+from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
+from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
+from megarl.weight_sync.group import Inbox, MessageGroup, finish, open_group, open_store, start
+from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
+from megarl.weight_sync.mapped import Mapped, Pieces
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
-from megarl.weight_sync.point_to_point import MessageGroup, PointToPointReceiver, open_group, open_store
-from megarl.weight_sync.ring import Ring, RingReceiver, RingSender
-from megarl.weight_sync.segment import PREFIX, ROOT, sweep
-from megarl.weight_sync.stream import Piece, Stream, copy_order, sync_stream
-from megarl.weight_sync.transport import TRANSPORTS, wait_until
-
-# Divides all boxes that are read in place into works; boxes of no work are handed out.
-FindWorks = Callable[[Sequence[Box]], Works]
+from megarl.weight_sync.stream import Part, Piece, Stream, copy_order, sync_stream
+from megarl.weight_sync.transport import NUM_BUCKETS
 
 
-def no_works(boxes: Sequence[Box]) -> Works:
-    """Have all boxes handed out."""
-    return Works()
+class Writer(Protocol):
+    """Knows where the parameters of an engine are."""
+
+    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+        """How threads divide boxes that are mapped; None if boxes are written one after another."""
+
+    def place(self, box: Box) -> torch.Tensor:
+        """Where to write a box, [rows, cols]; nobody may keep it."""
+
+    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
+        """Where a thread writes the boxes of one work."""
+
+    def written(self, owner: str, spare: SpareMemory) -> None:
+        """Called by a thread when the boxes of a work are written."""
+
+    def finish(self) -> None:
+        """Called when all boxes are written, while ranks compute the checksums of mapped weights."""
 
 
 @dataclass
 class ReadTimes:
-    """What a reader did for one version: seconds of waiting for buckets, of checksums and of finishing works, and bytes of
-    boxes. Seconds of several threads are divided by their number."""
+    """What a reader did for one version: seconds of waiting, of checksums and of packing in threads, and bytes of boxes.
+    Seconds of several threads are divided by their number."""
 
     wait_s: float = 0.0
     verify_s: float = 0.0
@@ -46,261 +55,302 @@ class ReadTimes:
 
 
 class Link:
-    """Opens a worker's end of its stream. Between two syncs it keeps the mapped rings, the process group with the trainer
-    ranks, and the bytes that a difference is added to."""
+    """A worker's end of its engine's process group. Between two syncs it keeps the group, the mapped memory of its server,
+    and the bytes that a difference is added to."""
 
     def __init__(self) -> None:
-        self._ring: tuple[tuple[str, int, int], Ring] | None = None  # name, capacity and engines that the ring belongs to
-        self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and meeting of the group
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
-        self._parts: TakenParts | None = None
+        self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and number of the group
+        self._inbox: Inbox | None = None
+        self._handed: tuple[str, torch.Tensor] | None = None  # handle and memory of the server's buckets
 
-    def open(
-        self, manifest: WeightManifest, stream: Stream, engine: int, worker: int
-    ) -> RingReceiver | PointToPointReceiver:
-        """Open the end of the manifest's transport. Raises SyncError where the other end is not there in time, SyncAborted
-        where the other end is the leading engine."""
-        name, timeout_s = manifest.rings[worker], manifest.timeout_s
-        if not TRANSPORTS[manifest.transport].messages:
-            ring = self._mapped(name, manifest.layout.ranks, manifest, stream, owner=False)
-            self._begin(ring, manifest, engine, manifest.leading[0])
-            return RingReceiver(ring, stream, manifest.session, engine, timeout_s)
-        leader = manifest.leaders[engine]
-        # A restarted leader makes a new ring: nothing that is left in the old ring can count.
-        name = f"{name}-{leader}-{manifest.meetings[leader]}"
-        if leader != engine and not wait_until((ROOT / f"{PREFIX}{name}").exists, timeout_s):
-            raise SyncAborted(
-                f"begin: engine {leader}, which leads, made no buckets to read within weight_sync.timeout_s = {timeout_s:g}"
-            )
-        ring = self._mapped(name, 1, manifest, stream, owner=leader == engine)
-        self._begin(ring, manifest, engine, leader)
-        if leader != engine:
-            self._parts = None  # of a version that it received as a leading engine
-            return RingReceiver(ring, stream, manifest.session, engine, timeout_s, leader)
-        try:
-            group = self._join(manifest, engine, manifest.layout.ranks + worker)
-        except SyncError:
-            relay = RingSender([ring], [stream], 0, timeout_s, None)
-            relay.begin_for(manifest.session, manifest.followers[engine])
-            relay.abort()  # the followers need not wait
-            raise
-        if manifest.wire == "delta" and (self._parts is None or self._parts.stream is not stream):
-            self._parts = TakenParts(stream)
-        followers = manifest.followers[engine]
-        return PointToPointReceiver(ring, stream, group, manifest, followers, self._leave, self._parts)
-
-    def completed(self, version: int) -> None:
-        """Record that all of a version was read and verified."""
-        if self._parts is not None:
-            self._parts.version = version
-
-    def close(self) -> None:
-        if self._ring is not None:
-            self._ring[1].close()
-        self._leave()
-        self._ring = self._store = self._parts = None
-
-    def _begin(self, ring: Ring, manifest: WeightManifest, engine: int, leader: int) -> None:
-        """Wait for the buckets; on a device they belong to the worker of the leading engine."""
-        session, timeout_s = manifest.session, manifest.timeout_s
-        if ring.on_device and engine == leader:
-            ring.offer(session)
-        if not ring.begin(session, leader, timeout_s):
-            raise SyncAborted(
-                f"begin: engine {leader}, which leads, offered no buckets within weight_sync.timeout_s = {timeout_s:g}"
-            )
-
-    def _mapped(self, name: str, num_writers: int, manifest: WeightManifest, stream: Stream, owner: bool) -> Ring:
-        key = (name, stream.capacity, manifest.num_engines)
-        if self._ring is None or self._ring[0] != key:
-            if self._ring is not None:
-                self._ring[1].close()
-                self._ring = None
-            if owner:
-                sweep()
-            on_device = TRANSPORTS[manifest.transport].on_device
-            ring = Ring(name, num_writers, manifest.num_engines, stream.capacity, on_device, create=owner)
-            self._ring = key, ring
-        return self._ring[1]
-
-    def _join(self, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
+    def join(self, manifest: WeightManifest, engine: int, worker: int) -> MessageGroup:
+        """Join the engine's group. Raises SyncError."""
         if self._store is None or self._store[0] != manifest.store:
-            self._leave()  # its trainers are gone; new trainers count their meetings from the first
+            self.leave()  # its trainers are gone; new trainers number their groups from the first
             self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
-        key = (engine, manifest.meetings[engine])
+        key = engine, manifest.groups[engine]
         if self._group is None or self._group[0] != key:
-            self._leave()  # leave the old group first: its members then see that it is gone
+            self.leave()
+            member = len(manifest.ranks_of(engine)) + worker
             self._group = key, open_group(self._store[1], manifest, engine, member)
         return self._group[1]
 
-    def _leave(self) -> None:
-        """Leave the group, so that pending messages on the other side fail at once."""
+    def inbox(self, manifest: WeightManifest, stream: Stream) -> Inbox:
+        """This worker's buckets, for messages of all ranks."""
+        if self._inbox is None or self._inbox.stream is not stream:
+            size = NUM_BUCKETS * stream.capacity
+            memory = platform.device_bytes(size) if manifest.on_device else torch.zeros(size, dtype=torch.uint8)
+            self._inbox = Inbox(stream, memory, TakenParts(stream) if manifest.wire == "delta" else None)
+        self._inbox.begin(manifest)
+        return self._inbox
+
+    def handed(self, handle: str) -> torch.Tensor:
+        """The server's buckets, uint8 [2, capacity]. Raises SyncError where they cannot be mapped."""
+        if self._handed is None or self._handed[0] != handle:
+            try:
+                self._handed = handle, platform.reach_bytes(handle).view(NUM_BUCKETS, -1)
+            except RuntimeError as error:
+                raise SyncError(f"hand over: no way to the buckets of this worker's trainer rank: {error}") from error
+        return self._handed[1]
+
+    def leave(self) -> None:
+        """Leave the group, so that waits of the trainer ranks fail at once."""
         if self._group is not None:
             self._group[1].leave()
             self._group = None
 
+    def close(self) -> None:
+        self.leave()
+        self._store = self._inbox = self._handed = None
 
-class StreamReader:
-    """Reads the stream of one worker number for one engine. Plan, stream and transport are set up at the first version and
-    kept."""
+
+class Direct:
+    """Buckets that arrive from all ranks in the worker's own memory."""
+
+    def __init__(self, inbox: Inbox, group: MessageGroup, deadline: float) -> None:
+        self._inbox, self._group, self._deadline = inbox, group, deadline
+        for bucket in range(min(NUM_BUCKETS, inbox.stream.num_buckets)):
+            inbox.post(bucket, group)
+
+    def take(self, bucket: int) -> torch.Tensor:
+        """Wait for a bucket; its memory, uint8 [capacity]. Raises SyncError."""
+        return self._inbox.complete(bucket, self._group, self._deadline)
+
+    def release(self, bucket: int) -> None:
+        """Let the bucket's memory be written again."""
+        if bucket + NUM_BUCKETS < self._inbox.stream.num_buckets:
+            self._inbox.post(bucket + NUM_BUCKETS, self._group)
+
+    def end(self) -> None:
+        """Called after the last bucket."""
+
+
+class HandedOver:
+    """Buckets that arrive in the memory of the trainer rank that serves this worker."""
+
+    def __init__(
+        self, memory: torch.Tensor, server: int, member: int, num_buckets: int, group: MessageGroup, deadline: float
+    ) -> None:
+        """`server` is the trainer rank, and `member` its number in the group."""
+        self._memory, self._member, self._num_buckets = memory, member, num_buckets
+        self._group, self._deadline, self._who = group, deadline, f"trainer rank {server}"
+        self._messages: list[Any] = []  # that a bucket is free
+
+    def take(self, bucket: int) -> torch.Tensor:
+        """As of `Direct`."""
+        number, what = torch.zeros(1, dtype=torch.int64), f"bucket {bucket} of {self._num_buckets} from {self._who}"
+        finish(self._group, start(self._group.receive, number, self._member, what), self._deadline, what)
+        return self._memory[bucket % NUM_BUCKETS]
+
+    def release(self, bucket: int) -> None:
+        """As of `Direct`."""
+        if bucket + NUM_BUCKETS < self._num_buckets:
+            platform.settle()
+            what = f"that bucket {bucket} is free, to {self._who}"
+            self._messages.append(start(self._group.send, torch.tensor([bucket]), self._member, what))
+
+    def end(self) -> None:
+        """As of `Direct`."""
+        for message in self._messages:
+            finish(self._group, message, self._deadline, f"that a bucket is free, to {self._who}")
+
+
+class WeightReader:
+    """Reads the versions of one worker number for one engine. Plan, stream and mapped memory are kept from version to
+    version."""
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
         self._key: tuple[Any, ...] | None = None  # identifies the plan and the stream
         self._plan: ReshardPlan
         self._stream: Stream
-        self._elements: dict[str, int] = {}
-        # By bucket: its address in memory, and its boxes there, each with its piece.
-        self._boxes: dict[int, tuple[int, list[tuple[Box, Piece]]]] = {}
-        self._checks: DeviceChecks | None = None  # of buckets on a device
         self._pieces: Pieces
-        self._homes: list[Home] = []
-        self._in_place: list[Box] = []  # boxes that are read in place
-        self._works = Works()
+        self._elements: dict[str, int] = {}
+        self._addresses: tuple[str, ...] = ()
+        self._mapped: list[tuple[Box, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
         self._link = Link()
         self.times = ReadTimes()
+        self.is_complete = False  # whether the last version was read to its end
 
-    def boxes(
-        self,
-        manifest: WeightManifest,
-        engine: int,
-        meanwhile: Callable[[], None] = lambda: None,
-        works: FindWorks = no_works,
-    ) -> Generator[Box, None, None]:
-        """Yield every box of a version, layer by layer; a box larger than a bucket comes in pieces.
+    def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[Box, None, None]:
+        """Write every box of a version to its place; yields each box once it is written, layer by layer, except those that
+        threads write. A box larger than a bucket comes in pieces.
 
-        The content of a box is overwritten after the next box was requested. A caller that stops early must close the
-        generator. Boxes in host buckets are verified before they are yielded; boxes in device buckets, or read in place, at
-        the end. `meanwhile` is called after the last box, while ranks make the checksums of what was read in place.
-
-        Boxes that are read in place and belong to a work are not yielded: all works are done first, and their boxes hashed
-        where they were copied to. `works` is called once the memory is mapped; its works are done in every later version
-        that is read there.
+        A caller that stops early must close the generator: then nobody waits for this worker. Boxes in host buckets are
+        verified before they are written; boxes in device buckets, and mapped boxes, at the end.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
         """
-        self.times = ReadTimes()
-        self._prepare(manifest, engine)
-        end = self._link.open(manifest, self._stream, engine, self._worker)
-        if self._checks is not None:
-            self._checks.begin(manifest.version)
-        complete = False
+        self.times, self.is_complete = ReadTimes(), False
+        deadline = time.monotonic() + manifest.worker_waits * manifest.timeout_s
         try:
-            if manifest.homes:
-                assert isinstance(end, RingReceiver), "only what shares memory is read in place"
-                yield from self._read_in_place(manifest, end, meanwhile, works)
-            for bucket in () if manifest.homes else range(self._stream.num_buckets):
-                yield from self._bucket(manifest, bucket, end)
-                end.release(bucket)
-            if not manifest.homes:
-                if self._checks is not None:
-                    begun = time.perf_counter()
-                    wrong = self._checks.wrong()  # the only time that verification waits for the device
-                    self.times.verify_s += time.perf_counter() - begun
-                    if wrong:
-                        raise self._wrong(manifest, wrong[0])
-                meanwhile()
-            self._link.completed(manifest.version)
-            complete = True
+            self._prepare(manifest, engine)
+            group = self._link.join(manifest, engine, self._worker)
+            if manifest.transport == "mapped":
+                yield from self._read_mapped(manifest, group, deadline, writer)
+            else:
+                yield from self._read_buckets(manifest, engine, group, deadline, writer)
+            self.is_complete = True
         finally:
-            if not complete:
-                end.give_up()
+            if not self.is_complete:
+                self.leave()
+            if platform.kind == "cuda" and self._mapped:
+                # A rank that offloads its weights frees them after the sync, which CUDA allows only once nobody maps them.
+                platform.settle()
+                self._addresses, self._mapped = (), []
+
+    def leave(self) -> None:
+        """Leave the group, so that nobody waits for this worker."""
+        self._link.leave()
 
     def elements(self, parameter: str) -> int:
         """Elements of a local parameter that come with a version; its other elements are padding."""
         return self._elements[parameter]
 
+    def num_boxes(self, manifest: WeightManifest, engine: int) -> int:
+        """How many boxes `read` writes."""
+        self._prepare(manifest, engine)
+        return len(self._pieces) if manifest.transport == "mapped" else len(self._stream.copy)
+
     def close(self) -> None:
-        self._let_go()
+        self._addresses, self._mapped = (), []
         self._link.close()
 
-    def _let_go(self) -> None:
-        """Drop all views of memory that other processes own."""
-        self._boxes, self._in_place, self._works, self._homes = {}, [], Works(), []
+    def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
+        """Copy all boxes from where they lie, and hash the copies. The ranks compute their checksums once everything was
+        copied, and the worker compares."""
+        times, pieces, version = self.times, self._pieces, manifest.version
+        self._map(manifest)
+        sums = np.zeros(len(pieces), dtype=np.int64)
+        works = writer.works([box for box, _ in self._mapped], manifest.bucket_bytes)
+        if works is not None:
 
-    def _read_in_place(
-        self, manifest: WeightManifest, end: RingReceiver, meanwhile: Callable[[], None], works: FindWorks
+            def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
+                verify_s, last = 0.0, time.perf_counter()
+                places = writer.places([self._mapped[number][0] for number in numbers], spare)
+                for number, place in zip(numbers, places, strict=True):
+                    place.copy_(self._mapped[number][1])
+                    copied = time.perf_counter()
+                    sums[number] = int(checksum(place, version, number))
+                    last = time.perf_counter()
+                    verify_s += last - copied
+                del places, place  # spare memory is not lent again while it is referred to
+                writer.written(self._mapped[numbers[0]][0].owner, spare)
+                return verify_s, time.perf_counter() - last
+
+            threads = num_threads(works, manifest.rollout.workers)
+            seconds = np.array(list(in_threads(works, threads, do))).reshape(-1, 2).sum(axis=0)
+            times.verify_s, times.pack_s = (seconds / threads).tolist()
+        else:
+            on_device = []
+            for number, (box, content) in enumerate(self._mapped):
+                place = writer.place(box)
+                place.copy_(content)
+                on_device.append(checksum(place, version, number))
+                del place  # as above
+                yield box
+            begun = time.perf_counter()
+            sums[:] = torch.stack(on_device).cpu().numpy()  # the only time that verification waits for the device
+            times.verify_s += time.perf_counter() - begun
+        times.received_bytes += sum(box.rows * box.cols * box.dtype.itemsize for box, _ in self._mapped)
+        copied = torch.tensor([version])
+        expected = {int(rank): np.flatnonzero(pieces.source == rank) for rank in np.unique(pieces.source)}
+        received = {rank: torch.zeros(len(numbers), dtype=torch.int64) for rank, numbers in expected.items()}
+        said = {rank: start(group.send, copied, rank, f"that all is copied, to trainer rank {rank}") for rank in expected}
+        what = "checksums of trainer rank {}"
+        works_of = {rank: start(group.receive, received[rank], rank, what.format(rank)) for rank in expected}
+        writer.finish()
+        begun = time.perf_counter()
+        for rank, work in works_of.items():
+            finish(group, work, deadline, what.format(rank))
+            finish(group, said[rank], deadline, f"that all is copied, to trainer rank {rank}")
+        times.wait_s += time.perf_counter() - begun
+        for rank, numbers in expected.items():
+            wrong = numbers[sums[numbers] != received[rank].numpy()]
+            if len(wrong):
+                which = self._plan.describe(pieces.copy[wrong[0]])
+                raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
+
+    def _map(self, manifest: WeightManifest) -> None:
+        """Map the parameters of all ranks, unless they are where they were."""
+        if self._addresses == manifest.addresses:
+            return
+        begun = time.perf_counter()
+        self._addresses, self._mapped = (), []  # nothing is left of it after a failure
+        sources = np.unique(self._pieces.source).tolist()
+        ranks = {rank: Mapped(manifest.addresses[rank], rank) for rank in sources}
+        dtype, mapped = DTYPES[manifest.precision], []
+        for number, source in enumerate(self._pieces.source.tolist()):
+            content = ranks[source].box(self._pieces.at_source(number))
+            mapped.append((Box(*self._pieces.at_destination(number), dtype), content))
+        self._mapped, self._addresses = mapped, manifest.addresses
+        self.times.wait_s += time.perf_counter() - begun
+
+    def _read_buckets(
+        self, manifest: WeightManifest, engine: int, group: MessageGroup, deadline: float, writer: Writer
     ) -> Iterator[Box]:
-        """Do all works, then yield the other boxes where they lie, and hash them there. When everything was read the ranks
-        make their sums, which are then compared."""
-        times, pieces, begun = self.times, self._pieces, time.perf_counter()
-        if tuple(home.address for home in self._homes) != manifest.homes:
-            self._let_go()
-            dtype, in_place = DTYPES[manifest.precision], list[Box]()
-            homes = [Home(address, rank, dtype) for rank, address in enumerate(manifest.homes)]
-            for number, source in enumerate(pieces.source.tolist()):
-                content = homes[source].box(pieces.at_source(self._plan, number))
-                to = pieces.at_destination(self._plan, number)
-                in_place.append(Box(to.parameter, to.row, to.col, content, None, words_of(content)))
-            # Set together at the end: a failure above leaves no half of them to the next version.
-            self._works, self._in_place, self._homes = works(in_place), in_place, homes
-        times.wait_s += time.perf_counter() - begun
-        words = [box.in_words for box in self._in_place]
-        num_threads = min(num_copy_threads(manifest.rollout.workers), self._works.most_threads)
-        copies = Copies(words, self._works.each, manifest.version, num_threads)
-        copies.run(lambda count: end.release(count - 1))
-        times.verify_s, times.pack_s, sums = copies.verify_s, copies.pack_s, copies.sums
-        for count, number in enumerate(copies.left):
-            yield self._in_place[number]
+        """Take bucket after bucket."""
+        times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
+        end: Direct | HandedOver
+        if manifest.servers:
+            server = manifest.servers[engine][self._worker]
+            memory = self._link.handed(manifest.addresses[engine * manifest.rollout.workers + self._worker])
+            member = manifest.ranks_of(engine).index(server)
+            end = HandedOver(memory, server, member, stream.num_buckets, group, deadline)
+        else:
+            inbox = self._link.inbox(manifest, stream)
+            end = Direct(inbox, group, deadline)
+        differs: list[tuple[int, Part, torch.Tensor]] = []  # of parts on a device, whether the checksum does
+        for bucket, parts in enumerate(stream.parts):
             begun = time.perf_counter()
-            sums[number] = piece_checksum(words[number], manifest.version, number)
-            if count % RELEASE_PIECES == 0:
-                end.release(number)
-            times.verify_s += time.perf_counter() - begun
-        times.received_bytes += sum(part.nbytes for part in words)
-        end.release(len(pieces) - 1)
-        meanwhile()
+            memory = end.take(bucket)
+            taken = time.perf_counter()
+            times.wait_s += taken - begun
+            for part in parts:
+                sent = memory[part.check : part.end].view(torch.int64)[0]
+                differ = checksum(memory[part.start : part.check], version, bucket) != sent
+                if memory.device.type != "cpu":
+                    differs.append((bucket, part, differ))
+                elif differ:
+                    raise self._wrong(version, bucket, part)
+            times.verify_s += time.perf_counter() - taken
+            for piece in stream.at_destination(self._plan, bucket):
+                box = self._write(piece, memory[piece.start : piece.end], dtype, writer)
+                times.received_bytes += piece.end - piece.start
+                yield box
+            end.release(bucket)
+        end.end()
         begun = time.perf_counter()
-        sent_sums = end.sums(np.unique(pieces.source), len(pieces))
-        times.wait_s += time.perf_counter() - begun
-        wrong = np.flatnonzero(sums != sent_sums)
-        if len(wrong):
-            which = self._plan.describe(pieces.copy[wrong[0]])
-            raise SyncError(f"weight version {manifest.version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
-        # Raises where this engine was given up before it had read all: later reads may be of another version.
-        end.release(len(pieces))
+        wrong = torch.stack([differ for *_, differ in differs]).cpu() if differs else torch.zeros(0)
+        times.verify_s += time.perf_counter() - begun  # the only time that verification waits for the device
+        if wrong.any():
+            bucket, part, _ = differs[int(wrong.nonzero()[0])]
+            raise self._wrong(version, bucket, part)
+        writer.finish()
+        if not manifest.servers and inbox.parts is not None:
+            inbox.parts.version = version
 
-    def _bucket(self, manifest: WeightManifest, bucket: int, end: RingReceiver | PointToPointReceiver) -> Iterator[Box]:
-        """Take a bucket; yield each box as soon as its bytes are verified, while they are in the cache."""
-        begun = time.perf_counter()
-        memory = end.take(bucket)
-        times, taken = self.times, time.perf_counter()
-        times.wait_s += taken - begun
-        place, boxes = self._boxes.get(bucket, (0, []))
-        if place != memory.data_ptr():
-            dtype, boxes = DTYPES[manifest.precision], []
-            for piece in self._stream.at_destination(self._plan, bucket):
-                content, scales = memory[piece.start : piece.end], None
-                if piece.scale_bytes:
-                    content, scales = read_blocks(content, piece.rows, piece.cols)
-                else:
-                    content = content.view(dtype).view(piece.rows, piece.cols)
-                boxes.append((Box(piece.parameter, piece.row, piece.col, content, scales), piece))
-            self._boxes[bucket] = memory.data_ptr(), boxes
-        begun = time.perf_counter()
-        host = HostChecks(memory, manifest.version, bucket) if self._checks is None else None
-        if self._checks is not None:
-            self._checks.compare(bucket, memory)
-        for box, piece in boxes:
-            if host is not None and host.is_wrong(piece):
-                raise self._wrong(manifest, piece.number)
-            times.verify_s += time.perf_counter() - begun
-            times.received_bytes += piece.end - piece.start
-            yield box
-            begun = time.perf_counter()
+    def _write(self, piece: Piece, content: torch.Tensor, dtype: torch.dtype, writer: Writer) -> Box:
+        """Write a piece of a bucket; FP8 blocks are written with their scales."""
+        if not piece.scale_bytes:
+            box = Box(*piece[1:6], dtype)
+            writer.place(box).copy_(content.view(dtype).view(piece.rows, piece.cols))
+            return box
+        blocks, box = read_blocks(content, piece.rows, piece.cols), Box(*piece[1:6], FP8)
+        writer.place(box).copy_(blocks.weight)
+        writer.place(scales_of(box)).copy_(blocks.weight_scale_inv)
+        return box
 
-    def _wrong(self, manifest: WeightManifest, piece: int) -> SyncError:
-        which = self._plan.describe(self._stream.copy[piece])
-        where = f"bucket {self._stream.bucket[piece]} of {self._stream.num_buckets}"
-        return SyncError(f"weight version {manifest.version}: wrong bytes in {where}, {which}")
+    def _wrong(self, version: int, bucket: int, part: Part) -> SyncError:
+        first, last = (self._plan.describe(self._stream.copy[part.pieces[end]]) for end in (0, -1))
+        where = f"bucket {bucket} of {self._stream.num_buckets} from trainer rank {part.source_rank}"
+        return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
     def _prepare(self, manifest: WeightManifest, engine: int) -> None:
-        workers = manifest.rollout.workers
-        order = manifest.leaders[engine] if manifest.orders > 1 else 0  # the order of the leading engine
-        turn = None if manifest.by_layer else (order * workers + self._worker, manifest.orders * workers)
-        on_device, sampled = TRANSPORTS[manifest.transport].on_device, manifest.verify == "sampled"
+        turn = manifest.turn(manifest.stream(engine, self._worker))
         form = manifest.precision, manifest.bucket_bytes, manifest.quantization
-        key = (manifest.plan_hash, *form, turn, on_device, sampled)
+        key = (manifest.plan_hash, *form, turn)
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -309,33 +359,48 @@ class StreamReader:
                 f"weight version {manifest.version}: the trainer's reshard plan {manifest.plan_hash[:12]} is not "
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
+        copies, dtype = copy_order(plan, self._worker, turn), DTYPES[manifest.precision]
         self._plan = plan
-        copies = copy_order(plan, self._worker, turn)
-        dtype = DTYPES[manifest.precision]
         self._stream = sync_stream(self._shape, plan, self._worker, turn, dtype, *form[1:])
-        covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
-        self._let_go()
         self._pieces = Pieces.of(plan, copies, dtype.itemsize)
-        self._checks = DeviceChecks(self._stream, platform.current_device(), sampled) if on_device else None
+        self._addresses, self._mapped = (), []
+        covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
         self._key = key
 
 
-def whole_tensors(boxes: Iterable[Box], sizes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Join boxes, in any order, into checkpoint tensors, for checkpoint mode; yields each tensor once it is complete.
+class WholeTensors:
+    """A writer for checkpoint mode, where the boxes' parameters are checkpoint tensors of `sizes` (rows, columns)."""
 
-    The boxes' parameters are checkpoint names; `sizes` are (rows, columns) of the tensors. Every tensor has its own memory,
-    as `load_checkpoint_tensors` needs. Tensors that stay incomplete are not yielded.
-    """
-    filled: dict[str, torch.Tensor] = {}
-    missing: dict[str, int] = {}
-    for box in boxes:
-        name, (rows, columns) = box.parameter, box.content.shape
-        if name not in filled:
-            filled[name] = torch.empty(sizes[name], dtype=box.content.dtype, device=box.content.device)
-            missing[name] = filled[name].numel()
-        filled[name][box.row : box.row + rows, box.col : box.col + columns] = box.content
-        missing[name] -= rows * columns
-        if not missing[name]:
-            tensor = filled.pop(name)
-            yield name, tensor[:, 0] if tensor.shape[1] == 1 else tensor
+    def __init__(self, sizes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        self._sizes, self._device = sizes, device
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._missing: dict[str, int] = {}
+
+    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+        return None
+
+    def place(self, box: Box) -> torch.Tensor:
+        if box.parameter not in self._tensors:
+            size = self._sizes[box.parameter]
+            # Each tensor has memory of its own, as `load_checkpoint_tensors` needs.
+            self._tensors[box.parameter] = torch.empty(size, dtype=box.dtype, device=self._device)
+            self._missing[box.parameter] = size[0] * size[1]
+        return box.within(self._tensors[box.parameter])
+
+    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
+        raise AssertionError("no thread writes whole tensors")
+
+    def written(self, owner: str, spare: SpareMemory) -> None:
+        """No thread writes."""
+
+    def finish(self) -> None:
+        """The consumer of `complete` does the rest."""
+
+    def complete(self, boxes: Iterator[Box]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the content of each tensor once all its boxes are written; `boxes` come from `read`."""
+        for box in boxes:
+            self._missing[box.parameter] -= box.rows * box.cols
+            if not self._missing[box.parameter]:
+                tensor = self._tensors.pop(box.parameter)
+                yield box.parameter, tensor[:, 0] if tensor.shape[1] == 1 else tensor

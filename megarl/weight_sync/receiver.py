@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +34,12 @@ from megarl.models.vllm_weights import idle_parameters, parameter_sizes
 from megarl.platform import current as platform
 from megarl.rollout.cpu_workers import RoutingRecorder, complete
 from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
-from megarl.weight_sync.codec import FP8
-from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, module_works
-from megarl.weight_sync.manifest import DTYPES, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.read import StreamReader, no_works, whole_tensors
+from megarl.weight_sync.codec import FP8, SCALES
+from megarl.weight_sync.copies import Box, SpareMemory, Works, divide
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.read import WeightReader, WholeTensors
 
 logger = logging.getLogger(__name__)
-SCALES = "_scale_inv"  # suffix of the scales of a weight in FP8 blocks
 
 
 @dataclass
@@ -78,11 +76,12 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             parallel.data_parallel_size,
             parallel.enable_expert_parallel,
         )
-        self._reader: StreamReader | None = None
+        self._reader: WeightReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, torch.nn.Module] = {}
-        self._spares = [SpareMemory() for _ in range(MOST_THREADS)]  # one for each thread
-        self._owner: str | None = None  # the module that is being written
+        self._spare = SpareMemory()
+        self._owner: str | None = None  # the module that is being written, box after box
+        self._targets: dict[str, torch.Tensor] = {}  # its parameters
         self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         if self.device.type != "cpu":
             self._homes = {}
@@ -108,10 +107,17 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         except SyncError as error:
+            self._leave()
             self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
         except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
+            self._leave()
             logger.exception("a worker took no weights")
             self.report = (False, f"{type(error).__name__}: {error}", False)
+
+    def _leave(self) -> None:
+        """Let nobody wait for this worker."""
+        if self._reader is not None:
+            self._reader.leave()
 
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:
@@ -119,23 +125,25 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if manifest.rollout != self._rollout:
             raise SyncError(f"manifest for engines cut as {manifest.rollout}; this one is cut as {self._rollout}")
         if self._reader is None:
-            self._reader = StreamReader(self._shape, self._worker())
+            self._reader = WeightReader(self._shape, self._worker())
         started = time.perf_counter()
         self._repack_s = 0.0
-        reshards = manifest.mode == "reshard"
-        meanwhile = self._pack_rest if reshards else lambda: None
-        works = partial(self._works, manifest.bucket_bytes) if reshards and self.device.type == "cpu" else no_works
+        self._owner, self._targets, self._unpacked = None, {}, []
+        whole = manifest.mode == "checkpoint"
+        writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if whole else self
         # Close it even if a failure's traceback still holds it: then the other end stops waiting for this worker.
-        with contextlib.closing(self._reader.boxes(manifest, update_info.engine, meanwhile, works)) as boxes:
-            if manifest.mode == "checkpoint":
-                tensors = whole_tensors(boxes, checkpoint_sizes(self._shape))
-                load_checkpoint_tensors(self.model, self.model_config, tensors)
+        with contextlib.closing(self._reader.read(manifest, update_info.engine, writer)) as boxes:
+            if isinstance(writer, WholeTensors):
+                load_checkpoint_tensors(self.model, self.model_config, writer.complete(boxes))
             else:
                 try:
-                    self._load(boxes, DTYPES[manifest.precision])
+                    for _ in boxes:
+                        pass
                 finally:
-                    for spare in self._spares:
-                        spare.clear()
+                    self._targets = {}
+                    self._spare.clear()
+        if not self._reader.is_complete:
+            raise SyncError("vLLM's loader stopped before the last tensor, so the version was not verified")
         received_s, times = time.perf_counter() - started, self._reader.times
         repack_s = self._repack_s + times.pack_s
         self.report = {
@@ -182,46 +190,48 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             raise SyncError(f"vLLM's model and megarl's table of it differ in the parameters {differing[:5]}")
         self._sizes = sizes
 
-    def _load(self, boxes: Iterator[Box], dtype: torch.dtype) -> None:
-        """Write the boxes that belong to no work, module by module."""
-        self._owner, self._unpacked = None, []
-        targets: dict[str, torch.Tensor] = {}
-        for box in boxes:
-            if box.parameter not in targets:
-                self._index_modules()
-                module_name = box.parameter.rpartition(".")[0]
-                if module_name != self._owner:
-                    targets = {}  # first, since spare memory is not lent again while it is referred to
-                    self._written()
-                    self._owner = module_name
-                spare = self._spares[0]
-                targets[box.parameter] = self.target(box.parameter, dtype if box.scales is None else FP8, spare)
-                if box.scales is not None:
-                    targets[box.parameter + SCALES] = self.target(box.parameter + SCALES, torch.float32, spare)
-            box.within(targets[box.parameter]).copy_(box.content)
-            if box.scales is not None:
-                (row, col), (rows, cols) = (box.row // BLOCK, box.col // BLOCK), box.scales.shape
-                targets[box.parameter + SCALES][row : row + rows, col : col + cols].copy_(box.scales)
-        self._written()
+    # The writer of boxes (`read.Writer`) ---------------------------------------------------------------------------
 
-    def _works(self, bucket_bytes: int, boxes: Sequence[Box]) -> Works:
-        """Divide weights that are read in place into works."""
+    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+        """Have threads write on a CPU: a work is a module, or a box of an embedding or an output head."""
+        if self.device.type != "cpu":
+            return None
         self._index_modules()
-        return module_works(self, boxes, self._sizes, self._spares, bucket_bytes)
+        return divide(
+            boxes, self._sizes, lambda owner: isinstance(self._modules[owner], VocabParallelEmbedding), bucket_bytes
+        )
 
-    def is_large(self, owner: str) -> bool:
-        """An embedding or an output head."""
-        return isinstance(self._modules[owner], VocabParallelEmbedding)
+    def place(self, box: Box) -> torch.Tensor:
+        """Write box after box: a new module completes the module before."""
+        if box.parameter not in self._targets:
+            self._index_modules()
+            if box.owner != self._owner:
+                self._targets = {}  # first, since spare memory is not lent again while it is referred to
+                self._complete()
+                self._owner = box.owner
+            self._targets[box.parameter] = self._target(box.parameter, box.dtype, self._spare)
+        return box.within(self._targets[box.parameter])
 
-    def address(self, parameter: str) -> int:
-        """Address of a parameter, 0 where only its packed form lives."""
-        owner, _, name = parameter.rpartition(".")
-        live: torch.Tensor = getattr(self._modules[owner], name)
-        return live.data_ptr() if live.numel() else 0
+    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
+        """Write the boxes of a work in a thread."""
+        dtypes = {box.parameter: box.dtype for box in boxes}
+        targets = {parameter: self._target(parameter, dtype, spare) for parameter, dtype in dtypes.items()}
+        return [box.within(targets[box.parameter]) for box in boxes]
 
-    def _pack_rest(self) -> None:
+    def written(self, owner: str, spare: SpareMemory) -> None:
+        """Pack a module in spare memory at once, so that the next module can use the memory. Other modules are packed at the
+        end: trainer ranks compute their checksums meanwhile, and between two buckets packing would take the cache from
+        them."""
+        if spare.in_use:
+            self._process(owner)
+            spare.take_back()
+        else:
+            self._unpacked.append(owner)
+
+    def finish(self) -> None:
         """Have vLLM pack the modules that are packed at the end."""
-        self._written()
+        self._targets = {}
+        self._complete()
         begun = time.perf_counter()
         for name in dict.fromkeys(self._unpacked):
             self._process(name)
@@ -229,6 +239,16 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             # It was made of the old `kv_b_proj`: views where vLLM keeps that as it is, copies where vLLM packs it.
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
+
+    def _complete(self) -> None:
+        """Complete the module to which boxes were written one after another."""
+        if self._owner is not None:
+            begun = time.perf_counter()
+            self.written(self._owner, self._spare)
+            self._repack_s += time.perf_counter() - begun
+            self._owner = None
+
+    # vLLM's model -------------------------------------------------------------------------------------------------------
 
     def other_formats(self) -> list[str]:
         """Describe quantised weights and scales that vLLM keeps in another dtype for its kernel: no sync can write them."""
@@ -246,7 +266,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                     descriptions.append(f"{owner}.{part} is {held}, not {dtype}, under {kernel}")
         return descriptions
 
-    def target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
+    def _target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
         """Where to write a parameter, or the scales of its blocks, [rows, columns]: the live tensor, or spare memory where
         only the packed form lives. A vector is one column; experts are stacked along the rows."""
         owner, _, name = parameter.rpartition(".")
@@ -278,24 +298,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._homes.setdefault(owner, {}).setdefault(name, live)
         setattr(module, name, torch.nn.Parameter(target, requires_grad=False))
         return target if len(shape) == 2 else target.view(rows, cols)
-
-    def _written(self) -> None:
-        """Complete the module that boxes were written to."""
-        if self._owner is not None:
-            begun = time.perf_counter()
-            self.complete(self._owner, self._spares[0])
-            self._repack_s += time.perf_counter() - begun
-            self._owner = None
-
-    def complete(self, owner: str, spare: SpareMemory) -> None:
-        """A module, or a part of a large module, is complete. A module in spare memory is packed at once, so that the next
-        module can use the memory. Other modules are packed at the end: trainer ranks make their checksums meanwhile, and
-        between two buckets packing would take the cache from them."""
-        if spare.in_use:
-            self._process(owner)
-            spare.take_back()
-        else:
-            self._unpacked.append(owner)
 
     def _process(self, owner: str) -> None:
         """Have vLLM pack what was written, as after load; on a GPU every parameter keeps its address."""

@@ -1,10 +1,10 @@
 """How the boxes of one worker travel: in which order, cut into pieces, packed into buckets of one size.
 
 Pure functions: both ends compute the same. Inside a bucket the pieces of one source rank lie together as a *part*: the
-content of one message. A part ends with a table of checksums, one for each piece.
+content of one message, which ends with its checksum.
 
-    bucket | piece piece piece table | piece table | free |
-           '-- part of rank 0 -------'-- rank 2 ---'
+    bucket | piece piece piece checksum | piece checksum | free |
+           '-- part of rank 0 ----------'-- of rank 2 ---'
 
 Workers receive the layers in the order of the forward pass, but each reader begins with another layer. If all readers began
 with the first layer, they would all ask the ranks of the first pipeline stage at once, and the other stages would idle.
@@ -24,14 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from megarl.models import ModelShape
 from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes, quantised_tensors
 from megarl.weight_sync.plan import ReshardPlan
 
 ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
-CHECKSUM_BYTES = 8
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # (reader, number of readers) of a worker; None where all workers go layer by layer from the first layer on.
 Turn = tuple[int, int] | None
@@ -80,17 +78,23 @@ def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
 
 
 class Part(NamedTuple):
-    """What one source rank contributes to a bucket: its bytes `[start, end)`, and the positions of its pieces."""
+    """What one source rank contributes to a bucket: its bytes `[start, end)`, of which the last line begins with the
+    checksum of all before; and the positions of its pieces."""
 
     source_rank: int
     start: int
     end: int
     pieces: np.ndarray
 
+    @property
+    def check(self) -> int:
+        """Byte of the checksum in the bucket."""
+        return self.end - ALIGNMENT
+
 
 class Piece(NamedTuple):
     """One piece as one end of the stream sees it: `rows` x `cols` elements from (row, col) of its local parameter, in the
-    bytes `[start, end)` of a bucket, with the checksum at byte `check`. `number` is the position in the stream."""
+    bytes `[start, end)` of a bucket. `number` is the position in the stream."""
 
     number: int
     parameter: str
@@ -100,7 +104,6 @@ class Piece(NamedTuple):
     cols: int
     start: int
     end: int
-    check: int
     scale_bytes: int  # of FP8 blocks: their scales stand before the elements; 0 for any other format
 
 
@@ -109,8 +112,8 @@ class Stream:
     """The pieces of one destination, as int64 columns [pieces].
 
     A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan, from trainer rank `source`. It lies in
-    bucket `bucket` at byte `offset`, has `size` bytes, and its checksum (uint64) at byte `check`; the first `scales` bytes
-    of FP8 blocks are their scales. `capacity` is bytes of the fullest bucket.
+    bucket `bucket` at byte `offset` and has `size` bytes; the first `scales` bytes of FP8 blocks are their scales.
+    `capacity` is bytes of the fullest bucket.
     """
 
     copy: np.ndarray
@@ -120,7 +123,6 @@ class Stream:
     bucket: np.ndarray
     offset: np.ndarray
     size: np.ndarray
-    check: np.ndarray
     scales: np.ndarray
     num_buckets: int
     capacity: int
@@ -150,10 +152,10 @@ class Stream:
         cols = plan.cols[copy]
         scales = np.where(in_blocks[copy], SCALE_BYTES * -(-rows // BLOCK) * -(-cols // BLOCK), 0)
         source, size = plan.source_rank[copy], scales + rows * cols * np.where(in_blocks[copy], 1, itemsize)
-        offset, check, capacity = _place(source, bucket, size)
+        offset, capacity = _place(source, bucket, size)
         assert capacity <= bucket_bytes, f"a bucket of {capacity} bytes; {bucket_bytes} are allowed"
         num_buckets = int(bucket[-1]) + 1 if len(bucket) else 0
-        return cls(copy, row, rows, source, bucket, offset, size, check, scales, num_buckets, capacity)
+        return cls(copy, row, rows, source, bucket, offset, size, scales, num_buckets, capacity)
 
     @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
@@ -164,9 +166,9 @@ class Stream:
         buckets: list[list[Part]] = [[] for _ in range(self.num_buckets)]
         for pieces in np.split(order, first[1:]):
             if len(pieces):
-                start, end = int(self.offset[pieces[0]]), _aligned(int(self.check[pieces[-1]]) + CHECKSUM_BYTES)
-                source_rank = int(self.source[pieces[0]])
-                buckets[self.bucket[pieces[0]]].append(Part(source_rank, start, end, pieces))
+                start, last = int(self.offset[pieces[0]]), pieces[-1]
+                end = _aligned(int(self.offset[last] + self.size[last])) + ALIGNMENT
+                buckets[self.bucket[last]].append(Part(int(self.source[last]), start, end, pieces))
         return tuple(map(tuple, buckets))
 
     @cached_property
@@ -175,14 +177,8 @@ class Stream:
         return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
 
     def part(self, bucket: int, source_rank: int) -> Part | None:
-        """What a rank contributes to a bucket; None for nothing, and for a bucket behind the last one."""
-        if bucket >= self.num_buckets:
-            return None
+        """What a rank contributes to a bucket; None for nothing."""
         return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
-
-    def pieces(self, bucket: int) -> range:
-        """Positions of a bucket's pieces."""
-        return range(int(self.starts[bucket]), int(self.starts[bucket + 1]))
 
     def at_source(self, plan: ReshardPlan, part: Part) -> list[Piece]:
         """A part's pieces as its source rank sees them."""
@@ -192,7 +188,7 @@ class Stream:
 
     def at_destination(self, plan: ReshardPlan, bucket: int) -> list[Piece]:
         """A bucket's pieces as the worker sees them."""
-        numbers = np.array(self.pieces(bucket), dtype=np.int64)
+        numbers = np.arange(self.starts[bucket], self.starts[bucket + 1])
         copy = self.copy[numbers]
         parameters = [plan.destination_parameters[number] for number in plan.destination_parameter[copy]]
         return self._as_pieces(plan, numbers, parameters, plan.destination_row[copy], plan.destination_col[copy])
@@ -203,25 +199,18 @@ class Stream:
         """Convert columns to pieces of plain integers: the work for each piece must cost less than copying it."""
         cols, start = plan.cols[self.copy[pieces]], self.offset[pieces]
         columns = (row + self.row[pieces], col, self.rows[pieces], cols, start, start + self.size[pieces])
-        numbers = [column.tolist() for column in (*columns, self.check[pieces], self.scales[pieces])]
+        numbers = [column.tolist() for column in (*columns, self.scales[pieces])]
         return list(map(Piece, pieces.tolist(), parameters, *numbers))
-
-
-def checksum(content: np.ndarray, version: int, bucket: int) -> int:
-    """Hash every byte of a piece, with the version and the bucket as the seed: bytes of another version or bucket do not
-    pass. xxh3 runs at the speed of memory."""
-    return xxhash.xxh3_64_intdigest(content.data, seed=(version << 32 | bucket) & 0xFFFFFFFFFFFFFFFF)
 
 
 def _cut(
     plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray, apart: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut copies into pieces: (copy, row, rows, bucket) of each. A bucket takes whole rows, or rows of blocks, as long as
-    they fit with their checksums, up to the next copy that is `apart`."""
+    they fit with the checksums of their parts, up to the next copy that is `apart`."""
     pieces: list[tuple[int, int, int, int]] = []
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
-    overhead = 2 * ALIGNMENT  # at most: the gap behind a part's table, and the piece's own
     columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies], in_blocks[copies])
     copies_to_cut = zip(copies.tolist(), *(column.tolist() for column in columns), strict=True)
     for position, (copy, rows, cols, source, blocks) in enumerate(copies_to_cut):
@@ -230,46 +219,44 @@ def _cut(
             present.clear()
         row, unit = 0, min(BLOCK, rows) if blocks else 1
         row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
-        if _aligned(row_bytes) + CHECKSUM_BYTES + overhead > bucket_bytes:
+        if _aligned(row_bytes) + ALIGNMENT > bucket_bytes:
             unit_name = "a row of blocks" if blocks else "a row"
             raise ValueError(
                 f"weight_sync.bucket_bytes = {bucket_bytes} is less than {unit_name} of {plan.names[plan.name[copy]]} "
-                f"needs, {_aligned(row_bytes) + CHECKSUM_BYTES + overhead} bytes with its checksum; give it at least these"
+                f"needs, {_aligned(row_bytes) + ALIGNMENT} bytes with its checksum; give it at least these"
             )
         while row < rows:
-            free = bucket_bytes - used - CHECKSUM_BYTES - (0 if source in present else ALIGNMENT)
-            fits = min(rows - row, free // ALIGNMENT * ALIGNMENT // row_bytes * unit)
+            # A part ends with its checksum, which takes a line.
+            free = (bucket_bytes - used - (0 if source in present else ALIGNMENT)) // ALIGNMENT * ALIGNMENT
+            fits = min(rows - row, free // row_bytes * unit)
             if fits <= 0:
                 bucket, used = bucket + 1, 0
                 present.clear()
                 continue
             pieces.append((copy, row, fits, bucket))
             size = block_bytes(fits, cols) if blocks else fits * row_bytes
-            used += _aligned(size) + CHECKSUM_BYTES + (0 if source in present else ALIGNMENT)
+            used += _aligned(size) + (0 if source in present else ALIGNMENT)
             present.add(source)
             row += fits
     table = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return table[0], table[1], table[2], table[3]
 
 
-def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Place part after part in each bucket, each with its table at the end: (offset, check, bytes of the fullest bucket)."""
+def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, int]:
+    """Place part after part in each bucket, each with a line for its checksum at the end: the offset of each piece, and
+    bytes of the fullest bucket."""
     if not len(size):
-        return np.zeros_like(size), np.zeros_like(size), 0
+        return np.zeros_like(size), 0
     order = np.lexsort((np.arange(len(size)), source, bucket))
     new_bucket = np.r_[True, np.diff(bucket[order]) != 0]
-    first = np.flatnonzero(new_bucket | np.r_[True, np.diff(source[order]) != 0])  # of each part
-    part = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(order)]))
-    room = -(-size[order] // ALIGNMENT) * ALIGNMENT
-    before = np.cumsum(room) - room
-    sums = np.add.reduceat(room, first)
-    lengths = -(-(sums + CHECKSUM_BYTES * np.bincount(part)) // ALIGNMENT) * ALIGNMENT
-    starts = np.cumsum(lengths) - lengths
-    starts -= starts[np.maximum.accumulate(np.where(new_bucket[first], np.arange(len(first)), 0))]
-    offset, check = np.empty_like(size), np.empty_like(size)
-    offset[order] = starts[part] + before - before[first][part]
-    check[order] = (starts + sums)[part] + CHECKSUM_BYTES * (np.arange(len(order)) - first[part])
-    return offset, check, int((starts + lengths).max())
+    last = np.r_[new_bucket[1:] | (np.diff(source[order]) != 0), True]  # of its part
+    room = -(-size[order] // ALIGNMENT) * ALIGNMENT + ALIGNMENT * last
+    end = np.cumsum(room)
+    before = end - room
+    before -= before[np.maximum.accumulate(np.where(new_bucket, np.arange(len(size)), 0))]
+    offset = np.empty_like(size)
+    offset[order] = before
+    return offset, int((before + room).max())
 
 
 def _aligned(num_bytes: int) -> int:
@@ -310,8 +297,7 @@ def last_pieces(
     """For each local parameter that a rank sends from: the stream that has the last piece, and the number of that piece."""
     last: dict[int, tuple[int, int]] = {}
     for bucket, number in sequence:
-        part = streams[number].part(bucket, rank)
-        if part is not None:
+        if (part := streams[number].part(bucket, rank)) is not None:
             parameters = plan.source_parameter[streams[number].copy[part.pieces]].tolist()
             last |= {key: (number, piece) for key, piece in zip(parameters, part.pieces.tolist(), strict=True)}
     return {plan.source_parameters[parameter]: place for parameter, place in last.items()}

@@ -137,13 +137,3 @@ def test_completions_that_overlong_masks_give_no_signal() -> None:
         rounds = SampledRounds(settings(max_rounds=2, mask=mask))
         rounds.add(*a_round(0, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], reasons))
         assert rounds.complete == (informative == WANTED)
-
-
-def test_without_dynamic_sampling_the_only_round_is_the_batch() -> None:
-    rounds = SampledRounds(settings(max_rounds=None))
-    assert not rounds.complete
-    only = a_round(0, [1.0] * 6)
-    rounds.add(*only)
-    assert rounds.complete
-    rollouts, scored, figures = rounds.chosen()
-    assert rollouts is only[0] and scored is only[1] and figures == {}

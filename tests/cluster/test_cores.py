@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megarl.cluster.cores import BIND, NodeLoad, engine_cores, node_load, rank_cores, thread_environment
 from megarl.planner.placement import EnginePlace
-from megarl.rollout import handle, pool
-from megarl.rollout.pool import EnginePool
+from megarl.rollout import handle
 from tests.planner.test_placement import of
-from tests.rollout_cases import save_model
 
 # Cores, what runs there, and the cores of each rank and of each engine; () is not bound.
 DEALT: dict[str, tuple[range, NodeLoad, list[list[int]], list[list[int]]]] = {
@@ -59,18 +55,6 @@ def test_the_load_of_a_node_is_what_was_placed_there() -> None:
     assert node_load(recipe, places, 1, 4) == NodeLoad(4, 1, (), False)
     assert node_load(recipe, places, 2, 4) == NodeLoad(0, 1, (2, 2), False)
     assert node_load(of(2, engines=1), (EnginePlace(0, (0,)),), 0, 2) == NodeLoad(2, 1, (1,), True)
-
-
-def test_engines_are_told_the_load_of_their_node_and_their_number_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
-    monkeypatch.setattr(pool, "platform", SimpleNamespace(num_devices=None, device_variable=None))
-    places = (EnginePlace(0, (0,)), EnginePlace(1, (0,)), EnginePlace(0, (1,)))
-    for ranks, loads in ((1, [NodeLoad(1, 1, (1, 1), True), NodeLoad(1, 1, (1,), True)] * 2), (None, [None] * 3)):
-        item = EnginePool(of(2, engines=3), str(model), (), seed=0, places=places, bound_ranks=ranks)
-        assert [engine.settings.load for engine in item._engines] == loads[:3]
-        assert [engine.settings.position for engine in item._engines] == [0, 0, 1]
 
 
 def test_what_the_user_has_chosen_stays() -> None:

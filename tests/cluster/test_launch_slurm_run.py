@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.test_launch_slurm import MULTI_NODE, ROOT
 from tests.gated_reward import GATE, OPENS_S
 from tests.ports import unused_port
-from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 
 JOB_S = 540.0
@@ -26,15 +26,19 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3 * JOB_S
 
 def write_recipe(folder: Path, name: str, ranks: int, **changes: Any) -> Path:
     """A recipe of so many trainer ranks and half as many engines. Weights travel in messages, as they do between nodes."""
-    changes |= {"rollout__engines": ranks // 2, "weight_sync": {"transport": "gloo"}}
+    changes |= {"rollout__engines": ranks // 2, "weight_sync": {"transport": "group"}}
     changes |= {"reward": [{"kind": "function", "target": "tests.gated_reward:digits_behind_a_gate"}]}
     changes |= {"phases__reward": {"timeout_s": 2 * OPENS_S}}  # a gate masks nothing
+    if (folder / "rollouts").exists():
+        changes |= {"rollout__replay": str(folder / "rollouts")}
     return tiny_recipe(folder, name, False, ranks, 1, 2, STEPS, **changes)
 
 
-def run_through(folder: Path, ranks: int) -> list[dict[str, Any]]:
+def run_through(folder: Path, ranks: int, replays: bool = False) -> list[dict[str, Any]]:
     """The metrics of a run without Slurm."""
     tiny_run(folder)
+    if replays:
+        fake_rollouts(folder, STEPS)
     train_on_ranks(write_recipe(folder, "whole", ranks))
     whole = metrics_of(folder, "whole")
     assert len(whole) == STEPS and len({line["actor/loss"] for line in whole}) == STEPS
@@ -72,10 +76,17 @@ def message(folder: Path, name: str, job: str) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in files if file.is_file())
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(tmp_path: Path, ranks: int) -> None:
+# In CI without engines, which take minutes to start twice on both nodes; a run with one is resumed in test_run.py.
+@pytest.mark.parametrize(
+    ("ranks", "replays"),
+    [(2, True), *(pytest.param(ranks, False, marks=pytest.mark.nightly) for ranks in (2, 4))],
+    ids=["replay", "one engine", "two engines"],
+)
+def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(
+    tmp_path: Path, ranks: int, replays: bool
+) -> None:
     """Half of the ranks on each node; an engine on each, or on the first one alone."""
-    whole = run_through(tmp_path, ranks)
+    whole = run_through(tmp_path, ranks, replays)
     gate, output = tmp_path / "preempted.gate", tmp_path / "preempted.out"
     gate.touch()
     with slurm_cluster() as cluster:

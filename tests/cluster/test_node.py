@@ -25,11 +25,11 @@ SETTINGS = {"NUM_NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "4", "MASTER_A
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"NUM_NODES": ""}, "NUM_NODES = nothing: must be a whole number from 1 on"),
-        ({"RANKS_PER_NODE": "many"}, "RANKS_PER_NODE = many: must be a whole number from 1 on"),
+        ({"NUM_NODES": ""}, "NUM_NODES = nothing: Field required"),
+        ({"RANKS_PER_NODE": "many"}, "RANKS_PER_NODE = many: Input should be a valid integer"),
         ({"NODE_RANK": "2"}, "NODE_RANK = 2: must be below NUM_NODES = 2"),
         ({"TRAINER_NODES": "3"}, "TRAINER_NODES = 3: must not be above NUM_NODES = 2"),
-        ({"MASTER_ADDRESS": ""}, "MASTER_ADDRESS is not set"),
+        ({"MASTER_ADDRESS": ""}, "MASTER_ADDRESS = nothing: Field required"),
         ({"MASTER_ADDRESS": "localhost"}, "MASTER_ADDRESS = localhost: is 127.0.0.1 on this machine, which other nodes"),
         ({"MASTER_ADDRESS": "no.such.host.invalid"}, "MASTER_ADDRESS = no.such.host.invalid: no way there"),
     ],

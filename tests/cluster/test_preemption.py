@@ -270,6 +270,7 @@ def _signal_set(pid, name):
     return int(next(line.split()[1] for line in lines if line.startswith(name)), 16) >> (TERM - 1) & 1
 
 
+@pytest.mark.nightly  # in CI: a signal of Slurm's, test_launch_slurm_run.py, and one before there are ranks
 @pytest.mark.slow
 def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_start_goes_on(folder):
     recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 100, rollout__replay=str(fake_rollouts(folder, 100)))

@@ -20,7 +20,7 @@ import pytest
 
 from megarl.cluster import watchdog
 from megarl.cluster.watchdog import Watcher
-from megarl.cluster.watchdog_judge import Deadlines, HangVerdict, OtherProcess, Standing
+from megarl.cluster.watchdog_judge import Deadlines, HangVerdict
 from megarl.cluster.watchdog_network import OtherWatchers, WatchedRank, WatcherSettings
 from megarl.cluster.watched import Watch
 from megarl.telemetry.exit_status import FAILED
@@ -56,46 +56,6 @@ def master_settings(ranks: tuple[WatchedRank, ...] = (), host: str = "127.0.0.1"
     return WatcherSettings("run", 0, 2, ranks, LONG, TOKEN, listener=server.detach()), address
 
 
-def test_watchers_of_other_nodes_tell_node_0_and_follow_it() -> None:
-    settings, address = master_settings((WatchedRank(0, 1, 2, 3),))
-    follower_settings = replace(settings, node=1, master=address, listener=None, ranks=(WatchedRank(1, 1, 2, 3),))
-    master = OtherWatchers(settings)
-    assert master.judges and master.some_unknown
-    stranger = OtherWatchers(replace(follower_settings, token="other"))
-    poll(lambda: stranger.is_alone)  # it was sent away
-    assert stranger.judges and stranger.some_unknown
-    follower = OtherWatchers(follower_settings)
-    poll(lambda: not follower.judges and not master.some_unknown)
-    follower.send("table", [Standing(1, silent_s=3.0)])
-
-    def tables() -> list[Standing]:
-        master.receive()
-        return master.tables()
-
-    poll(tables)
-    (standing,) = tables()
-    assert replace(standing, silent_s=3.0) == Standing(1, silent_s=3.0)
-    poll(lambda: tables()[0].silent_s > standing.silent_s > 3.0)  # a watcher that says nothing more has not moved
-    master.send("dump")
-    assert follower.wait_for("dump", WAIT_S) == [None]
-    stacks = [Standing(1, call="nap")], [OtherProcess("engine-0", 7, "running")]
-    threading.Timer(0.1, follower.send, ("stacks", stacks)).start()
-    assert master.stacks(WAIT_S) == stacks
-    assert master.silent() == follower.silent() == []
-
-    # The watcher of node 0 is killed, and another one takes its place at the same address.
-    (master_socket,) = [watcher.socket for watcher in master._watchers.values()]
-    master_socket.shutdown(socket.SHUT_RDWR)
-
-    def is_lost() -> bool:
-        follower.receive()
-        return follower.judges
-
-    poll(is_lost)
-    assert follower.some_unknown
-    poll(lambda: not follower.judges)
-
-
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {MARK: f"{TOKEN}/engine-0"}
@@ -126,18 +86,6 @@ def test_a_node_without_ranks_gives_its_stacks_and_ends_its_processes_when_node_
     assert not watching.is_alive() and marked_processes(TOKEN) == {}
     assert [file.name for file in (tmp_path / "hang").iterdir()] == [f"engine-0-{sleeper.pid}.txt"]
     assert "in nap" in (tmp_path / "hang" / f"engine-0-{sleeper.pid}.txt").read_text()
-
-
-def test_a_watcher_of_a_node_without_ranks_ends_with_node_0s(sleeper: subprocess.Popen[str]) -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    follower = Watcher(WatcherSettings("run", 3, 1, (), LONG, TOKEN, server.getsockname()))
-    connection, _ = server.accept()
-    watching = threading.Thread(target=follower.watch, daemon=True)
-    watching.start()
-    server.close()
-    connection.close()
-    watching.join(WAIT_S)
-    assert not watching.is_alive() and sleeper.poll() is None, "it harms nobody"
 
 
 def stay(rank: int, handle: Any) -> None:
@@ -196,19 +144,3 @@ def test_a_cut_cable_ends_the_ranks_of_both_nodes_and_each_names_phase_and_peer(
         assert f"watchdog: on rank {rank}, in phase rollout: no answer from {machine}\n" in text
         line = f"watchdog: error on rank {rank}, in phase rollout: no way to {machine} for 4 s, half of "
         assert re.search(re.escape(line) + r"trainer.collective_timeout_s = 8 \(.+\)", text), text
-
-
-def test_a_watcher_that_ends_takes_nobody_with_it() -> None:
-    settings, address = master_settings((WatchedRank(0, 1, 2, 3),))
-    master = OtherWatchers(settings)
-    follower = OtherWatchers(replace(settings, node=1, master=address, listener=None))
-    poll(lambda: master._watchers and follower._watchers)
-    (watcher,) = follower._watchers.values()
-    watcher.socket.shutdown(socket.SHUT_RDWR)
-
-    def is_gone() -> bool:
-        master.receive()
-        return not master._watchers
-
-    poll(is_gone)
-    assert master.lost is None and not master.some_unknown

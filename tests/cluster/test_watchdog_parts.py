@@ -1,10 +1,6 @@
 """Parts of the watchdog: what a rank says, stacks of other processes, deadlines of a recipe, the watching process."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,37 +10,18 @@ from typing import cast
 import pytest
 
 from megarl.cluster import watched
-from megarl.cluster.agent import judge as judge_ends
 from megarl.cluster.watchdog import RANK_ENDED, _Rank
-from megarl.cluster.watchdog_judge import ENDED, Deadlines
+from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_network import WatcherSettings
 from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
 from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout import EngineSilent
 from megarl.telemetry import exit_status
-from megarl.telemetry.clock import ClockPlace, PhaseClock
-from megarl.telemetry.exit_status import FAILED, HUNG
-from megarl.telemetry.stacks import MARK, busy_call, marked_processes, read_stacks, threads
+from megarl.telemetry.clock import ClockPlace
 from megarl.weight_sync.manifest import SyncError, SyncLate
 from tests.recipe_cases import edited, make_folder, write
 
 DEADLINE_S = 60.0
-SLEEPER = """
-import os, sys, threading, time
-from megarl.telemetry.stacks import mark_from_environment
-mark_from_environment()
-def rest():
-    threading.Event().wait()
-threading.Thread(target=rest, daemon=True).start()
-def nap():
-    os.write(1, b"ready\\n")
-    time.sleep(600)
-if "fork" in sys.argv and not os.fork():
-    def doze():
-        nap()
-    doze()
-nap()
-"""
 
 
 @pytest.fixture
@@ -52,89 +29,6 @@ def watch():
     watch = Watch("word", 0, "", 0.1)
     yield watch
     watch.close()
-
-
-def test_the_watcher_reads_where_a_clock_stands():
-    watch = Watch("word", 3, "tensor rank 1 of 2", 0.1)
-    rank = _Rank(watch.handle)
-
-    def stands():
-        standing = rank.standing(0.0)
-        return standing.step, standing.phase, standing.span, standing.phases
-
-    clock = PhaseClock(beat=watch.beat)
-    assert rank.standing(0.0).name == "rank 3 (tensor rank 1 of 2)" and stands() == (0, None, None, 0)
-    watch.begin(4)
-    assert stands() == (4, None, None, 0) and rank.standing(0.0).first
-    watch.begin(5)
-    assert stands() == (5, None, None, 0) and not rank.standing(0.0).first
-    with clock.phase("actor_update"):
-        assert stands() == (5, "actor_update", None, 1)
-        with clock.span("forward"):
-            assert stands() == (5, "actor_update", "forward", 1)
-        assert stands() == (5, "actor_update", None, 1)
-    with pytest.raises(RuntimeError), clock.phase("weight_sync"), clock.span("send"):
-        raise RuntimeError
-    assert stands() == (5, None, None, 2)
-    assert rank.standing(0.0).silent_s >= rank.standing(time.monotonic()).silent_s
-    watch.close()
-    assert rank.standing(0.0).state == ENDED, "what a process wrote last stays readable"
-
-
-@pytest.fixture
-def sleeper():
-    environment = os.environ | {MARK: f"{os.getpid():x}/engine-0"}
-    process = subprocess.Popen([sys.executable, "-c", SLEEPER], env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_marked_process_is_found_and_says_where_each_thread_is(sleeper):
-    result = marked_processes(f"{os.getpid():x}")
-    assert {pid: name for pid, (name, _) in result.items()} == {sleeper.pid: "engine-0"}
-    text = ""
-
-    def rests():
-        nonlocal text
-        (text,) = read_stacks({sleeper.pid: result[sleeper.pid][1]}, DEADLINE_S).values()
-        frames = threads(text)
-        return len(frames) == 2 and bool(frames[0]) and frames[0][0].waits
-
-    _poll(rests)  # on a busy machine its thread may not have come so far
-    resting, main = threads(text)
-    assert resting[0].file.endswith("threading.py") and resting[0].waits
-    assert main[0].function == "nap" and not main[0].waits
-    busy = busy_call(text)
-    assert busy is not None and busy.function == "nap"
-
-
-def test_a_stopped_process_says_nothing_and_an_unmarked_one_is_not_harmed(sleeper):
-    number = marked_processes(f"{os.getpid():x}")[sleeper.pid][1]
-    deaf = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    sleeper.send_signal(signal.SIGSTOP)
-    assert read_stacks({sleeper.pid: number, deaf.pid: 0}, 0.5) == {}
-    deaf.communicate(b"\n")
-    assert deaf.returncode == 0
-
-
-def test_a_forked_process_is_one_more_with_a_stack_of_its_own():
-    environment = os.environ | {MARK: f"{os.getpid():x}f/engine-0"}
-    command = [sys.executable, "-c", SLEEPER, "fork"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        result = marked_processes(f"{os.getpid():x}f")
-        texts = read_stacks({pid: number for pid, (_, number) in result.items()}, DEADLINE_S)
-        assert len(texts) == 2
-        assert {pid for pid, text in texts.items() if "in doze" in text} == texts.keys() - {process.pid}
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 @pytest.fixture
@@ -168,12 +62,6 @@ def test_a_deadline_that_another_one_makes_useless_is_refused(recipe_with, watch
     with pytest.raises(RecipeError) as refused:
         recipe_with(watchdog, **trainer)
     assert any(item.key == key and rule in item.rule for item in refused.value.violations), refused.value
-
-
-def test_the_agent_says_that_a_run_hung_whatever_signal_ended_its_ranks():
-    assert judge_ends({0: HUNG, 1: -9}, (), (), True).status == HUNG
-    assert judge_ends({0: -9}, (), (), True, "rank 0 did not arrive").sentence == "rank 0 did not arrive"
-    assert judge_ends({0: -9}, (), (), True).status == FAILED
 
 
 def test_what_is_said_of_a_hang_is_that_of_this_start(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import pickle
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 
 from megarl.data.prompts import Curriculum, PromptStream
 from megarl.recipe.data_section import CurriculumSection, DataSection
-from megarl.recipe.reward_section import VerifierSection
-from megarl.reward.verifiers import check_answer, load_terms
 from tests.data.test_prompts import as_tuples, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -104,12 +101,6 @@ def test_a_state_of_other_rows_is_refused(files):
         stream(files, [(4, 1.0)]).restore({"position": 0, "parts": [saved["parts"][0] | {"checksum": 1}]})
 
 
-def test_a_reward_that_is_just_enough_passes():
-    one = Curriculum(CurriculumSection(low=0.0, high=1.0, pass_reward=0.9, revisit=1))
-    one.learn(0, np.full(4, 0.9, np.float32))
-    assert one.rates == {0: 1.0}
-
-
 def test_a_row_out_of_bounds_is_passed_over_and_comes_back():
     one = Curriculum(CurriculumSection(low=0.25, high=0.75, pass_reward=0.5, revisit=2))
     turns = {}
@@ -143,29 +134,3 @@ def test_where_nothing_is_in_bounds_there_is_still_a_next_prompt(files):
     one.learn(first, np.zeros(6), np.ones(6, bool))
     assert {prompt.origin[1] for prompt in one.take(3)} == {0, 1, 2}
     assert one.metrics()["data/num_passed_over"] == 15
-
-
-def test_messages_are_of_a_part_and_its_own_rows(tmp_path):
-    judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
-
-    def of(*answers, longest=9):
-        """A part for each answer: a row that is none, and two with the answer."""
-        parts = []
-        for number, answer in enumerate(answers):
-            rows, path = [[], {"q": "some", "a": answer}, {"q": "more", "a": answer}], tmp_path / f"{number}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            parts.append({"kind": "jsonl", "path": str(path), "prompt_field": "q", "answer_field": "a"})
-        data = {"prompts": {"kind": "mixture", "parts": parts}, "max_prompt_tokens": longest, "on_bad_row": "skip"}
-        return PromptStream(DataSection.model_validate(data | {"chat_template": False}), 0, TOKENIZER, None, judge)
-
-    assert of("1", "2").num_bad_rows == 2
-    with pytest.raises(ValueError, match="parts.1 has no rows that can be used: 3 are left out, .*1.jsonl, line 1"):
-        of("1", "seven")
-    with pytest.raises(ValueError, match="parts.1 has no rows .* all 3 that it had are left out, .*1.jsonl, line 1"):
-        of("1", None)
-    with pytest.raises(ValueError, match="the shortest of the 2 prompts of data.prompts.parts.0 has 4 tokens"):
-        of("1", "2", longest=3)
-    saved = of("1", "2").state()
-    saved["parts"][1]["rows"] = 7
-    with pytest.raises(ValueError, match="data.prompts.parts.1: the 2 rows from .*1.jsonl, line 2 on are not the 7"):
-        of("1", "2").restore(saved)

@@ -17,7 +17,6 @@ from megarl.data.tokenizer import (
     Observations,
     load_tokenizer,
     prompt_tokenizer,
-    render_chat,
     render_questions,
     stop_token_ids,
 )
@@ -182,26 +181,6 @@ def test_what_a_chat_template_refuses_is_said_with_the_keys(tmp_path, sums):
     for needs_turns in (lambda one: stop_token_ids(str(tmp_path), one), lambda one: Observations(one, chat, 300)):
         with pytest.raises(ValueError, match=f"{said}$"):
             needs_turns(byte_tokenizer(refusing("assistant")))
-
-
-@pytest.mark.parametrize("fault", [TypeError, KeyError])
-def test_a_fault_of_the_tokenizer_is_none_of_the_chat_template(fault, monkeypatch):
-    """It is raised as it is, where the template has written the text."""
-    tokenizer = byte_tokenizer()
-
-    def broken(*_, **__):
-        raise fault("of the tokenizer")
-
-    monkeypatch.setattr(type(tokenizer), "__call__", broken)
-    for render in (
-        lambda: render_questions(tokenizer, ["1+1"], "S", None, True),
-        lambda: render_chat(tokenizer, [{"role": "user", "content": "1+1"}], None),
-    ):
-        with pytest.raises(fault, match="of the tokenizer"):
-            render()
-    # What a template does not find in a message is its own.
-    with pytest.raises(ValueError, match="chat template refuses these messages: can only concatenate"):
-        render_questions(byte_tokenizer("{{ messages[0].content + 1 }}"), ["1+1"], None, None, True)
 
 
 def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():

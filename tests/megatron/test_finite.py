@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from megarl.megatron.non_finite import non_finite_samples
-from megarl.megatron.role import Update
 from megarl.models.layout import Layout
 from tests.feature_cases import Feature
 from tests.finite_cases import BAD_GRADIENT, BAD_LAYER, BAD_LOSS, BAD_WEIGHT, GOOD, WRONG_SAMPLE, update_through
@@ -63,26 +60,3 @@ def test_fp16_overflow_is_the_loss_scale_s_and_a_loss_that_is_no_number_is_not(t
 def test_a_sum_that_alone_overflows_is_finite() -> None:
     assert non_finite_samples([torch.full((3,), 3e38), torch.zeros(3)]) == []
     assert non_finite_samples([torch.zeros(3), torch.tensor([0.0, 1.0, math.inf])]) == [1]
-
-
-def test_metrics_of_a_phase_are_of_the_updates_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.megatron import step_metrics as metrics
-
-    monkeypatch.setattr(metrics, "reduce_scalars", lambda values, place, op: dict(values))
-    plan: Any = SimpleNamespace(phase="critic_update", mini_batches=[SimpleNamespace(samples=(0, 1))] * 3)
-    executed: Any = None
-
-    def update(loss: float, refused: str | None) -> Update:
-        return Update({"loss": loss, "clipped_sum": 0.0, "tokens": 4.0}, 2.0, 0.1, executed, refused=refused)
-
-    found = metrics.update_metrics("critic", plan, [update(math.nan, "a loss"), update(3.0, None)], None)  # type: ignore[arg-type]
-    assert found["critic/loss"] == 3.0 and found["critic/grad_norm"] == 2.0
-    assert found["schedule/critic_update/updates"] == 2 and found["critic/skipped_updates"] == 0
-    masked: Any = Update({"loss": 0.0, "clipped_sum": 0.0, "kl_sum": 0.0, "tokens": 0.0}, 0.0, 0.1, executed)
-    of_masked = metrics.update_metrics("actor", plan, [masked], None)  # type: ignore[arg-type]
-    counts = ["skipped_updates", "learning_rate", "grad_norm"]
-    assert {key for key in of_masked if key.startswith("actor/")} == {f"actor/{key}" for key in counts}, (
-        "nothing was measured"
-    )
-    none_left = metrics.update_metrics("critic", plan, [update(math.nan, "a loss")], None)  # type: ignore[arg-type]
-    assert "critic/loss" not in none_left and none_left["schedule/critic_update/updates"] == 1

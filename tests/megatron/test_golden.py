@@ -1,6 +1,6 @@
-"""The engine's logits against Hugging Face's, in fp32, for every family, under one rank, TP2 x PP2, TP2 with sequence
-parallelism, PP2 with two chunks a stage, and two context ranks; and under each the loaded weights, saved again, bit for
-bit."""
+"""The logits of a role against Hugging Face's, in fp32, for every family, under one rank and TP2 x PP2. Families whose
+layers differ also run under TP2 with sequence parallelism, PP2 with two chunks a stage, and two context ranks. Under each
+layout the loaded weights are saved again, bit for bit."""
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ LAYOUTS = (
     Layout(pipeline=2, virtual_pipeline=2),
     Layout(context=2),
 )
+# These differ from qwen3 in their weights and their rotation, which the first two layouts cut in every way.
+ALIKE = ("llama", "llama3", "qwen2")
 EXPERT_LAYOUTS = (
     Layout(),
     Layout(data=2, expert=2),
@@ -54,7 +56,8 @@ def test_logits_equal_hugging_face(tmp_path, family, tied):
             logits = model(torch.from_numpy(tokens)[None]).logits[0]
         rows.append(logits[len(sample.prompt_ids) - 1 : -1].numpy())
     expected = np.concatenate(rows)
-    for number, layout in enumerate(EXPERT_LAYOUTS if family in MOE_FAMILIES + LATENT_FAMILIES else LAYOUTS):
+    layouts = EXPERT_LAYOUTS if family in MOE_FAMILIES + LATENT_FAMILIES else LAYOUTS[: 2 if family in ALIKE else None]
+    for number, layout in enumerate(layouts):
         saved = tmp_path / str(number)
         saved.mkdir()
         ranks = run_ranks(full_logits, layout.ranks, str(directory), layout, LENGTHS, str(saved))

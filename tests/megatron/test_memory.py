@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from megarl.megatron import offload
 from megarl.megatron.offload import HostStorages, storages_of
 from megarl.models.layout import Layout
-from megarl.platform import Platform, cuda_stub, transfers
+from megarl.platform import cuda_stub, transfers
 from tests.feature_cases import Feature, build, cut, train_with
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -20,11 +18,9 @@ from tests.tiny_models import save_tiny_model
 PLAIN = Feature()
 SELECTIVE = Feature(memory={"recompute": "selective", "recompute_modules": ("core_attn", "mlp")})
 FULL = Feature(memory={"recompute": "full"})
-BLOCK = Feature(memory={"recompute": "full", "recompute_method": "block"})
 ACTIVATIONS = Feature(memory={"offload_activations": True})
 OPTIMIZER, ALL = Feature(memory={"offload": "optimizer"}), Feature(memory={"offload": "all"})
 EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "offload": "all"})
-TWO_LAYERS = Feature(memory={"recompute": "full", "recompute_num_layers": 2})
 
 
 @pytest.mark.layout
@@ -39,8 +35,7 @@ TWO_LAYERS = Feature(memory={"recompute": "full", "recompute_num_layers": 2})
 )
 def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
     directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
-    chunks_of_two = [TWO_LAYERS] if layout.virtual_pipeline == 1 else []
-    features = [PLAIN, SELECTIVE, FULL, BLOCK, *chunks_of_two, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
+    features = [PLAIN, SELECTIVE, FULL, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
     for found in run_ranks(train_with, layout.ranks, directory, layout, features):
         plain, *exact, activations = found
         assert plain[0].loss > plain[-1].loss, "the updates move the weights"
@@ -133,62 +128,6 @@ def test_views_see_what_comes_back() -> None:
     assert view.tolist() == [[0, 0], [0, 0]]
 
 
-def test_saved_tensors_leave_the_device_and_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_ACTIVATION_BYTES", 1024)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Linear(64, 64))
-    x = torch.randn(32, 64, requires_grad=True)
-
-    def gradients(keeper: Any) -> list[torch.Tensor]:
-        with keeper:
-            y = model(x).square()
-        return list(torch.autograd.grad(y.sum(), [x, *model.parameters()]))
-
-    expected = gradients(torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one))
-    activations = offload.ActivationOffload([model])
-    assert all(torch.equal(*pair) for pair in zip(gradients(activations.forward()), expected, strict=True))
-    # The input, the sigmoid's output (of two operations, copied once) and the input of the square: 32 x 64 fp32 each.
-    assert activations.moved_bytes == 3 * 32 * 64 * 4
-
-
-@pytest.mark.parametrize("ahead", [0, 3 * 32 * 64 * 4])
-def test_activations_come_back_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
-    """And those that have come early take no more than was allowed. Nothing comes early with 0."""
-    monkeypatch.setattr(offload, "LEAST_ACTIVATION_BYTES", 1024)
-    coming: dict[int, int] = {}  # bytes of tensors on their way or there
-    taken_early: list[bool] = []
-    at_hand: list[int] = []  # bytes of tensors that have come early, whenever the computation takes one
-
-    class Arrival:
-        """The event of a copy to the device."""
-
-        def __init__(self, copy: torch.Tensor) -> None:
-            coming[id(self)] = copy.nbytes
-
-        def wait(self) -> None:
-            del coming[id(self)]
-
-    class Saved(offload._Saved):
-        def take(self) -> torch.Tensor:
-            taken_early.append(self._arriving is not None)
-            at_hand.append(sum(coming.values()))
-            return super().take()
-
-    monkeypatch.setattr(offload, "_Saved", Saved)
-    monkeypatch.setattr(Platform, "to_device", lambda self, copy, device, event: (copy.to(device, copy=True), Arrival(copy)))
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.Sigmoid())]
-    model, x = torch.nn.Sequential(*layers), torch.randn(32, 64, requires_grad=True)
-    expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    activations = offload.ActivationOffload([model], ahead_bytes=ahead)
-    with activations.forward():
-        loss = model(x).square().sum()
-    found = torch.autograd.grad(loss, [x, *model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    # The last one that was saved is asked for first.
-    assert len(taken_early) > 6 and taken_early == [False] + [bool(ahead)] * (len(taken_early) - 1)
-    assert max(at_hand) == ahead and not coming
-
-
 def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stream of the copies to the device: after the copy to the host, and after what the computation had freed."""
     said: list[str] = []
@@ -219,17 +158,3 @@ def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPa
     tensor, complete = transfers.start_to_device(torch.arange(3.0), torch.device("cpu"), "its copy to the host")
     assert said == ["in waits for computation", "in waits for its copy to the host", "copy"]
     assert complete == "3 steps of in" and tensor.tolist() == [0, 1, 2]
-
-
-def test_arrays_travel_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
-    arrays: list[np.ndarray] = [
-        np.arange(5, dtype=np.int32),
-        np.zeros((0, 2), np.int16),
-        np.arange(6.0).reshape(2, 3),
-        np.array([True]),
-    ]
-    placed = transfers.upload(arrays, torch.device("cpu"))
-    assert all(np.array_equal(one.numpy(), array) for one, array in zip(placed, arrays, strict=True))
-    assert [one.numpy().dtype for one in placed] == [array.dtype for array in arrays]
-    assert len({one.untyped_storage().data_ptr() for one in placed}) == 1

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.megatron.batch import pack
 from megarl.megatron.role import Role
 from megarl.models.layout import Layout
-from megarl.schedule import MicroBatch, Schedule, plan_phase
+from megarl.schedule import Schedule, plan_phase
 from megarl.schedule.schedule import in_micro_batch
-from tests.engine_cases import gradients_of, random_batch
+from tests.engine_cases import gradients_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -76,9 +75,9 @@ def _assert_same(found, expected):
     ],
     ids=str,
 )
-def test_ten_random_plans_give_one_loss_and_gradient(tmp_path, layout):
-    plans = [_random_plan(layout, number) for number in range(10)]
-    assert len({plan.micro_batches for plan in plans}) == 10
+def test_random_plans_give_one_loss_and_gradient(tmp_path, layout):
+    plans = [_random_plan(layout, number) for number in range(6)]
+    assert len({plan.micro_batches for plan in plans}) == 6
     first, *others = _run(tmp_path, layout, plans)
     for found in others:
         _assert_same(found, first)
@@ -96,37 +95,6 @@ def test_executed_reports_tokens_and_slots(tmp_path):
         assert one.tokens == tokens
         assert one.slots == tuple(-(-count // 4) * 4 for count in tokens)
     assert executed[0].slots != executed[0].tokens
-
-
-def test_context_ranks_have_the_front_and_back_chunks_of_each_sequence():
-    batch = random_batch(50, [(2, 1), (3, 6)])
-    layout, micro_batch = Layout(context=2), MicroBatch((0, 1), 12, 16)
-    first, second = (pack(batch, micro_batch, torch.device("cpu"), layout, rank) for rank in (0, 1))
-    # 3 tokens in 4 chunks of 1, 9 tokens in 4 chunks of 3
-    assert first.position_ids.tolist() == [[0, 3, 0, 1, 2, 9, 10, 11]]
-    assert second.position_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
-    tokens = [np.concatenate([one.prompt_ids, one.completion.token_ids]) for one in batch.samples.values()]
-    assert first.input_ids.tolist() == [[tokens[0][0], 0, *tokens[1][:3], 0, 0, 0]]
-    assert second.input_ids.tolist() == [[*tokens[0][1:], *tokens[1][3:]]]
-    for one in (first, second):
-        assert one.bounds.tolist() == [0, 4, 16]
-        assert (one.num_sequences, one.num_tokens, one.num_slots, one.longest) == (2, 12, 16, 12)
-    # The completion tokens are predicted at positions 1 and 2, ..., 7: the second one is the first rank's.
-    assert (first.heads.tolist(), first.head_positions.tolist()) == ([1], [4])
-    assert (second.heads.tolist(), second.head_positions.tolist()) == ([0, 2, 3, 4, 5, 6], [0, 2, 3, 4, 5, 6])
-
-
-def test_padding_is_a_sequence_of_its_own_without_a_head_position():
-    batch = random_batch(50, [(2, 1), (1, 3)])
-    micro = pack(batch, MicroBatch((1, 0), 7, 12), torch.device("cpu"), Layout())
-    assert micro.bounds.tolist() == [0, 4, 7, 12]
-    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]]
-    assert micro.head_positions.tolist() == [0, 1, 2, 5]
-    assert micro.longest == 5
-    assert (micro.num_sequences, micro.num_tokens, micro.num_slots) == (2, 7, 12)
-    exact = pack(batch, MicroBatch((1, 0), 7, 7), torch.device("cpu"), Layout())
-    assert exact.bounds.tolist() == [0, 4, 7]
-    assert (exact.num_sequences, exact.num_tokens, exact.num_slots) == (2, 7, 7)
 
 
 def test_transformer_engine_is_told_a_length_that_no_padded_sequence_exceeds() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from megarl.megatron.batch import PADDING, UNRECORDED, pack
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.schedule import MicroBatch
 from tests import router_cases
 from tests.engine_cases import small_batch
 from tests.megatron.test_matrix import TOLERANCE, differences
@@ -113,41 +109,3 @@ def _overruled(gate, forced):
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
     return forward
-
-
-def test_choices_lie_where_their_tokens_do(directory):
-    """Packed for two context ranks and padded: each slot has its token's choice, a last token none."""
-    shape = ModelShape.from_directory(directory)
-    batch = small_batch(shape.vocab, 2)
-    routing = router_cases.another_choice(shape, batch)
-    recorded = {sample: choice for sample, choice in routing.items() if choice is not None}
-    batch = router_cases.with_routing(batch, routing)
-    layout = replace(Layout(), context=2)
-    slots = sum(-(-int(length) // 4) * 4 for length in batch.lengths)
-    micro = MicroBatch((0, 1), tokens=int(batch.lengths.sum()), slots=slots)
-    seen = set()
-    for rank in range(2):
-        packed = pack(batch, micro, torch.device("cpu"), layout, rank, choices=(3, 2))
-        starts = packed.bounds.tolist()
-        assert packed.routing is not None
-        own = _slots_of(starts, rank)
-        for slot, chosen in zip(own, packed.routing.numpy(), strict=True):
-            sample = int(slot >= starts[1])
-            token = slot - starts[sample]
-            length = int(batch.lengths[sample])
-            if token < length - 1:
-                assert np.array_equal(chosen, recorded[sample][token])
-            else:
-                assert (chosen == (UNRECORDED if token == length - 1 else PADDING)).all()
-            seen.add(slot)
-    assert seen == set(range(slots))
-
-
-def _slots_of(starts, rank):
-    """Of each sequence, its chunk from the front and the one from the back."""
-    found: list[int] = []
-    for start, stop in zip(starts, starts[1:], strict=False):
-        quarter = (stop - start) // 4
-        for chunk in (rank, 3 - rank):
-            found += range(start + chunk * quarter, start + (chunk + 1) * quarter)
-    return found

@@ -2,28 +2,11 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
-
-import torch
-from torch.testing import assert_close
 
 from megarl.megatron.model import transformer_config
-from megarl.megatron.optimizer import fuse
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from tests.recipe_cases import CONFIG
-
-
-def test_torch_s_adam_passes_once_over_its_weights():
-    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(2)]
-    plain, fused = (torch.optim.AdamW([weight], lr=0.1, weight_decay=0.3) for weight in weights)
-    fuse(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=fused), SimpleNamespace(optimizer=None)]))
-    assert [(group["fused"], group["foreach"]) for group in fused.param_groups] == [(True, False)]
-    for step in range(1, 4):
-        for weight, optimizer in zip(weights, (plain, fused), strict=True):
-            weight.grad = torch.sin(step * weight.detach())
-            optimizer.step()
-    assert_close(*weights)
 
 
 def test_a_stage_keeps_no_content_of_what_it_sent():

@@ -76,18 +76,6 @@ def test_groups_stay_whole_where_they_fit():
     assert all(one.slots <= max(map(sum, LENGTHS)) for one in small)
 
 
-def test_layout_of_a_shared_prompt():
-    batch = random_batch(50, [(3, 2), (3, 1), (2, 2)])
-    batch.samples[1] = replace(batch.samples[1], prompt_ids=batch.samples[0].prompt_ids)
-    packed = pack(batch, MicroBatch((0, 1, 2), 10, 12, (2, 1)), torch.device("cpu"), Layout())
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3, 0, 1]]
-    assert packed.bounds.tolist() == [0, 3, 5, 6, 8, 10, 12]
-    assert packed.continues == ((0, 0), (0, 3), (0, 3), (0, 0), (6, 8), (0, 0))
-    assert packed.head_positions.tolist() == [2, 3, 2, 7, 8]
-    assert packed.targets.tolist() == np.concatenate([batch.samples[s].completion.token_ids for s in range(3)]).tolist()
-    assert (packed.num_sequences, packed.num_tokens, packed.num_slots, packed.longest) == (3, 10, 12, 5)
-
-
 def test_a_masked_sample_of_a_group_takes_no_prompt_along():
     batch = random_batch(50, [(3, 2), (3, 1)])
     batch.samples[1] = replace(batch.samples[1], prompt_ids=batch.samples[0].prompt_ids)

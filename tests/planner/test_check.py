@@ -115,7 +115,6 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
     ("arguments", "said"),
     [
         (["--json", "--lengths", "normal"], ["--lengths = 'normal'"]),
-        (["--plan", "--lengths", "rows"], ["rows", "row 2", "'x'"]),
         (["--plan", "--tflops", "0"], ["--tflops = 0", "above 0"]),
         (["--plan", "--tflops", "nan"], ["--tflops = nan"]),
         (["--lengths", "uniform"], ["--lengths = uniform", "--plan"]),
@@ -126,7 +125,6 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
     ],
 )
 def test_bad_input_is_named(arguments: list[str], said: list[str], folder: Path) -> None:
-    (folder / "rows").write_text("10\nx\n")
     result = check(write_small(folder), *arguments)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
@@ -164,16 +162,6 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
     }
 
 
-def test_a_plan_and_its_document_say_the_same_warnings(folder: Path) -> None:
-    file = write_qwen(folder)
-    overrides = ["phases.actor_update.micro_batch.max_tokens=60000"]
-    warnings = document_of(file, overrides)["warnings"]
-    assert {one["kind"] for one in warnings} >= {"memory", "ratio_drift"}
-    printed = check(file, "--plan", *overrides).output
-    for one in warnings:
-        assert f"{one['phase']} {one['text']}" in printed
-
-
 def test_what_fits_nowhere_is_an_answer_of_its_own(folder: Path) -> None:
     file = write_qwen(folder)
     result = check(file, "--suggest", "device.memory_gib=16")
@@ -181,16 +169,6 @@ def test_what_fits_nowhere_is_an_answer_of_its_own(folder: Path) -> None:
     assert "no suggestion: nothing fits 14.4 GiB usable" in result.output
     assert document_of(file, ["device.memory_gib=16"], suggest=True)["nothing_fits"].startswith("nothing fits 14.4 GiB")
     assert document_of(file, suggest=True)["nothing_fits"] is None
-
-
-def test_a_plan_without_a_device_is_printed_though_nothing_can_be_suggested(folder: Path) -> None:
-    file = write_small(folder)
-    result = check(file, "--plan", "--suggest")
-    assert result.exit_code == 2
-    assert "device: not stated" in result.output and "add device: {memory_gib: 80}" in result.output
-    document = json.loads(check(file, "--json", "--suggest").stdout)["recipes"][0]
-    assert len(document["phases"]) == 5 and document["suggestions"] == []
-    assert "add device" in document["error"]
 
 
 def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path) -> None:
@@ -208,16 +186,3 @@ def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path
         assert forecast_of(file, [automatic, *stated, *chosen]).fits
         # Another fault is not hidden behind suggestions.
         assert "suggested:" not in check(file, automatic, *stated, "run.steps=0", "--suggest").output
-
-
-def test_a_given_rate_gives_times(folder: Path) -> None:
-    file = write_small(folder)
-    seconds = {
-        rate: [
-            phase["seconds"]
-            for phase in json.loads(check(file, "--json", "--tflops", rate).stdout)["recipes"][0]["phases"].values()
-        ]
-        for rate in ("1", "2")
-    }
-    assert len(seconds["1"]) == 5
-    assert seconds["1"] == pytest.approx([2 * one for one in seconds["2"]])

@@ -12,7 +12,7 @@ from megarl.models.megatron_weights import parameter_sizes
 from megarl.planner.activations import MASK_ROWS, mask_bytes
 from megarl.planner.engine_memory import cache_width
 from megarl.planner.flops import product_flops
-from megarl.planner.roles import attention_weights, layer_weights, matrix_weights
+from megarl.planner.roles import attention_weights, layer_weights
 from tests.planner_cases import planned_role
 
 SIZES = {
@@ -56,13 +56,6 @@ def test_layers_weigh_what_the_table_holds(shape, tensor):
     sizes = parameter_sizes(shape, Layout(tensor=tensor), 0)
     held = [rows * columns for name, (rows, columns) in sizes.items() if "layers.0." in name]
     assert layer_weights(shape, 0, tensor) == sum(held)
-
-
-def test_operations_are_those_of_the_matrices():
-    """On one rank every weight of a layer's attention but its norms is multiplied with each token."""
-    shape = SHAPES[-1]
-    norms = LATENT.key_value_rank
-    assert matrix_weights(shape) == attention_weights(shape, 1) - norms
 
 
 def test_masks_are_as_high_as_the_engine_makes_them():

@@ -118,54 +118,6 @@ def test_one_rotary_table_is_kept_for_sequences_of_every_length(tmp_path: Path) 
     assert run_ranks(rotary_tables, 1, str(tmp_path)) == [1]
 
 
-@pytest.mark.parametrize(("savings", "parts"), [
-    (MemorySection(recompute="selective"), "products"), (selective(("mlp", "layernorm")), "dense"),
-    (selective(("moe",)), "experts"), (selective(("shared_experts",)), "shared"),
-    (selective(("moe_act",)), ""), (MemorySection(recompute="full"), "products dense experts attention"),
-    (MemorySection(recompute="full", recompute_method="block", recompute_num_layers=1), "dense products/3 attention/3"),
-])  # fmt: skip
-def test_each_module_of_recompute_costs_its_own_operations(savings: MemorySection, parts: str) -> None:
-    """Three layers, the first dense, counted matrix by matrix for one sequence of 10 tokens."""
-    experts = Experts(count=64, per_token=2, ffn=16, shared_ffn=32, first_dense=1)
-    shape = replace(SHAPE, num_layers=3, hidden=8, heads=2, groups=1, head_dim=4, ffn=48, vocab=10, experts=experts)
-    counts = {
-        "products": 3 * 2 * 2 * 8 * 55,
-        "attention": 3 * 2 * 10 * 8 * (8 + 4 + 4 + 8),
-        "dense": 2 * 10 * 3 * 8 * 48,
-        "experts": 2 * 2 * 10 * 8 * (64 + 3 * (2 * 16 + 32)),
-        "shared": 2 * 2 * 10 * 3 * 8 * 32,
-    }
-    again = sum(counts[name] // int(share or 1) for name, _, share in (part.partition("/") for part in parts.split()))
-    critic = planned_role("critic", shape, Layout(), "bf16", True)
-    assert executed_flops(critic, 10, 5) == update_flops(shape, 10, 5, critic=True)
-    assert executed_flops(replace(critic, memory=savings), 10, 5) == update_flops(shape, 10, 5, critic=True) + again
-
-
-def test_frozen_layers_behind_a_frozen_embedding_have_no_backward_pass() -> None:
-    """Two layers, of which the first goes forward alone; behind an embedding that is trained it passes a gradient on. The
-    head is the embedding."""
-    shape = replace(SHAPE, num_layers=2, tied=True)
-    layer = forward_flops(replace(shape, num_layers=1), 5, 0)
-    head = forward_flops(shape, 5, 2) - 2 * layer
-    linear = layer - SHAPE.heads * SHAPE.head_dim * 2 * 2 * 15
-    assert update_flops(shape, 5, 2, freeze=FreezeSection(layers=1)) == 6 * layer - linear + 3 * head
-    assert update_flops(shape, 5, 2, freeze=FreezeSection(embedding=True, layers=1)) == 4 * layer + 2 * head
-
-
-def test_an_update_of_frozen_weights_takes_no_gradient_of_them() -> None:
-    """Counted by hand for one sequence of 3 tokens, 2 of which pass the head, through 2 layers of a tiny model."""
-    shape = replace(SHAPE, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
-    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
-    pairs = 6  # of tokens that meet: 1 + 2 + 3
-    linear, products, head = 2 * 3 * 2 * matrices, 2 * 2 * 2 * 8 * pairs, 2 * 8 * 10 * 2
-    assert forward_flops(shape, 3, 2) == linear + products + head
-    assert update_flops(shape, 3, 2) == 3 * (linear + products + head)
-    assert update_flops(shape, 3, 2, freeze=FreezeSection(head=True, layers=1)) == 2.5 * linear + 3 * products + 2 * head
-    adapters = 2 * 3 * 2 * 4 * ((16 + 8) + (8 + 8))  # of rank 4: qkv gives 16 rows, proj 8
-    found = update_flops(shape, 3, 2, lora=LoraSection(rank=4, alpha=1.0, targets=("qkv", "proj")))
-    assert found == 2 * linear + 3 * products + 2 * head + 3 * adapters
-
-
 def test_experts_that_a_token_does_not_take_cost_nothing() -> None:
     experts = Experts(count=64, per_token=2, ffn=16)
     shape = replace(SHAPE, experts=experts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, rank_segments
 from megarl.planner import activations
-from megarl.planner.activations import backward_per_token, saved_by_stage, saved_per_token
 from megarl.planner.memory_estimate import (
     FRAGMENTATION,
     BatchLimits,
@@ -42,10 +40,6 @@ TRIES = 4
 # In CI, too: of a large vocabulary in bf16, which most CPUs emulate, the one that has a role on the host.
 LARGE = ("vocabulary", "qwen2-tied")
 OFTEN = [*(case for case in CASES[::2] if case.precision != "bf16" or case.model not in LARGE), CASES[-1]]
-
-
-def test_cases_have_names_of_their_own() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
 
 
 @pytest.mark.slow
@@ -206,68 +200,6 @@ def test_a_gpu_s_allocator_keeps_a_share_of_what_comes_and_goes(update: bool) ->
     assert working(replace(role, on_cpu=True), 0, load(False, 1000)).reserved == 0
 
 
-def whole(**values: Any) -> MemorySection:
-    return MemorySection(recompute="full", **{f"recompute_{key}": value for key, value in values.items()})
-
-
-def test_whole_layers_are_recomputed_by_megatrons_methods() -> None:
-    """Of four layers: an input for each chunk of layers, or the first layers' inputs and all of the others."""
-    role = planned_role("actor", SHAPE, Layout(), "bf16", True)
-    layer, kept = saved_per_token(role, 0), SHAPE.hidden * 2
-
-    def saved(**values: Any) -> int:
-        return saved_by_stage(replace(role, memory=whole(**values)), 0)
-
-    assert [saved(num_layers=count) for count in (1, 2, 3, 4)] == [4 * kept, 2 * kept, 2 * kept, kept]
-    assert [saved(method="block", num_layers=count) for count in (1, 3, 9)] == [kept + 3 * layer, 3 * kept + layer, 4 * kept]
-    chunks = replace(role, layout=Layout(pipeline=2, virtual_pipeline=2), memory=whole(method="block"))
-    assert [saved_by_stage(chunks, stage) for stage in (0, 1)] == [2 * kept, 2 * kept]
-    # The layers of one chunk are all there again when its backward pass begins.
-    held = [backward_per_token(replace(role, memory=whole(num_layers=count)), 0) for count in (1, 2, 3)]
-    assert held[1] - held[0] == layer and held[2] == held[0]
-
-
-def test_each_recomputed_module_is_not_kept() -> None:
-    """One dense layer in bf16 with 4 heads of 32, 2 groups, hidden 128 and feed-forward 192, by the terms of
-    `activations.py`."""
-    role = planned_role("actor", SHAPE, Layout(), "bf16", True)
-
-    def spared(*modules: str) -> int:
-        kept = saved_by_stage(
-            replace(role, memory=MemorySection.model_validate({"recompute": "selective", "recompute_modules": modules})), 0
-        )
-        return (saved_by_stage(role, 0) - kept) // SHAPE.num_layers
-
-    assert spared("core_attn") == 128 * 2 + 4 * 4 == spared(*MemorySection().recompute_modules)
-    assert spared("mlp") == 5 * 192 * 2
-    assert spared("layernorm") == 2 * 128 * (4 + 2)
-    assert spared("core_attn", "mlp") == spared("core_attn") + spared("mlp")
-    assert spared("moe", "moe_act", "shared_experts", "mla_up_proj") == 0
-
-
-def test_copies_of_shared_prompts_are_kept_by_each_layer_of_each_micro_batch() -> None:
-    """Of 4 layers in two stages, with keys of 64 elements; a mask of 256 rows of 512 keys is there once."""
-
-    def added(savings: MemorySection, update: bool = True) -> int:
-        role = planned_role("critic", SHAPE, Layout(1, 2, 1), "bf16", True, memory=savings)
-        plain, shared = (working(role, 0, load(update, 1000, rows)).activations for rows in (0, 9000))
-        return shared - plain - 256 * 512 * 2
-
-    row = 2 * 64 * 2
-    assert added(MemorySection()) == 2 * 9000 * 2 * row
-    assert added(MemorySection(recompute="full")) == added(MemorySection(recompute="selective")) == 9000 * row
-    assert added(MemorySection(recompute="selective", recompute_modules=("mlp",))) == added(MemorySection())
-    # Attention, with its qkv, rotated queries and keys, output and copy, is now more than the rotation before it.
-    assert added(MemorySection(), update=False) == 9000 * row - 1000 * 3 * 128 * 2
-
-
-def test_sequence_parallelism_saves_activations_and_no_weights() -> None:
-    plain, parallel = (planned_role("actor", SHAPE, Layout(4, 1, 1, split), "bf16", True) for split in (False, True))
-    held = [working(role, 0, load(True, 1000)).activations for role in (plain, parallel)]
-    assert held[1] < held[0]
-    assert resident(plain, 0) == resident(parallel, 0)
-
-
 def test_the_fullest_rank_is_found_across_layouts() -> None:
     actor = planned_role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
     critic = planned_role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
@@ -280,18 +212,3 @@ def test_the_fullest_rank_is_found_across_layouts() -> None:
             total += resident(role, role.layout.coordinates(rank)[1]).total
         by_rank.append(total)
     assert found.total == max(by_rank) > min(by_rank)
-
-
-def test_what_cannot_run_is_refused() -> None:
-    actor, critic = (planned_role(name, SHAPE, Layout(2, 1, 1), "bf16", True) for name in ("actor", "critic"))
-    with pytest.raises(ValueError, match="running role critic is not one of"):
-        peak([actor], critic, load(True, 10))
-    wider = replace(critic, layout=Layout(4, 1, 1))
-    with pytest.raises(ValueError, match=r"'actor': 2, 'critic': 4"):
-        peak([actor, wider], actor, load(True, 10))
-    with pytest.raises(ValueError, match="the actor is not trained"):
-        working(replace(actor, trained=False), 0, load(True, 10))
-    with pytest.raises(ValueError, match="precision = 'fp8'"):
-        replace(actor, precision="fp8")
-    with pytest.raises(ValueError, match="role = 'judge'"):
-        replace(actor, name="judge")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megarl.models import ModelShape
@@ -64,20 +62,6 @@ def test_the_fullest_worker_holds_what_it_receives_and_both_ends_of_a_pipeline(l
     assert 4 * received <= weights <= 4 * (received + (ends if layout.pipeline > 1 else 0))
 
 
-def test_the_cache_is_what_the_recipe_says_and_rows_cost_logits() -> None:
-    small, large = (engine_memory(QWEN_7B, RolloutLayout(2), "bf16", 10**9, rows, 2048) for rows in (8, 16))
-    assert small.engine == large.engine == 10**9
-    assert large.logits == 2 * small.logits > 0
-    assert large.activations == small.activations
-
-
-def test_a_key_value_group_is_not_cut() -> None:
-    four, eight = (
-        engine_memory(replace(QWEN_7B, heads=32), RolloutLayout(tensor), "bf16", 0, 1, 2048).weights for tensor in (4, 8)
-    )
-    assert eight > four / 2
-
-
 # Queries of 2 heads and keys and values of one of 128 are 512 rows, the output 256 columns; feed-forward 384.
 BLOCKS = ModelShape.from_config(
     {
@@ -104,21 +88,3 @@ def test_quantised_weights_take_a_byte_an_element_and_a_scale_a_block(
     plain = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048)
     assert plain.weights == 2 * (blocks * 128 * 128 + others)
     assert (plain.activations, plain.logits, plain.engine) == (memory.activations, memory.logits, memory.engine)
-
-
-def test_a_router_keeps_its_precision_and_each_expert_has_blocks_of_its_own() -> None:
-    """Four experts of 128 rows behind a router, on one of two workers that they are dealt over, in one layer."""
-    config = {
-        "model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 128,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 640, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "tie_word_embeddings": False,
-    }  # fmt: skip
-    weights = engine_memory(
-        ModelShape.from_config(config), RolloutLayout(2, expert_parallel=True), "bf16", 0, 1, 8, "fp8"
-    ).weights
-    attention, experts = (
-        3 * 2 + 2,
-        2 * (2 * 2 + 2),
-    )  # blocks: half of queries, keys and values, and of the output; two experts
-    others = 4 * 256 + 2 * 640 // 2 * 256 + 3 * 256  # the router, half of embedding and head, and the norms
-    assert weights == (attention + experts) * (128 * 128 + 4) + 2 * others

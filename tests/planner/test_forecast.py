@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from megarl.planner.flops import forward_flops, sequence_cost
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, forecast, forecast_phase, job_of, worst_memory
 from megarl.planner.lengths import Lengths
-from megarl.planner.memory_estimate import RESERVE
+from megarl.planner.memory_estimate import GIB, RESERVE
 from megarl.recipe import load_recipe
-from megarl.recipe.sizes import GIB
 from megarl.schedule import Schedule, plan_phase, quality
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
@@ -172,13 +171,6 @@ def test_the_largest_safe_share_of_the_device_is_just_safe(tmp_path: Path) -> No
     assert safe is not None and 0 < safe < 1 - RESERVE
     assert forecast_of(file, [f"rollout.memory_utilization={safe - 1e-6}"]).fits
     assert not forecast_of(file, [f"rollout.memory_utilization={safe + 1e-3}"]).fits
-
-
-def test_waves_count_how_often_the_engines_fill_up(tmp_path: Path) -> None:
-    file = write_qwen(tmp_path)
-    # 16 prompts of 8 completions over 2 engines
-    waves = {size: forecast_of(file, [f"phases.rollout.max_concurrent={size}"]).waves for size in (16, 25, 64, 2048)}
-    assert waves == {16: 4, 25: 3, 64: 1, 2048: 1}
 
 
 def test_a_cut_of_other_numbers_is_forecast_without_touching_the_job(small: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lengths of a step: drawn, read or drawn like an earlier run's, never beyond what the recipe allows."""
+"""Lengths of a step: drawn, or drawn like an earlier run's, never beyond what the recipe allows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, find_lengths
@@ -41,72 +41,9 @@ def test_another_seed_draws_other_lengths() -> None:
         assert find_lengths(kind, bounds, 1).totals != find_lengths(kind, bounds, 2).totals
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "50 10\n100 300\n\n1 1\n7, 200\n",
-        "\ufeff50 10\n100 300\n1 1\n7 200\n",
-        '{"prompt_tokens": 50, "completion_tokens": 10, "id": 3}\n{"prompt_tokens": 100, "completion_tokens": 300}\n'
-        '{"prompt_tokens": 1, "completion_tokens": 1}\n{"prompt_tokens": 7, "completion_tokens": 200}',
-    ],
-)
-def test_every_form_of_a_file_gives_the_same_lengths(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "lengths"
-    file.write_text(text)
-    found = find_lengths(str(file), LIMITS, 1)
-    assert (found.prompts, found.completions) == ((50, 100, 1, 7), (10, 300, 1, 200))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(st.lists(st.integers(2, 400), min_size=4, max_size=4))
-def test_a_whole_length_is_split_so_that_both_parts_are_legal(tmp_path: Path, totals: list[int]) -> None:
-    file = tmp_path / "lengths"
-    file.write_text("\n".join(map(str, totals)))
-    found = find_lengths(str(file), LIMITS, 1)
-    assert found.totals == tuple(totals)
-    assert all(1 <= prompt <= 100 for prompt in found.prompts)
-    assert all(1 <= completion <= 300 for completion in found.completions)
-
-
-def test_another_number_of_rows_is_drawn_from(tmp_path: Path) -> None:
-    file = tmp_path / "lengths"
-    file.write_text("40\n80\n")
-    found = find_lengths(str(file), BatchLimits(64, 8, 100, 300), 3)
-    assert len(found.totals) == 64 and set(found.totals) == {40, 80}
-    assert "drawn with replacement" in found.origin and "2 rows" in found.origin
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("40\nforty\n", ["row 2", "'forty'"]),
-        ("40\n\n1.5\n", ["row 3", "'1.5'"]),
-        ("1 2 3\n", ["row 1", "'1 2 3'"]),
-        ('{"prompt_tokens": true, "completion_tokens": 9}\n', ["row 1", "true"]),
-        ('{"prompt_tokens": 3}\n', ["row 1", "completion_tokens"]),
-        ('{"length": 3\n', ["row 1", "length"]),
-        ("10\n1\n", ["row 2", "1 tokens", "at least one prompt token"]),
-        ("10\n-5\n", ["row 2", "-5 tokens"]),
-        ("10\n401\n", ["row 2", "401 tokens", "= 400"]),
-        ("101 5\n", ["row 1", "prompt of 101", "data.max_prompt_tokens = 100"]),
-        ("5 301\n", ["row 1", "completion of 301", "rollout.max_new_tokens = 300"]),
-        ("\n", ["no row"]),
-    ],
-)
-def test_a_bad_row_is_named_with_its_value(text: str, said: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "some-lengths"
-    file.write_text(text)
-    with pytest.raises(ValueError, match="some-lengths") as caught:
-        find_lengths(str(file), LIMITS, 1)
-    assert all(part in str(caught.value) for part in said), caught.value
-
-
-def test_what_is_no_source_of_lengths_names_the_choices(tmp_path: Path) -> None:
+def test_what_is_no_source_of_lengths_names_the_choices() -> None:
     with pytest.raises(ValueError, match=r"--lengths = 'lognormal'.*uniform, log-normal, long-tail"):
         find_lengths("lognormal", LIMITS, 1)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="UTF-8"):
-        find_lengths(str(tmp_path / "binary"), LIMITS, 1)
 
 
 def write_run(directory: Path, *steps: dict[str, float]) -> str:

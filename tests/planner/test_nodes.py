@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megarl.cli import app
 from megarl.planner import placement
 from megarl.planner.forecast import job_of, worst_memory
-from megarl.planner.placement import NodeSize, PlacementError, find_placement, local_gpus, node_size, place, placement_lines
+from megarl.planner.placement import NodeSize, PlacementError, find_placement, node_size, place, placement_lines
 from megarl.recipe import load_recipe
 from tests.planner_cases import write_qwen
 
@@ -79,12 +79,6 @@ def test_the_size_of_a_node_where_nobody_says_it(tmp_path: Path) -> None:
     sizes = [node_size(recipe, None, None, gpus).devices for recipe in (on_gpus, on_cpus, unstated) for gpus in (0, 4)]
     assert sizes == [8, 8, 0, 0, 0, 4]
     assert node_size(on_cpus, 2, None, 4).devices == 2
-
-
-def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    assert local_gpus(tmp_path) == 3
 
 
 def test_what_no_node_holds_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
@@ -158,5 +152,10 @@ def test_on_cpus_the_host_holds_the_ranks_and_the_engines(tmp_path: Path) -> Non
     assert found is not None and job.engines is not None
     trainer = 8 * max(worst_memory(job, schedule).total for schedule in job.schedules)
     assert found.devices == trainer + 8 * job.engines.memory.total
+    grouped = find_placement(
+        load_recipe(write_qwen(tmp_path), ["device.kind=cpu", "weight_sync.transport=group"]), None, None
+    )
+    assert grouped.host is not None and grouped.host.weight_sync == 2 * (4 << 20) * (8 + 8)
+    assert found.weight_sync == 0, "weights are mapped"
     with pytest.raises(PlacementError, match=r"device.host_memory_gib = 64: a node takes up to .*devices"):
         find_placement(load_recipe(write_qwen(tmp_path), ["device.kind=cpu", "device.host_memory_gib=64"]), None, None)

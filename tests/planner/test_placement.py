@@ -12,7 +12,6 @@ import pytest
 from megarl.planner.placement import (
     Cluster,
     EnginePlace,
-    NodesNeeded,
     PlacementError,
     nodes_needed,
     place_engines,
@@ -79,7 +78,7 @@ REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
         of(2, engines=3),
         Cluster(1, 2, 2),
         "rollout.engines = 3 of tensor x pipeline x data = 1 worker need 3 devices.* 1 node with 2 devices has room for 2: "
-        "more nodes, or rollout.engines: 2$",
+        "more nodes, with fewer trainer ranks each, or rollout.engines: 2, or rollout.placement: separate$",
     ),
     "room for an engine, in two parts": (
         of(6, engines=3, tensor=2),
@@ -109,35 +108,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers(name: str) -> None:
         place_engines(wanted, cluster)
 
 
-NEEDED: dict[str, tuple[Recipe, int, NodesNeeded]] = {
-    "one node": (of(4, engines=2), 8, NodesNeeded(1, 0, 4)),
-    "two nodes": (of(16, engines=4, tensor=4), 8, NodesNeeded(2, 0, 8)),
-    "as many ranks on each node": (of(12), 8, NodesNeeded(2, 0, 6)),
-    "more nodes for the engines' sake": (of(4, engines=2, tensor=8), 8, NodesNeeded(2, 0, 2)),
-    "beside each other on one node": (of(4, "separate", engines=2, tensor=2), 8, NodesNeeded(1, 0, 4)),
-    "nodes of their own": (of(8, "separate", engines=3, tensor=4), 8, NodesNeeded(1, 2, 8)),
-    "no engines": (of(16, "separate", replay="rollouts"), 8, NodesNeeded(2, 0, 8)),
-}
-
-
-@pytest.mark.parametrize("name", NEEDED)
-def test_the_nodes_that_a_recipe_needs(name: str) -> None:
-    wanted, devices, expected = NEEDED[name]
-    assert nodes_needed(wanted, devices) == expected
-
-
 def test_an_engine_sees_its_own_of_the_devices_that_its_node_lists() -> None:
     assert visible_devices(None, (2, 3)) == "2,3"
     assert visible_devices("4, 5,GPU-a,7", (2, 3)) == "GPU-a,7"
     with pytest.raises(PlacementError, match="device 3 of a node, from 0, is not among the 2 that it lists: 4,5"):
         visible_devices("4,5", (2, 3))
-
-
-def test_no_number_of_nodes_is_enough() -> None:
-    with pytest.raises(PlacementError, match="8 x 1 x 2 = 16 workers do not fit a node of 8"):
-        nodes_needed(of(16, tensor=8, data=2), 8)
-    with pytest.raises(PlacementError, match="room for 8 engines: rollout.engines: 8, or rollout.placement: separate"):
-        nodes_needed(of(2, engines=9, tensor=2), 8)
 
 
 def test_what_is_needed_is_enough_and_nobody_shares_a_device() -> None:
@@ -148,7 +123,7 @@ def test_what_is_needed_is_enough_and_nobody_shares_a_device() -> None:
         try:
             needed = nodes_needed(wanted, devices)
         except PlacementError as error:
-            assert re.search(r"do not fit a node|have room for", str(error))
+            assert re.search(r"do not fit a node|ha(s|ve) room for", str(error))
             continue
         cluster = Cluster(needed.trainer_nodes + needed.rollout_nodes, devices, needed.ranks_per_node)
         found = place_engines(wanted, cluster)

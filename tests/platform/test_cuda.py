@@ -19,12 +19,10 @@ import torch
 from megarl import build as run
 from megarl import trainer as pipeline
 from megarl.megatron import offload
-from megarl.planner.placement import PlacementError
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
 from megarl.telemetry import run_writer
-from megarl.weight_sync.ring import HANDLE_BYTES
-from megarl.weight_sync.transport import choose_transport
+from megarl.weight_sync.transport import Transport
 from tests.recipe_cases import PPO
 
 GIVEN_BACK = ["synchronize", "empty_cache"]
@@ -92,6 +90,7 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
         trainer.parts = SimpleNamespace(
             roles={"actor": Actor(calls)}, weights=weights, rollouts=None, engines_sleep=engines_sleep
         )  # type: ignore[assignment]
+        trainer.canary = None
         trainer._publish(1, None)
     assert calls == ["present", "gathered", *before, "publish", "away"]
 
@@ -116,7 +115,7 @@ def test_memory_is_given_back_when_all_roles_are_built_and_before_engines_start(
 
         monkeypatch.setattr(run, "WeightSync", meet)
         monkeypatch.setattr(run, "broadcast_from_first", lambda value: value)
-        run.build_parts(recipe, places, None, None, run.Stage((), "cuda_ipc"), stack)  # type: ignore[arg-type]
+        run.build_parts(recipe, places, None, None, run.Stage((), Transport("mapped", "")), stack)  # type: ignore[arg-type]
     assert calls == ["actor", "reference", "critic", *before, "meet"]
 
 
@@ -135,28 +134,11 @@ def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device
     assert returned_at == 2 * sizes
 
 
-def test_a_step_says_the_most_that_the_allocator_of_any_rank_held(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_stub, "max_memory_reserved", lambda: 7)
-    with cuda_stub.recorded() as calls:
-        assert gpu.take_peak_reserved_bytes() == 7
-    assert calls == ["reset_peak_memory_stats"], "the next step has a peak of its own"
-    lines: list[dict[str, Any]] = []
-    writer = object.__new__(run_writer.RunWriter)
-    metrics_file = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
-    vars(writer).update(
-        _gather=lambda local: [local, (local[0], 9), (local[0], 8)],
-        _metrics=metrics_file, _measures=SimpleNamespace(of=lambda *_: {}), _start={}, _engine_traces=None, _trace=None,
-        _records=SimpleNamespace(metrics=dict, write=lambda *_: None), _progress=SimpleNamespace(step=lambda *_: None),
-    )  # fmt: skip
-    writer.step(1, SimpleNamespace(by_span=dict), [], None, {}, [])  # type: ignore[arg-type]
-    assert lines == [{"memory/reserved": 9}]
-
-
 # Memory that other processes reach -----------------------------------------------------------------------------------
 
 
 class Runtime(ModuleType):
-    """`cuda.bindings.runtime` of two processes on a CPU: what each call answers, and what was given back."""
+    """`cuda.bindings`' `runtime` and `driver` of two processes on a CPU: what each call answers, and what was given back."""
 
     cudaIpcMemLazyEnablePeerAccess = 1
 
@@ -171,6 +153,7 @@ class Runtime(ModuleType):
         super().__init__("runtime")
         self.memory: dict[int, Any] = {}
         self.gone: list[str] = []
+        self.expandable = False
         self.fault: Any = SimpleNamespace(name="cudaErrorTooManyPeers")
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
@@ -178,7 +161,9 @@ class Runtime(ModuleType):
         self.memory[ctypes.addressof(block)] = block
         return 0, ctypes.addressof(block)
 
-    def cudaIpcGetMemHandle(self, pointer: int) -> tuple[int, Any]:
+    def cudaIpcGetMemHandle(self, pointer: int) -> tuple[Any, Any]:
+        if self.expandable:
+            return SimpleNamespace(name="cudaErrorInvalidValue"), None
         handle = self.cudaIpcMemHandle_t()
         ctypes.memmove(handle.getPtr(), pointer.to_bytes(64, "little"), 64)
         return 0, handle
@@ -186,6 +171,10 @@ class Runtime(ModuleType):
     def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, int | None]:
         pointer = int.from_bytes(ctypes.string_at(handle.getPtr(), 64), "little")
         return (0, pointer) if pointer in self.memory and flags == 1 else (self.fault, None)
+
+    def cuMemGetAddressRange(self, pointer: int) -> tuple[int, int, int]:
+        base = max(base for base in self.memory if base <= pointer)
+        return 0, base, len(self.memory[base])
 
     def cudaIpcCloseMemHandle(self, pointer: int) -> None:
         self.gone.append("closed")
@@ -197,21 +186,21 @@ class Runtime(ModuleType):
 @pytest.fixture
 def runtime(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime, bindings = Runtime(), ModuleType("cuda.bindings")
-    vars(bindings)["runtime"] = runtime
-    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.runtime", runtime)):
+    vars(bindings).update(runtime=runtime, driver=runtime)
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings)):
         monkeypatch.setitem(sys.modules, name, module)
+    here = torch.device("cpu")
+    monkeypatch.setattr(torch, "device", lambda *_: here)
     return runtime
 
 
 def test_shared_memory_is_no_memory_of_the_allocator_and_lives_as_long_as_a_view_of_it(runtime: Runtime) -> None:
     """Whatever the allocator's settings, as `expandable_segments`; and its handle holds for who sees other devices."""
-    here = torch.device("cpu")
-    memory, handle = device_memory.share_on_cuda(4096, here)
+    memory, handle = device_memory.share_on_cuda(4096, torch.device("cpu"))
     assert memory.shape == (4096,) and memory.data_ptr() in runtime.memory and not memory.any()
-    assert len(handle) < HANDLE_BYTES
     name = memory.data_ptr().to_bytes(64, "little")
-    assert handle == repr((name, 4096)).encode(), "the memory and its size alone: no device, and no event of one"
-    owned, reached = memory.view(2, -1), device_memory.reach_on_cuda(handle, here).view(2, -1)
+    assert handle == repr((name, 4096, 0, 4096)), "the memory and its place alone: no device, and no event"
+    owned, reached = memory.view(2, -1), device_memory.reach(handle).view(2, -1)
     del memory
     reached[1, 3] = 5
     assert owned[1, 3] == 5 and runtime.gone == []
@@ -221,9 +210,21 @@ def test_shared_memory_is_no_memory_of_the_allocator_and_lives_as_long_as_a_view
     assert runtime.gone == ["closed", "freed"]
 
 
+def test_a_parameter_is_reached_at_its_place_in_an_allocation_of_torch(runtime: Runtime) -> None:
+    """torch's allocator puts several storages into one allocation, and CUDA shares allocations alone."""
+    _, base = runtime.cudaMalloc(64)
+    storage: Any = torch._C._construct_storage_from_data_pointer(base + 16, torch.device("cpu"), 32)
+    runtime.memory[base][16:48] = bytes(range(32))
+    handle = device_memory.share_cuda(storage)
+    assert device_memory.reach(handle).tolist() == list(range(32))
+    runtime.expandable = True
+    with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle: cudaErrorInvalidValue; .*expandable_segments:True"):
+        device_memory.share_cuda(storage)
+
+
 def test_memory_that_cannot_be_mapped_is_said_with_cudas_word(runtime: Runtime) -> None:
     with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle: cudaErrorTooManyPeers"):
-        device_memory.reach_on_cuda(repr((b"\0" * 64, 8)).encode(), torch.device("cpu"))
+        device_memory.reach(repr((b"\0" * 64, 8, 0, 8)))
 
 
 def test_devices_that_cannot_reach_each_other_are_found(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,12 +240,19 @@ def test_devices_that_cannot_reach_each_other_are_found(gpu: Platform, monkeypat
     assert set(pairs) <= set(itertools.permutations((0, 2, 3), 2)), "a device is no peer of its own"
 
 
-@pytest.mark.parametrize(("separate", "instead"), [(True, "nccl"), (False, "shared_memory")])
-def test_without_peer_access_weights_take_another_way_and_the_run_says_so(
-    capsys: pytest.CaptureFixture[str], separate: bool, instead: str
+def test_a_run_says_which_transport_it_takes_and_why(
+    gpu: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert choose_transport("auto", "cuda", True, separate, no_peer_access=(1, 3)) == instead
-    assert f"takes {instead} and not cuda_ipc: GPUs 1 and 3 cannot reach each other's memory" in capsys.readouterr().err
-    with pytest.raises(PlacementError, match="cuda_ipc needs GPUs that are peers, and GPUs 1 and 3 .*; use auto"):
-        choose_transport("cuda_ipc", "cuda", True, separate, no_peer_access=(1, 3))
-    assert choose_transport("auto", "cuda", False, True, no_peer_access=(1, 3)) == "nccl"
+    recipe = Recipe.model_validate(copy.deepcopy(PPO) | {"weight_sync": {"transport": "auto"}})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(run, "model_directory", lambda path: path)
+    monkeypatch.setattr(run.ModelShape, "from_directory", lambda path: None)
+    monkeypatch.setattr(run, "WeightSync", lambda *_: None)
+    place: Any = SimpleNamespace(rank=0, layout=recipe.layouts["actor"])
+    for transport in (Transport("mapped", "they share one host"), Transport("group", "GPUs 1 and 3 are no peers")):
+        run.build_weight_sync(recipe, place, None, run.Stage((), transport))
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == [
+        "weight sync: mapped, because they share one host",
+        "weight sync: group, because GPUs 1 and 3 are no peers",
+    ]

@@ -2,23 +2,18 @@
 
 import re
 import typing
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import BaseModel
 
-from megarl.algorithm import loss_weights
 from megarl.algorithm.estimate import ADVANTAGES
 from megarl.recipe.algorithm_section import Advantage, AlgorithmSection, KlSection, MismatchSection, PolicyLossSection
 from megarl.recipe.load import kinds, sections_of
-from tests.algorithm.test_policy import LENGTHS, OPTIONS, of_paper, tokens
 
-LONGEST = 6  # tokens that a completion may have
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
@@ -42,44 +37,6 @@ def test_every_policy_loss_has_a_row_with_its_keys() -> None:
     assert set(losses) == set(sections)
     for kind, section in sections.items():
         assert re.findall(r"`(\w+)`", losses[kind].split("|")[3]) == [key for key in section.model_fields if key != "kind"]
-
-
-def of_tokens(pieces: list[list[float]]) -> float:
-    return fmean(loss for piece in pieces for loss in piece)
-
-
-def of_means(pieces: list[list[float]]) -> float:
-    return fmean(map(fmean, pieces))
-
-
-def of_sums(pieces: list[list[float]]) -> float:
-    return fmean(map(sum, pieces))
-
-
-def of_sequences(pieces: list[list[float]]) -> float:
-    assert all(loss == pytest.approx(piece[0]) for piece in pieces for loss in piece)
-    return fmean(piece[0] for piece in pieces)
-
-
-# How each paper's objective combines the losses of a sequence's tokens; gspo and gmpo have one loss per sequence.
-OBJECTIVES: dict[str, tuple[str, Callable[[list[list[float]]], float]]] = {
-    "grpo": ("clip", of_means), "dr_grpo": ("clip", lambda pieces: sum(map(sum, pieces)) / (len(pieces) * LONGEST)),
-    "rloo": ("policy_gradient", of_sums), "remax": ("policy_gradient", of_sums), "gspo": ("gspo", of_sequences),
-    "cispo": ("cispo", of_tokens), "gmpo": ("gmpo", of_sequences), "sapo": ("sapo", of_means),
-}  # fmt: skip
-
-
-def test_the_aggregation_of_a_row_makes_the_objective_of_its_paper() -> None:
-    lines = rows("Advantages") | rows("Policy losses")
-    aggregations = {name: re.findall(r"`aggregation: (\w+)`", line) for name, line in lines.items()}
-    assert {name for name, names in aggregations.items() if names} == set(OBJECTIVES)
-    for name, (kind, objective) in OBJECTIVES.items():
-        (aggregation,) = aggregations[name]
-        losses = of_paper(kind, OPTIONS[kind][0], tokens())
-        pieces = [losses[end - length : end] for length, end in zip(LENGTHS, accumulate(LENGTHS), strict=True)]
-        weights = loss_weights(torch.tensor(LENGTHS), torch.ones(len(LENGTHS), dtype=torch.bool), aggregation, LONGEST)
-        total = sum(weight * sum(piece) for weight, piece in zip(weights.tolist(), pieces, strict=True))
-        assert total == pytest.approx(objective([piece for piece in pieces if piece]), rel=1e-6), name
 
 
 def keys_of(section: type[BaseModel]) -> Iterator[str]:

@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 BROAD = {"Exception", "BaseException"}
 
@@ -30,20 +28,3 @@ def unexplained(source: str) -> Iterator[int]:
 def test_whatever_catches_everything_says_why() -> None:
     found = [f"{path}:{line}" for path in sorted(ROOT.glob("megarl/**/*.py")) for line in unexplained(path.read_text())]
     assert not found, "narrow these, or say in a comment on the line why all must be caught"
-
-
-@pytest.mark.parametrize(
-    ("caught", "found"),
-    [
-        ("try:\n    a()\nexcept {}:\n    b()", 3),
-        ("try:\n    a()\nexcept (KeyError, {}):\n    b()", 3),
-        ("with contextlib.suppress({}):\n    a()", 1),
-    ],
-)
-def test_broad_handlers_are_found(caught: str, found: int) -> None:
-    for name in BROAD:
-        assert list(unexplained(caught.format(name))) == [found]
-        assert not list(
-            unexplained(caught.replace(":\n    b", ":  # why\n    b").replace("):\n", "):  # why\n").format(name))
-        )
-    assert not list(unexplained(caught.format("OSError")))

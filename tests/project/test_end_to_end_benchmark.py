@@ -1,12 +1,10 @@
 """What `benchmarks/end_to_end.py` makes of its runs: the parts of a step, parts of a measurement put together, targets."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 
-from benchmarks.end_to_end import parsed
-from benchmarks.end_to_end_figures import MEGARL, PARTS, megarl_steps, merged, summary, targets, too_few
+from benchmarks.end_to_end_figures import MEGARL, PARTS, megarl_steps, merged, summary, targets
 
 LINE = {
     "step": 2, "time/step": 20.0, "time/rollout": 6.0, "time/reward": 0.1, "time/plan": 0.1, "time/reference_logprob": 4.0,
@@ -67,27 +65,6 @@ def test_targets_of_the_sides_that_ran():
     assert found["reward - trl-vllm"][0] == pytest.approx(-0.06)
     assert targets([run(MEGARL, overhead=0.5)]) == {"overhead share": (0.05, 0.05, False)}
     assert targets([run("trl-hf")]) == {}
-
-
-def test_a_side_has_three_seeds_to_be_compared():
-    runs = [run(side, seed) for side in (MEGARL, "trl-hf") for seed in (1, 2, 3)]
-    assert too_few([*runs, run("trl-vllm"), run("trl-vllm", 2)]) == ["trl-vllm has 2 of 3 seeds"]
-    assert too_few([*runs, *(run("trl-vllm", seed) for seed in (1, 2, 4))]) == []
-    assert len(too_few([])) == 3
-
-
-def test_a_check_with_fewer_seeds_ends_before_it_measures():
-    for options, ends in (["--seeds", "2", "--check"], True), (["--seeds", "1"], False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["end_to_end.py", *options])
-            with pytest.raises(SystemExit) if ends else nullcontext():
-                assert parsed().seeds == 1
-
-
-def test_rewards_are_compared_after_equal_samples():
-    longer = run("trl-hf", steps=8)
-    longer["steps"] = [one | {"reward": number / 10} for number, one in enumerate(longer["steps"])]
-    assert targets([run(MEGARL, reward=0.3), longer])["reward - trl-hf"][0] == pytest.approx(0.0)
 
 
 def test_parts_are_merged_only_if_made_alike():

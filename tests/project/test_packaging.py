@@ -288,7 +288,7 @@ def test_torchrun_script_names_the_variable_that_is_missing() -> None:
         check=False,
     )
     assert done.returncode == BAD_INPUT
-    assert "NODE_RANK = nothing: must be" in done.stderr
+    assert "NODE_RANK = nothing: Field required" in done.stderr
 
 
 def test_shell_commands_of_the_install_page_parse_and_name_what_is_there() -> None:

@@ -84,13 +84,3 @@ def test_every_row_is_complete_and_its_names_are_in_the_file() -> None:
         assert len(row) == 5 and all(row), row
         assert [name for name in re.findall(r"`(\w+)`", names) if name not in text] == [], file
     assert f"These are {len(table())} rows" in PAGE
-
-
-def test_a_private_name_that_is_not_listed_is_found() -> None:
-    text = (
-        "import ray._raylet\nfrom torch._C import Work\nwork._secret()\nhasattr(work, '_other')\nself._own = 1\nself._own\n"
-    )
-    trees = {"megarl/new.py": ast.parse(text)}
-    names = ["_C", "_other", "_raylet", "_secret"]
-    assert unlisted(trees, {}) == [f"megarl/new.py: {name}" for name in names]
-    assert unlisted(trees, {"megarl/new.py": set(names)}) == []

@@ -1,4 +1,4 @@
-"""The model of the links behind `benchmarks/weight_sync_scale.py`: times that can be reckoned by hand, and its laws."""
+"""The model of the links behind `benchmarks/weight_sync_scale.py`: times that can be computed by hand, and its laws."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ import torch
 
 from benchmarks import sync_model
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, sync_seconds
-from benchmarks.sync_rates import Sync, measured_in_turns
-from benchmarks.weight_sync_scale import CASES, Case, check_cut, main, missed, rate_case
+from benchmarks.sync_rates import TRANSPORTS, Sync, measured_in_turns
+from benchmarks.weight_sync_scale import BYTES, CASES, Case, check_cut, main, missed, rate_case
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.weight_sync.plan import engine_plan
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.read import StreamReader
-from megarl.weight_sync.transport import engines_of
+from megarl.weight_sync.read import WeightReader
 from tests.models.test_table import CONFIGS, shape_of
 
-# A link moves 10 bytes a second, NVLink 100; packing and placing take nothing. All ranks are on node 0.
-PLAIN = Cluster(8, nvlink=100.0, nic=10.0, pack=math.inf, place=math.inf, latency=0.0, source_nodes=(0, 0))
-H100 = Cluster(8, nvlink=450e9, nic=50e9, pack=1.5e12, place=1.5e12, latency=30e-6)
+# A link moves 10 bytes a second, NVLink 100; copies take no time. Both ranks are on node 0.
+PLAIN = Cluster(8, nvlink=100.0, nic=10.0, copy=math.inf, latency=0.0, source_nodes=(0, 0))
+H100 = Cluster(8, nvlink=450e9, nic=50e9, copy=1.5e12, latency=30e-6)
 
 
-def test_one_message_takes_each_of_its_ways_once() -> None:
-    slow = replace(PLAIN, pack=50.0, place=25.0, latency=0.5)
-    assert sync_seconds([Reader([[(0, 100)]], node=1)], slow) == pytest.approx(2 + 0.5 + 10 + 0.5 + 4 + 0.5)
-    assert sync_seconds([Reader([[(0, 100)]], node=0)], slow) == pytest.approx(2 + 0.5 + 1 + 0.5 + 4 + 0.5)
+def test_a_message_takes_each_of_its_steps_once() -> None:
+    slow = replace(PLAIN, copy=50.0, latency=0.5)
+    assert sync_seconds([Reader([[(0, 100)]], node=1)], slow) == pytest.approx(2 + 0.5 + 10 + 0.5 + 2 + 0.5)
+    assert sync_seconds([Reader([[(0, 100)]], node=0)], slow) == pytest.approx(2 + 0.5 + 1 + 0.5 + 2 + 0.5)
 
 
-def test_a_link_s_messages_take_turns() -> None:
+def test_the_messages_of_a_link_take_turns() -> None:
     one_rank = [Reader([[(0, 100)]], node) for node in (1, 2)]
     assert sync_seconds(one_rank, PLAIN) == pytest.approx(20)
     one_worker = [Reader([[(0, 100), (1, 100)]], node=1)]
@@ -46,57 +45,67 @@ def test_a_link_s_messages_take_turns() -> None:
 
 
 def test_a_bucket_travels_while_the_other_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    placing = replace(PLAIN, place=10.0)
-    readers = [Reader([[(0, 100)]] * 5, node=1)]
+    placing = replace(MACHINE, rates=RATES._replace(write=math.inf, send=10.0, place=10.0))
+    readers = [Reader([[(0, 100)]] * 5)]
     assert sync_seconds(readers, placing) == pytest.approx(60)
     monkeypatch.setattr(sync_model, "NUM_BUCKETS", 1)
     assert sync_seconds(readers, placing) == pytest.approx(100)
 
 
-# A rank writes 10 bytes a second and sends 20, a worker's second thread takes 50, its own 25.
-RATES = Rates(write=10.0, send=20.0, receive=50.0, place=25.0)
+def test_in_two_legs_a_server_s_messages_take_turns_and_the_worker_copies_what_has_arrived() -> None:
+    apart = replace(PLAIN, source_nodes=(0, 1))
+    both = [Reader([[(1 - server, 100)]], node=server, server=server) for server in (0, 1)]
+    assert sync_seconds(both[:1], apart) == pytest.approx(10)
+    assert sync_seconds(both, apart) == pytest.approx(20)  # each rank sends and receives
+    # Packed, copied into the bucket, and copied out of it by the worker, without a link.
+    local = [Reader([[(0, 100)]], node=0, server=0)]
+    assert sync_seconds(local, replace(apart, copy=50.0)) == pytest.approx(2 + 2 + 2)
+    # The last bucket is handed over once the server has written all of its own parts.
+    twice = [Reader([[(0, 100)]] * 2, node=0, server=0)]
+    assert sync_seconds(twice, replace(apart, copy=50.0, latency=0.5)) == pytest.approx(2 * (2 + 2) + 0.5 + 2 + 0.5)
+
+
+# A rank writes 10 bytes a second and sends 20; the second thread of a worker takes 50, its main thread 25; copies are free.
+RATES = Rates(write=10.0, send=20.0, receive=50.0, place=25.0, copy=math.inf)
 MACHINE = Machine(num_cores=64, rates=RATES, latency=0.0)
 
 
 def test_a_bucket_on_one_machine_takes_each_thread_once() -> None:
-    one = [Reader([[(0, 100)]], 0)]
-    assert sync_seconds(one, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving beside it
-    assert sync_seconds(one, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
-    assert sync_seconds(one, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
-    assert sync_seconds([Reader([[(0, 100)]], 0, followers=2)], MACHINE) == pytest.approx(10 + 5 + 4)
-    assert sync_seconds([Reader([[(0, 100)]], 0, followers=2)], replace(MACHINE, num_cores=2)) == pytest.approx(10 + 5 + 8)
+    reader = [Reader([[(0, 100)]])]
+    assert sync_seconds(reader, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving meanwhile
+    assert sync_seconds(reader, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
+    assert sync_seconds(reader, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
 
 
-def test_in_place_a_worker_s_threads_share_the_pieces_and_ranks_hash_behind_all() -> None:
-    machine = replace(MACHINE, copy_threads=2, rates=RATES._replace(send=math.inf, receive=math.inf))
-    buckets: Parts = [[(0, 100)]] * 5
-    assert sync_seconds([Reader(buckets, 0)], machine) == pytest.approx(3 * 4 + 500 / 10)
-    assert sync_seconds([Reader(buckets, 0, followers=3)], machine) == pytest.approx(3 * 4 + 500 / 10)
-    assert sync_seconds([Reader(buckets, 0, followers=3)], replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 50)
-    assert sync_seconds([Reader(buckets, 0)], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
+def test_mapped_pieces_are_shared_by_threads_and_hashed_by_ranks_behind_all_copies() -> None:
+    machine = replace(MACHINE, copy_threads=2)
+    pieces: Parts = [[(0, 100)]] * 5
+    engines = [Reader(pieces, engine=engine) for engine in range(4)]
+    assert sync_seconds(engines[:1], machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert sync_seconds(engines, machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert sync_seconds(engines, replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 500 / 10)
+    assert sync_seconds(engines[:1], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
     # The first rank's pieces are hashed while the second's are still copied.
     two: Parts = [[(0, 100)], [(1, 100)]]
-    assert sync_seconds([Reader(two, 0)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
+    assert sync_seconds([Reader(two)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
 
 
-def on(case: Case, cluster: Cluster) -> Cluster:
-    return replace(cluster, source_nodes=case.source_nodes(cluster))
-
-
-def test_the_order_is_that_of_a_run(tmp_path: Path) -> None:
-    """Of every engine's workers, at both ends."""
+def test_the_streams_are_those_of_a_run() -> None:
+    """Of every worker, at both ends."""
     shape, rollout, engines = shape_of("qwen3"), RolloutLayout(2), 3
-    settings = SyncSettings(torch.float32, rollout, engines, 1 << 13, timeout_s=60.0, transport="gloo")
-    case, plan = Case("", Layout(), rollout, engines), engine_plan(shape, Layout(), rollout)
-    with contextlib.closing(WeightSync(shape, Layout(), settings, "test", 0, None)) as sync:
-        manifest = replace(sync._begin(1, 1, (0, 1, 2)), leaders=(0, 1, 2))  # each on a node of its own
-        assert [engines_of(number, manifest) for number in range(6)] == [(0,), (0,), (1,), (1,), (2,), (2,)]
+    case = Case("", Layout(), rollout, engines, 1 << 13)
+    settings = SyncSettings(torch.bfloat16, rollout, engines, case.bucket_bytes, timeout_s=60.0, transport="group")
+    plan = engine_plan(shape, Layout(), rollout)
+    assert settings.dtype.itemsize == BYTES
+    with contextlib.closing(WeightSync(shape, Layout(), settings, 0, None)) as sync:
+        manifest = sync._manifest(1, 1, (0, 1, 2))
+        assert len(sync._streams) == engines * rollout.workers
         for number, stream in enumerate(sync._streams):
-            engine, worker = divmod(number, 2)
-            reader = StreamReader(shape, worker)
+            engine, worker = divmod(number, rollout.workers)
+            reader = WeightReader(shape, worker)
             reader._prepare(manifest, engine)
-            assert np.array_equal(reader._stream.copy, stream.copy) and np.array_equal(reader._stream.offset, stream.offset)
-            assert list(dict.fromkeys(stream.copy.tolist())) == case.order(plan, engine, worker).tolist()
+            for other in (reader._stream, case.stream(plan, engine, worker)):
+                assert np.array_equal(other.copy, stream.copy) and np.array_equal(other.offset, stream.offset)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +115,13 @@ def test_the_order_is_that_of_a_run(tmp_path: Path) -> None:
         ("--only Qwen3-30B-A3B --tensor 3", ["--tensor = 3: must divide the model's 32 heads"]),
         ("--only Qwen3-30B-A3B --expert 16", ["--expert = 16: ", "must divide the 8 ranks of a stage", "nearest: 8"]),
         ("--only Qwen3-30B-A3B --rollout-data 5", ["--rollout-tensor x --rollout-data = 4 x 5 must divide the 768"]),
+        (
+            "--only Qwen3-30B-A3B --data 1 --expert 2 --rollout-data 2",
+            ["= 8 workers of an engine", "the 4 GPUs of the trainer"],
+        ),
         ("--machine --model {llama} --data 2 --expert 2", ["with --machine nothing reads --data, --expert;"]),
         ("--machine", ["--machine needs --model"]),
-        ("--machine --model {llama} --rates 1 1 1 1 --check", ["--check compares", "with --rates"]),
+        ("--machine --model {llama} --rates 1 1 1 1 1 --check", ["--check compares", "with --rates"]),
     ],
 )
 def test_options_that_cut_no_model_or_that_nothing_reads_are_named(
@@ -131,13 +144,22 @@ def test_a_recipe_may_have_the_layouts_of_the_benchmark(case: Case) -> None:
 def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:
     row = rate_case(CASES[0], H100)
     assert missed(row) == []
-    # 8 engines of 4 workers on 4 nodes: of two engines on a node one receives.
-    assert row["model_bytes"] == pytest.approx(61.06e9, rel=0.01) and row["bound_workers"] == pytest.approx(0.305, rel=0.01)
+    # 8 engines of 4 workers, and 16 ranks that send to all of them.
+    assert row["model_bytes"] == pytest.approx(61.06e9, rel=0.01)
+    assert row["bound_workers"] == pytest.approx(0.305, rel=0.01) and row["bound_ranks"] == pytest.approx(0.611, rel=0.01)
     assert missed(row | {"megarl": 1.2 * row["bound"], "most_share": 1.1, "plan_peak_bytes": 3e9}) == [
         "bytes",
         "schedule",
         "plan",
     ]
+
+
+def test_where_engines_and_ranks_share_gpus_each_worker_has_a_server_of_its_own() -> None:
+    case = CASES[0].colocated()
+    cluster = replace(H100, source_nodes=case.source_nodes(H100))
+    readers = case.readers(cluster, engine_plan(case.shape, case.trainer, case.rollout))
+    assert [reader.server for reader in readers] == list(range(case.trainer.ranks))
+    assert all(reader.node == cluster.source_nodes[reader.server or 0] for reader in readers)
 
 
 def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
@@ -146,22 +168,22 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
     command = ["weight_sync_scale.py", "--machine", "--model", str(tmp_path), "--json", str(tmp_path / "found.json")]
     monkeypatch.setattr(
-        sys, "argv", [*command, "--rates", "1e9", "inf", "inf", "1e6", "--bytes-per-weight", "4", "--engines", "3"]
+        sys, "argv", [*command, "--rates", "1e9", "inf", "inf", "1e6", "inf", "--bytes-per-weight", "4", "--engines", "3"]
     )
     assert main() == 0
     found = json.loads((tmp_path / "found.json").read_text())
     elements = sum(rows * columns for rows, columns in checkpoint_sizes(shape_of("llama")).values())
-    assert found["bytes"] == 4 * elements
-    # Three engines on two cores read what is hashed much faster.
-    assert 1.5 * found["bytes"] / 1e6 < found["work"] < 1.6 * found["bytes"] / 1e6
-    assert "a worker 0.0" in capsys.readouterr().out
+    assert found["bytes"] == 3 * 4 * elements
+    # Three engines copy on two cores; hashing is much faster. The bytes are those of all three.
+    assert 0.5 * found["bytes"] / 1e6 < found["seconds"] < 0.6 * found["bytes"] / 1e6
+    assert "place 0.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("transport_name", ["shared_memory", "gloo"])
-def test_rates_are_measured_with_both_ends_of_a_sync(transport_name: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rates_are_measured_with_both_ends_of_a_sync(transport: str) -> None:
     """The worker is a process of its own; it would not answer if it had not received and verified what the rank sent."""
-    sync = Sync(shape_of("llama"), Layout(pipeline=2), RolloutLayout(), 1, transport_name, 4, 1 << 13)
+    sync = Sync(shape_of("llama"), Layout(pipeline=2), RolloutLayout(), 1, transport, 4, 1 << 13)
     rates, simplest_s, sync_s = measured_in_turns(sync, turns=1, rounds=2)
-    assert simplest_s > 0 and sync_s > 0
+    assert sync_s > 0 and min(simplest_s.values()) > 0 and len(simplest_s) == (2 if transport == "two_legs" else 1)
     assert 0 < rates.write < math.inf and 0 < rates.place < math.inf
-    assert ((rates.send, rates.receive) == (math.inf, math.inf)) == (transport_name == "shared_memory")
+    assert ((rates.send, rates.receive) == (math.inf, math.inf)) == (transport == "mapped")

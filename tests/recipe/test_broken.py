@@ -61,7 +61,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "tensor does not divide heads": (
         edited(("actor.layout.tensor", 3), ("trainer.ranks", 6), ("rollout.tensor", 3)),
-        {"actor.layout.tensor": "legal: 1, 2, 4", "rollout.tensor": "4 heads"},
+        {"actor.layout.tensor": "legal: 1, 2, 4", "rollout.tensor": "4 attention heads 2"},
     ),
     "pipeline does not divide layers": (
         edited(("actor.layout.pipeline", 3), ("trainer.ranks", 12), ("phases.rollout.prompts", 8)),
@@ -95,8 +95,8 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("reference", {"layout": {"tensor": 2, "expert_tensor": 1}}),
         ),
         {
-            "actor.layout.expert": "the model has no experts remove actor.layout.expert",
-            "reference.layout.expert_tensor": "the model has no experts remove reference.layout.expert_tensor",
+            "actor.layout.expert": "the model of the actor has no experts remove actor.layout.expert",
+            "reference.layout.expert_tensor": "no experts remove reference.layout.expert_tensor",
         },
     ),
     "experts that are cut by what does not divide them": (
@@ -123,7 +123,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "ranks do not divide": (
         edited(("trainer.ranks", 6)),
-        {"trainer.ranks": "multiple of"},
+        {"actor.layout.pipeline": "= 4 must divide trainer.ranks = 6 1, or trainer.ranks: 8"},
     ),
     "mini-batches do not divide": (
         edited(("phases.actor_update.mini_batch", 6), ("phases.critic_update.mini_batch", 1)),
@@ -132,7 +132,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     "batch does not divide over the ranks": (
         edited(("trainer.ranks", 32), ("phases.rollout.prompts", 6), ("phases.critic_update.mini_batch", 12)),
         {
-            "phases.rollout.prompts": "12 sequences must divide over 8", "phases.actor_update.mini_batch": "divide the 12",
+            "phases.rollout.prompts": "12 sequences must divide over", "phases.actor_update.mini_batch": "divide the 12",
             "phases.critic_update.mini_batch": "multiple of the data-parallel size 8",
         },
     ),
@@ -165,8 +165,8 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         edited(("critic.layout", {"tensor": 3, "pipeline": 2}), ("reference", {"layout": {"tensor": 4, "pipeline": 4}})),
         {
             "critic.layout.tensor": "legal: 1, 2, 4",
-            "critic.layout.pipeline": "tensor 3 x pipeline 2 = 6 must divide trainer.ranks = 8",
-            "reference.layout.pipeline": "tensor 4 x pipeline 4 = 16 must divide trainer.ranks = 8 2",
+            "critic.layout.pipeline": "tensor 3 x context 1 x pipeline 2 = 6 must divide trainer.ranks = 8",
+            "reference.layout.pipeline": "pipeline 4 = 16 must divide trainer.ranks = 8 2",
         },
     ),
     "context ranks that do not divide": (
@@ -175,7 +175,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("phases.actor_update.micro_batch.max_tokens", 128),
         ),
         {
-            "trainer.ranks": "actor.layout.tensor x context x pipeline = 6 6",
+            "actor.layout.pipeline": "tensor 2 x context 3 x pipeline 1 = 6 must divide trainer.ranks = 8",
             "critic.layout.pipeline": "tensor 1 x context 4 x pipeline 4 = 16 must divide trainer.ranks = 8 2",
         },
     ),
@@ -229,7 +229,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("phases.actor_logprob", ...),
         ),
         {
-            "phases.rollout.prompts": "ranks 1, and the actor's virtual pipeline runs micro-batches by its 2 stages 16",
+            "phases.rollout.prompts": "actor 16 x 2, reference 16 x 2, critic 16 x 2 16",
             "phases.actor_update.mini_batch": "each of 16 data-parallel ranks 1",
             "phases.critic_update.mini_batch": "each of 16 data-parallel ranks 1",
         },
@@ -288,9 +288,9 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("reward", [{"kind": "http", "url": "http://judge/"}, *functions_of_statistics(), {"kind": "exact"}]),
         ),
         {
-            "reward.1.target": "no metric can be called reward/_sum", "reward.2.target": "reward/größe",
-            "reward.3.target": "reward/mean is a metric that a run has", "reward.5.target": "reward/environment is",
-            "reward.6.target": "reward/http_num_... are counts",
+            "reward.1.target": "reward/_sum is no name", "reward.2.target": "reward/größe",
+            "reward.3.target": "reward/mean is no name", "reward.5.target": "reward/environment is",
+            "reward.6.target": "reward/http_num_late is no name",
         },
     ),
     "PPO without critic": (
@@ -375,7 +375,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "a reference that has nothing to take from adapters": (
         edited(("reference", {"refresh_every": 2}), ("actor.lora", {"rank": 4, "alpha": 8.0})),
-        {"reference.refresh_every": "nothing to take"},
+        {"reference.refresh_every": "stay as they are"},
     ),
     "a reference of another layout cannot take the actor's shards": (
         edited(("reference", {"refresh_every": 2, "layout": {}})),
@@ -398,7 +398,8 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         ),
         {
             "run.steps": "3", "trainer.ranks": "8", "run.dump_rollouts": "true", "run.name": '"7"',
-            "reward": "must be a list", "run.seed": "1", "rollout.engines": "number", "algorithm.kl.coefficient": "finite",
+            "reward": "must be a valid list", "run.seed": "1", "rollout.engines": "integer",
+            "algorithm.kl.coefficient": "finite",
             "phases.actor_update.micro_batch.max_tokens": "must be a whole number or auto auto",
             "phases.critic_value.micro_batch.max_tokens": "must be a whole number or auto 256",
         },
@@ -410,10 +411,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("algorithm.early_stop", {"target_kl": 0.0}), ("phases.actor_logprob.micro_batch.max_tokens", 0),
         ),
         {
-            "run.steps": "at least 1", "actor.optimizer.lr": "above 0", "actor.optimizer.beta1": "below 1",
-            "rollout.temperature": "at least 0.01", "critic.optimizer.min_lr_share": "at most 1",
-            "algorithm.dynamic_sampling.max_rounds": "at least 2", "algorithm.early_stop.target_kl": "above 0",
-            "phases.actor_logprob.micro_batch.max_tokens": "must be at least 1",
+            "run.steps": "equal to 1 1", "actor.optimizer.lr": "greater than 0", "actor.optimizer.beta1": "less than 1",
+            "rollout.temperature": "equal to 0.01", "critic.optimizer.min_lr_share": "less than or equal to 1",
+            "algorithm.dynamic_sampling.max_rounds": "equal to 2", "algorithm.early_stop.target_kl": "greater than 0",
+            "phases.actor_logprob.micro_batch.max_tokens": "must be greater than or equal to 1",
         },
     ),
     "unknown words": (
@@ -424,46 +425,65 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
             ("actor.optimizer.overlap_parameters", True), ("critic.optimizer.overlap_parameters", True),
         ),
         {
-            "algorithm.kl.estimator": "k1, k2, k3", "trainer.precision": "fp32", "algorithm.aggregation": "token_mean",
-            "actor.memory.recompute": "none, selective, full", "actor.memory.offload": "all",
-            "actor.freeze.layer": "layers", "actor.lora.alpha": "above 0", "actor.lora.targets.1": "fc1",
+            "algorithm.kl.estimator": "'k1', 'k2', 'k3'", "trainer.precision": "fp32", "algorithm.aggregation": "token_mean",
+            "actor.memory.recompute": "'none', 'selective' or 'full'", "actor.memory.offload": "all",
+            "actor.freeze.layer": "layers", "actor.lora.alpha": "greater than 0", "actor.lora.targets.1": "fc1",
             "actor.optimizer.overlap_parameters": "optimizer.overlap_gradients: true",
             "critic.optimizer.overlap_parameters": "optimizer.overlap_gradients: true",
         },
     ),
     "a run without GPUs": (
         edited(
-            ("weight_sync", {"transport": "nccl"}), ("rollout.placement", "separate"), ("rollout.quantization", "fp8"),
-            ("trainer.fp8", "mxfp8"), ("trainer.precision", "bf16"), ("actor.layout.tensor", 1),
-            ("device", {"memory_gib": 64.0, "kind": "cpu"}),
+            ("rollout.quantization", "fp8"), ("trainer.fp8", "mxfp8"), ("trainer.precision", "bf16"),
+            ("actor.layout.tensor", 1), ("device", {"memory_gib": 64.0, "kind": "cpu"}),
         ),
-        {
-            "weight_sync.transport": "the run is on CPUs", "rollout.quantization": "the run is on CPUs",
-            "trainer.fp8": "device.kind is cpu",
-        },
+        {"rollout.quantization": "the run is on CPUs", "trainer.fp8": "device.kind is cpu"},
     ),
     "keys that have no effect in this run": (
         edited(
-            ("weight_sync", {"transport": "gloo", "verify": "sampled"}), ("algorithm.early_stop", {"target_kl": 0.01}),
+            ("algorithm.early_stop", {"target_kl": 0.01}),
             ("algorithm.policy_loss", {"kind": "function", "target": "nowhere_to_be_found:loss"}),
-            ("data.prompts.task", "chain_sums"), ("actor.optimizer.warmup_steps", 4), ("reference", {"refresh_every": 4}),
+            ("data.prompts.task", "chain_sums"), ("actor.optimizer.warmup_steps", 4),
         ),
         {
-            "weight_sync.verify": "nothing does", "algorithm.early_stop": "of 2 updates a step none can be skipped",
+            "algorithm.early_stop": "of 2 updates a step none can be skipped",
             "algorithm.policy_loss.target": "no module 'nowhere_to_be_found'", "data.prompts.task": "chain_sum",
-            "actor.optimizer.warmup_steps": "run.steps = 3", "reference.refresh_every": "never comes: run.steps = 3",
+            "actor.optimizer.warmup_steps": "run.steps = 3",
         },
     ),
     "a weight sync that cannot work": (
         edited(
-            ("weight_sync", {"transport": "shared_memory", "wire": "delta", "bucket_bytes": 300, "in_flight": "keep"}),
+            ("weight_sync", {"transport": "mapped", "wire": "delta", "bucket_bytes": 300, "in_flight": "keep",
+                             "canary": {"tokens": 4096}}),
             ("actor.router_replay", True),
         ),
         {
-            "weight_sync.wire": "weight_sync.transport: gloo", "weight_sync.bucket_bytes": "must hold a row",
+            "weight_sync.wire": "weight_sync.transport: group", "weight_sync.bucket_bytes": "must hold a row",
             "weight_sync.in_flight": "chose under two versions wait or abort",
+            "weight_sync.canary.tokens": "below the longest sequence of a rollout",
             "actor.router_replay": "the model has no experts",
         },
+    ),
+    "adapters alone, and settings of weights on their way": (
+        edited(
+            ("actor.lora", {"rank": 4, "alpha": 8.0, "send": "adapter"}), ("rollout.quantization", "fp8"),
+            ("weight_sync", {"transport": "group", "wire": "delta", "bucket_bytes": 1 << 20}),
+            ("trainer.precision", "bf16"), ("rollout.engine_args", {"max_lora_rank": 8}),
+        ),
+        {
+            "weight_sync.transport": "none do auto, or actor.lora.send: merged",
+            "weight_sync.wire": "none do full, or actor.lora.send: merged",
+            "weight_sync.bucket_bytes": "none do null, or actor.lora.send: merged",
+            "rollout.quantization": "without the adapters",
+            "rollout.engine_args.max_lora_rank": "actor.lora.rank",
+        },
+    ),
+    "adapters alone of a model with experts, on CPUs": (
+        edited(
+            ("model.path", "experts"), ("actor.layout", {"pipeline": 2}), ("device", {"memory_gib": 64.0, "kind": "cpu"}),
+            ("actor.lora", {"rank": 2, "alpha": 1.0, "targets": ["qkv"], "send": "adapter"}),
+        ),
+        {"actor.lora.send": "the run is on CPUs merged"},
     ),
     "only a comment": ("# nothing yet\n", {"recipe": "empty"}),
     "a list": ("- run\n- model\n", {"recipe": "list"}),

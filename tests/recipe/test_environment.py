@@ -43,7 +43,6 @@ TURNS = "environment.max_turns 3 x rollout.max_new_tokens 32 + 2 x environment.m
     ((), {"max_turns": 9}, "environment.max_episode_tokens", "= 368 with data.max_prompt_tokens 32 makes 400 tokens", "224"),
     ((("rollout.kv_cache_bytes", 65536),), {}, "rollout.kv_cache_bytes", "must hold one sequence of 106 tokens", ""),
     ((), {"max_episode_tokens": 20}, "environment.max_episode_tokens", "no room for one turn of rollout", "32"),
-    ((), {"max_episode_tokens": 75}, "environment.max_episode_tokens", "is never reached: 2 turns", "74, or null"),
     ((), {"timeout_s": 200.0}, "environment.timeout_s", "steps may take 600 s, which must be below rollout.timeout_s = 600",
      "150"),
     ((("rollout.timeout_s", 80),), {}, "environment.timeout_s", "max_turns = 2 steps may take 90 s", "20"),

@@ -30,7 +30,6 @@ def test_a_run_is_measured_before_the_first_step_and_after_the_last(tmp_path: Pa
     ((), {"completions": 2, "temperature": 0.0}, "evaluation.temperature", "the same"),
     ((), {"temperature": 0.005}, "evaluation.temperature", "at least 0.01"),
     ((), {"completions": 64}, "evaluation.completions", "16 sequences of a step"),
-    ((), {"every": 9}, "evaluation.every", "3 steps"),
     ((("rollout.replay", "somewhere"),), {}, "evaluation", "no engines"),
     ((("reward", [{"kind": "model"}]), ("reward_model", {"path": "tiny"}),
       ("phases.reward_model", {"micro_batch": {"sequences": 2}})), {}, "evaluation", "judge texts"),

@@ -17,6 +17,7 @@ from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.device_section import DeviceSection
 from megarl.recipe.phase_table import engine_name
 from megarl.recipe.phases_section import rollout_and_reward_phases
+from megarl.recipe.role_sections import LoraSection
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 from tests.recipe_cases import CONFIG, edited, make_folder, write
@@ -55,18 +56,18 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "experts of a model without any": (
         "tiny",
         {"data": 2, "expert_parallel": True, "engines": 3},
-        {"rollout.expert_parallel": "no experts false", "rollout.data": "1, and rollout.engines: 6"},
+        {"rollout.expert_parallel": "a model with experts false", "rollout.data": "1, and rollout.engines: 6"},
     ),
     "experts dealt over one rank": ("experts", {"expert_parallel": True}, {"rollout.expert_parallel": "there is one false"}),
     "experts cut too finely": (
         "experts",
         {"tensor": 4, "data": 2},
-        {"rollout.data": "rollout.tensor x rollout.data = 8, which must divide the 36 rows of an expert 1"},
+        {"rollout.data": "rollout.tensor x rollout.data = 4 x 2 must divide the 36 feed-forward rows of an expert 1"},
     ),
     "fewer experts than ranks": (
         "experts",
         {"tensor": 4, "data": 4, "expert_parallel": True},
-        {"rollout.data": "rollout.tensor x rollout.data = 16, and the model has 8 experts 2"},
+        {"rollout.data": "rollout.tensor x rollout.data = 4 x 4 must be at most the 8 experts 2"},
     ),
     "a stage without experts": (
         "late experts",
@@ -78,7 +79,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"tensor": 4, "data": 3, "expert_parallel": True},
         {
             "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks",
-            "rollout.data": "12",
+            "rollout.data": "4 x 3",
         },
     ),
 }
@@ -130,11 +131,18 @@ def test_a_stage_caches_its_own_layers_and_sends_its_own_rows() -> None:
     assert [one.nearest for one in weight_sync_fits_model(tight, SHAPES["dense"])] == [str(64 * 4 + 256)]
 
 
-def test_nccl_needs_devices_that_no_rank_has() -> None:
-    for transport, placement, refused in (("nccl", "colocated", 1), ("nccl", "separate", 0), ("auto", "colocated", 0)):
-        one = recipe(Path("model"), placement=placement)
-        one = one.model_copy(update={"weight_sync": one.weight_sync.model_copy(update={"transport": transport})})
-        assert [found.key for found in weight_sync_rules(one)] == ["weight_sync.transport"] * refused
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("lora", [None, LoraSection(rank=4, alpha=8.0)])
+def test_weights_that_are_made_while_they_are_sent_cannot_be_mapped(
+    quantization: str | None, lora: LoraSection | None
+) -> None:
+    made = recipe(Path("model"), quantization=quantization, precision="bf16")
+    made = made.model_copy(update={"actor": made.actor.model_copy(update={"lora": lora})})
+    for transport in ("auto", "group", "mapped"):
+        section = made.weight_sync.model_copy(update={"transport": transport})
+        violations = list(weight_sync_rules(made.model_copy(update={"weight_sync": section})))
+        is_refused = transport == "mapped" and (quantization is not None or lora is not None)
+        assert [(one.key, one.nearest) for one in violations] == [("weight_sync.transport", "auto or group")] * is_refused
 
 
 def test_checkpoint_mode_takes_no_dealt_experts() -> None:
@@ -183,7 +191,6 @@ ON_CPUS: dict[str, tuple[list[tuple[str, Any]], str | None]] = {
         "rollout.engine_args.compilation_config",
     ),
     "torch's rotation": ([*LATENT, ("rollout.engine_args", {"compilation_config": ROTARY})], None),
-    "GPUs' memory": ([("weight_sync", {"transport": "cuda_ipc"})], "weight_sync.transport"),
     "FP8 blocks": ([("model.path", "blocks"), ("rollout.quantization", "fp8"), ("rollout.precision", "bf16")],
                    "rollout.quantization"),
     "FP8 products": ([("trainer.fp8", "mxfp8"), ("trainer.precision", "bf16"), ("actor.layout.tensor", 1)], "trainer.fp8"),

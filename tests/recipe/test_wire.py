@@ -10,6 +10,7 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
+from megarl.recipe.role_sections import adapters_fit_model
 from megarl.recipe.rollout_section import rollout_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model
 from tests.rollout_cases import recipe
@@ -56,6 +57,20 @@ def test_blocks_that_stay_whole_are_legal() -> None:
 def test_what_blocks_do_not_go_with_is_named(changes: dict[str, Any], config: dict[str, Any], text: str) -> None:
     (found,) = messages(fp8_recipe(**changes), BLOCKS | config)
     assert re.search(text, found), found
+
+
+def test_adapters_that_travel_alone_have_a_rank_that_vllm_takes() -> None:
+    """Merged ones may be wider, and so may those of a run that reads its rollouts."""
+    shape = ModelShape.from_config(BLOCKS | {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8})
+    for send, rank, replay, refused in (
+        ("adapter", 512, None, []),
+        ("adapter", 513, None, ["512, or actor.lora.send: merged"]),
+        ("merged", 513, None, []),
+        ("adapter", 513, ".", []),
+    ):
+        made = recipe(MODEL, replay=replay).model_dump()
+        made["actor"]["lora"] = {"rank": rank, "alpha": 1.0, "targets": ["proj"], "send": send}
+        assert [one.nearest for one in adapters_fit_model(Recipe.model_validate(made), shape)] == refused, (send, rank)
 
 
 def test_whole_tensors_are_not_quantised() -> None:

@@ -68,20 +68,10 @@ def named(name):
         ("import os; os._exit(0)", "failed"),
         ("import sys; sys.exit()", "failed"),
         ("import os; os.kill(1, 9); os.kill(-1, 9)", "failed"),
-        ("while True: os = 1", "cpu_time"),
-        ("import os\nwhile True: os.fork()", "processes"),
         # Of a crowd that dies: when the first one ends, another has said half of its own.
         ("import sys, traceback\ntry: raise BlockingIOError(11, '')\nexcept OSError: traceback.print_exc()\n"
          "sys.exit('Traceback (most recent call last):\\n  File \"x\", line 1\\n    ^^^^')", "processes"),
-        ("import threading, time\nfor i in range(9): threading.Thread(target=time.sleep, args=(1,), daemon=True).start()",
-         "processes"),
         ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
-        ("x = bytearray(300 << 20)", "memory"),
-        ("import os, time\nfor i in range(2): os.fork()\nx = bytearray(90 << 20)\nx[::4096] = b'1' * len(x[::4096])\n"
-         "time.sleep(99)", "memory"),
-        ("open('x', 'wb').write(b'0' * (5 << 20))", "files"),
-        ("for i in range(5): open(f'x{i}', 'wb').write(b'0' * (1 << 20))", "files"),
-        ("while True: print('x' * 1000)", "output"),
         # What a program says of errors that it lived through is no limit that it ran into.
         *((f"import sys; print('OSError: [Errno {number}]', file=sys.stderr)", "passed") for number in (11, 12, 27, 28)),
         # What ordinary programs use goes on.
@@ -96,8 +86,6 @@ def named(name):
          "    if os.fork() == 0: time.sleep(0.2); os._exit(0)\nfor i in range(3): os.wait()", "passed"),
         ("import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
          "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path", "passed"),
-        ("open('/x', 'w')", "failed"),
-        ("open('/proc/1/mem', 'rb')", "failed"),
         (f"assert not __import__('os').path.exists({__file__!r})", "passed"),
         ("import ctypes, os\nassert all(ctypes.CDLL(None).unshare(flag) < 0 for flag in (0x20000, 0x10000000, 0x40000000))",
          "passed"),
@@ -231,16 +219,6 @@ def test_without_a_sandbox_no_code_runs(monkeypatch):
         code_verifier(CodeRewardSection(kind="code"))
     finding = doctor_checks.check_sandbox()
     assert finding.severity == Severity.FAIL and finding.message == "unshare: not permitted" and "namespaces" in finding.fix
-
-
-def test_a_kernel_that_refuses_is_named(monkeypatch):
-    sandbox.refusal.cache_clear()
-    monkeypatch.setattr(sandbox, "run_programs", lambda *_: (_ for _ in ()).throw(SandboxFault("unshare: no")))
-    assert "unshare: no; code runs in namespaces" in (sandbox.refusal() or "")
-    sandbox.refusal.cache_clear()
-    monkeypatch.setattr(sandbox, "run_programs", lambda *_: ["passed", "failed", "passed", "passed", "passed"])
-    assert "a program may use the network (failed)" in (sandbox.refusal() or "")
-    sandbox.refusal.cache_clear()
 
 
 def test_a_task_has_time_for_code_that_loops(tmp_path, monkeypatch):

@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
@@ -23,7 +21,6 @@ from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, VerifierSection
 from megarl.reward import service
 from megarl.reward.service import Service, services_of
-from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers
 from tests.ports import unused_port
 from tests.recipe_cases import edited, make_folder, write
@@ -215,23 +212,6 @@ def test_a_proxy_is_passed_by_on_loopback_and_named_elsewhere(judge, monkeypatch
     assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in masked.failure
 
 
-def test_a_proxy_without_a_scheme_is_of_http_and_one_that_is_no_url_names_its_variable(monkeypatch):
-    for name in ("NO_PROXY", "no_proxy", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    section = HttpRewardSection(kind="http", url="http://judge.internal/score", retries=0)
-    proxy = f"127.0.0.1:{unused_port()}"
-    monkeypatch.setenv("http_proxy", proxy)
-    (masked,) = score(Service("http", section), ["a"], prompts(1))
-    assert f"through the proxy http://{proxy};" in masked.failure
-    # The client reads those of other schemes as well.
-    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@10.0.0.1:port")
-    with pytest.raises(ValueError, match=r"HTTPS_PROXY is '10.0.0.1:port', .* write it as http://HOST:PORT") as raised:
-        Service("http", section)
-    assert "secret" not in str(raised.value)
-    monkeypatch.setenv("no_proxy", "*")
-    Service("http", section)
-
-
 def test_nobody_listening_masks(judge):
     one = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
     assert told(score(one, ["a"], prompts(1))) == [(None, "unreachable")]
@@ -295,21 +275,6 @@ def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
         assert workers.score(payload(model, ["a", "bb"]), prompts(1), 2, group_size=2).rewards.tolist() == [1, 2]
     finally:
         workers.close()
-
-
-PARTS = st.none() | st.dictionaries(st.sampled_from("abc"), st.floats(-9, 9), max_size=2)
-
-
-@given(PARTS, PARTS, st.booleans(), st.booleans())
-def test_two_scores_make_one(parts, other, late, other_late):
-    one = TextScore(parts, "one", late, {"x": "a"})
-    made = one.combined(TextScore(other, "other", other_late, {"y": "b"}))
-    assert (made.parts is None) == (parts is None or other is None)
-    assert made.reasons == {"x": "a", "y": "b"}
-    if made.parts is not None:
-        assert made.parts == parts | other and not made.failure
-    else:
-        assert made.timed_out == (late or other_late) and made.failure == ("one" if parts is None else "other")
 
 
 def test_a_secret_is_named_and_never_written(tmp_path, monkeypatch):

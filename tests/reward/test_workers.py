@@ -273,14 +273,6 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
     assert paced.loads == 5 and paced.now_s == 12 - 12 / 32
 
 
-def test_loading_again_takes_no_time_of_the_texts_behind_it(own_rewards, paced):
-    paced.load_s = 20.0
-    (scores,) = score_tasks(VerifierProcess(own_rewards), (["die", "loop", "a"], prompts(*"aaa"), 60))
-    assert [score.cause for score in scores] == ["crash", "wall_time", ""], scores
-    assert paced.now_s == 20.0 * paced.loads + 30.0, "the second text was given half of what was left"
-    assert scores[2].parts == {"judge": 1.0}
-
-
 def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards):
     # More than 256 forked processes take together: which limit they pass is not to depend on when they are looked at.
     verifiers = VerifierProcess(own_rewards, memory_bytes=400 << 20)

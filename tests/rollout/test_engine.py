@@ -4,7 +4,6 @@ weights, wakes in the order that a sync needs its memory, and reports the failur
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,7 @@ import pytest
 from megarl.models.layout import RolloutLayout
 from megarl.rollout import EngineDirty
 from megarl.rollout import engine as engine_module
-from megarl.rollout.engine import GroupRequest, RolloutEngine, routing_rows, worker_reports
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate
+from megarl.rollout.engine import GroupRequest, RolloutEngine
 
 pytestmark = pytest.mark.sync
 
@@ -153,7 +151,7 @@ def test_an_engine_wakes_for_the_weights_first_and_answers_only_then(monkeypatch
 
     async def turn() -> list[str]:
         heard: list[str] = []
-        settings: Any = SimpleNamespace(index=0, layout=RolloutLayout())
+        settings: Any = SimpleNamespace(index=0, layout=RolloutLayout(), adapter=None)
         engine = RolloutEngine(settings)
         engine._engine = Recorder(heard)  # type: ignore[assignment]
         await engine.sleep()
@@ -176,49 +174,3 @@ def test_an_engine_wakes_for_the_weights_first_and_answers_only_then(monkeypatch
         "resume_generation",
         "pause_scheduler_async wait True",
     ]
-
-
-def test_an_engine_stands_still_from_its_first_pause_until_a_sync_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, ahead_s = time.perf_counter, [0.0]
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: real() + ahead_s[0]))
-
-    async def syncs() -> list[dict[str, float]]:
-        settings: Any = SimpleNamespace(index=0, layout=RolloutLayout())
-        engine = RolloutEngine(settings)
-        engine._engine = Recorder([])  # type: ignore[assignment]
-        await engine.pause(3, "keep")
-        with pytest.raises(SyncError):  # the worker took version 3
-            await engine.receive({"version": 4})
-        ahead_s[0] += 1000.0
-        await engine.pause(3, "keep")
-        first = await engine.receive({"version": 3})
-        await engine.pause(3, "keep")
-        return [first, await engine.receive({"version": 3})]
-
-    first, second = asyncio.run(syncs())
-    assert first["standstill_s"] > 1000.0 > second["standstill_s"] > second["receive_s"] + second["resume_s"]
-
-
-def test_what_workers_say_counts_for_the_version_that_they_say_it_of() -> None:
-    taken = {"version": 7, "wait_s": 0.5}
-    assert worker_reports([taken, taken], 7) == [{"wait_s": 0.5}] * 2
-    for answers in ([taken, taken | {"version": 6}], []):
-        with pytest.raises(SyncError, match="not version 7"):
-            worker_reports(answers, 7)
-    with pytest.raises(SyncError, match="wrong bytes") as failure:
-        worker_reports([(True, "given up", False), taken, (False, "wrong bytes", False)], 7)
-    assert not isinstance(failure.value, SyncAborted)
-    with pytest.raises(SyncAborted, match="given up"):
-        worker_reports([(True, "given up", False), taken], 7)
-    with pytest.raises(SyncLate, match="nothing came"):
-        worker_reports([(True, "given up", False), taken, (False, "nothing came", True)], 7)
-
-
-def test_an_engine_that_ran_ahead_or_lost_tokens() -> None:
-    """vLLM's rows of all layers; the last token of a sequence may have been fed and has no successor."""
-    recorded = np.random.default_rng(0).integers(0, 8, (6, 4, 2)).astype(np.uint8)
-    assert np.array_equal(routing_rows(recorded, 6, [1, 3]), recorded[:5][:, [1, 3]])
-    with pytest.raises(ValueError, match="6 of 7 tokens have recorded experts"):
-        routing_rows(recorded, 8, None)
-    with pytest.raises(ValueError, match="vLLM recorded no experts"):
-        routing_rows(None, 6, [1])

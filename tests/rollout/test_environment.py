@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import select
 import signal
 import sys
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,10 @@ import yaml
 
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.recipe.violation import RecipeError
-from megarl.reward import fork_server
-from megarl.reward.fork_server import ChildLimits, ForkServer, below
-from megarl.rollout import RolloutError
+from megarl.reward.fork_server import below
 from megarl.rollout.calculator import Calculator, calculate
 from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
-from megarl.rollout.environment_workers import EnvironmentWorker, EnvironmentWorkers, Reply, Reset, Step
+from megarl.rollout.environment_workers import EnvironmentWorker, Reply, Reset, Step
 from megarl.rollout.guessing_game import GuessingGame
 from tests.sink_cases import wait_for
 
@@ -54,31 +49,6 @@ def test_a_call_is_read_out_of_the_text_around_it() -> None:
 def test_what_is_wrong_with_a_call_is_said_to_the_policy(text: str, said: str) -> None:
     with pytest.raises(MalformedCall, match=re.escape(said)):
         read_call(text, TOOLS)
-
-
-WORDS = "so many words " * 100
-
-
-@pytest.mark.parametrize("text", [
-    f'<tool_call>{{"name": "{WORDS}"}}</tool_call>',
-    f"<tool_call>{WORDS}</tool_call>",
-    CALL.replace("2*3", WORDS),
-    CALL.replace('"2*3"', f'"1", "{WORDS}": 1'),
-    CALL.replace("2*3", "x" + "9" * 190),
-    CALL.replace("2*3", "(" + "9" * 190),
-    CALL.replace("2*3", "9" * 190),
-    CALL.replace("2*3", "1e60*12"),
-    CALL.replace("2*3", "*".join(["1e300"] * 30)),
-    CALL.replace("2*3", "9" * 190 + "/0"),
-])  # fmt: skip
-def test_what_the_policy_is_told_of_a_call_stays_short(text: str) -> None:
-    game = Calculator()
-    game.reset({"answer": "1"}, 1)
-    try:
-        said = game.step(Turn(text, read_call(text, TOOLS))).content[0]["content"]  # type: ignore[index]
-    except MalformedCall as error:
-        said = str(error)
-    assert 0 < len(said) <= 80 and WORDS[:30] not in said and "9" * 30 not in said
 
 
 def test_the_calculator_answers_calls_and_judges_the_answer() -> None:
@@ -299,26 +269,6 @@ def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path, fa
     assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
 
 
-def test_what_ray_says_of_a_worker_is_a_failure_of_its_episode_or_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
-
-    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
-    raised = RayTaskError("ask", "the stack of the worker", RuntimeError("its keeper did not start")).as_instanceof_cause()
-    for error, said in ((ActorUnavailableError("it restarts", None), "it restarts"), (raised, "its keeper did not start")):
-        monkeypatch.setattr(ray, "get", lambda _, error=error: _raise(error))
-        assert said in workers.reply(None).failure
-    monkeypatch.setattr(ray, "get", lambda _: _raise(ActorDiedError()))
-    with pytest.raises(
-        RolloutError, match="a worker of environments is gone for good, after 2 restarts;.*environment.workers"
-    ):
-        workers.reply(None)
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
 @pytest.mark.parametrize("by_close", [False, True])
 def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_close: bool) -> None:
     held = tmp_path / "held"
@@ -346,28 +296,6 @@ def _is_let_go(reader: int) -> bool:
     waiting = select.poll()
     waiting.register(reader, 0)  # of that its end is told anyhow
     return bool(waiting.poll(20000))
-
-
-@pytest.mark.parametrize("limited", ["fork", "pipe"])
-def test_a_child_for_which_there_is_no_process_fails_alone(monkeypatch: pytest.MonkeyPatch, limited: str) -> None:
-    client, server_end = Pipe()
-    server = ForkServer(server_end, "environments", lambda: print, ChildLimits(1 << 30))
-    made: list[Connection] = []
-
-    def refuse(*_: Any) -> Any:
-        raise OSError(errno.EAGAIN, "no more of them")
-
-    def pipe() -> Any:
-        made.extend(Pipe())
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server.os, "fork", refuse)
-        patch.setattr(fork_server, "Pipe", refuse if limited == "pipe" else pipe)
-        server._take(7, "one", "question", True)
-    number, death = client.recv()
-    assert number == 7 and death.cause == "fork" and "no more of them; ulimit -n is" in death.description
-    assert all(end.closed for end in made) and server._children == {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from megarl.data.tokenizer import Observations, load_tokenizer
 from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
 from megarl.rollout import RolloutError
-from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment import SHORT_ERROR
 from megarl.rollout.environment_workers import Reply, Reset, Step
@@ -28,13 +26,8 @@ from megarl.rollout.groups import (
     EpisodeFacts,
     GroupFacts,
     GroupResult,
-    RolloutBatch,
-    RolloutExecuted,
-    join_rollouts,
-    rollout_metrics,
 )
 from megarl.rollout.pool import Arrivals, EnginePool
-from megarl.rollout.replay import FilePayload
 from tests.rollout_cases import Reference
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
@@ -347,17 +340,6 @@ def test_resets_that_differ_within_a_group_are_a_failure(tokenizer: Any, first: 
         assert "reset returned another prompt than for others of its group" in failures[1]
 
 
-def test_an_error_about_a_call_is_never_too_long_to_be_seen(tokenizer: Any) -> None:
-    def answer(number: int, question: Reset | Step) -> Reply:
-        return Reply() if isinstance(question, Reset) else Reply([{"role": "tool", "content": "x" * 99}], malformed=True)
-
-    size = len(ids(tokenizer, SHORT_ERROR + "=")) + 1
-    given = environments(tokenizer, answer, max_observation_tokens=size, max_turns=2)
-    episodes = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6])
-    assert episodes.facts(range(1)).failures.tolist() == [""] and episodes.facts(range(1)).malformed.tolist() == [2]
-    assert episodes.results()[0].token_ids.tolist() == [5, 6, END, *ids(tokenizer, SHORT_ERROR + "="), 5, 6]
-
-
 def test_a_tool_s_role_is_tried_before_the_first_step(tokenizer: Any) -> None:
     def section(size: int) -> Any:
         changes = {"target": "tests.environments:Faulty", "max_observation_tokens": size}
@@ -379,26 +361,6 @@ def _refuse_role(last: int, messages: Any) -> Any:
     raise ValueError("roles must alternate")
 
 
-def test_texts_that_cannot_be_prompts_or_observations_are_failures(tokenizer: Any) -> None:
-    observations = environments(tokenizer, says()).observations
-    with pytest.raises(ValueError, match="the prompt has 21 tokens; 1 to data.max_prompt_tokens = 16"):
-        observations.prompt([{"role": "user", "content": "x" * 20}])
-    fewer = Observations(tokenizer, pool_recipe(Path("model")).data, num_tokens=20)
-    with pytest.raises(ValueError, match="its text has token 89, and the model knows tokens 0 to 19"):
-        fewer.behind(END, [{"role": "user", "content": "w"}])
-    with pytest.raises(ValueError, match="chat template refuses these messages"):
-        refusing = SimpleNamespace(chat_template="x", apply_chat_template=_refuse)
-        Observations(refusing, pool_recipe(Path("model")).data, VOCAB).behind(END, [FIRST])
-
-
-def _refuse(messages: list[dict[str, str]], **options: Any) -> str:
-    import jinja2
-
-    if len(messages) > 2:
-        raise jinja2.TemplateError("roles must alternate")
-    return "".join(message["content"] for message in messages)
-
-
 def facts_of(rewards: list[float]) -> EpisodeFacts:
     given, count = np.array(rewards, np.float32), len(rewards)
     failures = np.array(["it broke" if np.isnan(one) else "" for one in rewards])
@@ -416,32 +378,3 @@ def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both
     assert found.valid.tolist() == [True, False, False, True] and found.failures == {1: "it broke", 2: "timeout"}
     assert found.metrics()["reward/num_masked"] == 2 and found.metrics()["reward/environment"] == 0.0
     assert add_episodes(scored, None) is scored
-
-
-def test_failures_and_malformed_calls_are_counted_over_all_rounds() -> None:
-    nan, algorithm = np.nan, SimpleNamespace(dynamic_sampling=SimpleNamespace(max_rounds=2), group_size=2, overlong=None)
-    rounds = SampledRounds(SimpleNamespace(algorithm=algorithm, phases=SimpleNamespace(rollout=SimpleNamespace(prompts=1))))  # type: ignore[arg-type]
-    for rewards, malformed in (([1.0, nan], [3, 1]), ([0.0, 1.0], [0, 1])):
-        ones, found = np.ones(2, int), np.array(rewards, np.float32)
-        facts = replace(facts_of(rewards), malformed=np.array(malformed))
-        executed = RolloutExecuted(1, 2, 8)
-        batch = RolloutBatch(FilePayload(""), ones, ones, ones, ["stop"] * 2, ones, ones, executed, episodes=facts)
-        rounds.add(batch, RewardResult(found, ~np.isnan(found), {}, {}, 1, (2,)))
-    rollouts, _, figures = rounds.chosen()
-    assert rollouts.episodes is not None and rollouts.episodes.metrics()["rollout/failed_share"] == 0
-    assert (figures["rollout/sampled_failed_share"], figures["rollout/sampled_malformed_calls"]) == (0.25, 5)
-
-
-def test_rounds_keep_what_became_of_the_episodes_they_choose() -> None:
-    def batch(first: int) -> RolloutBatch:
-        numbers = np.arange(first, first + 4)
-        return RolloutBatch(
-            FilePayload(""), numbers, numbers, numbers + 9, ["stop"] * 4, numbers, numbers, RolloutExecuted(2, 2, 8),
-            own_lengths=numbers + 2, episodes=facts_of(numbers.astype(float).tolist()),
-        )  # fmt: skip
-
-    joined = join_rollouts([batch(0), batch(10)], [2, 3, 4, 5])
-    assert joined.own_lengths.tolist() == [4, 5, 12, 13] and joined.completion_lengths.tolist() == [11, 12, 19, 20]
-    assert joined.episodes is not None and joined.episodes.rewards.tolist() == [2.0, 3.0, 10.0, 11.0]
-    assert joined.episodes.metrics()["rollout/turns_max"] == 4
-    assert rollout_metrics(joined)["rollout/own_length_mean"] == 8.5

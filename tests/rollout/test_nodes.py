@@ -44,22 +44,28 @@ def have(monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, num_nodes: int
 
 
 def test_engines_and_transport_follow_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where trainer and engines share devices, the rank on a worker's device serves it."""
+
+    def stage(recipe: Any, *variables: Any) -> tuple[Any, ...]:
+        chosen = nodes.set_stage(recipe, started(*variables))
+        return chosen.engines, chosen.transport and chosen.transport.name, chosen.servers
+
     first, second = EnginePlace(0, (0,)), EnginePlace(1, (0,))
     have(monkeypatch, None)
-    assert nodes.set_stage(of(2, engines=1), started(2, 2)) == ((first,), "shared_memory")
-    assert nodes.set_stage(of(4, replay="rollouts"), started(4, 2)) == ((), "")
+    assert stage(of(2, engines=1), 2, 2) == ((first,), "mapped", ((0,),))
+    assert stage(of(4, replay="rollouts"), 4, 2) == ((), None, ())
     have(monkeypatch, None, num_nodes=2)
-    assert nodes.set_stage(of(4, engines=2), started(4, 2, ADDRESS)) == ((first, second), "gloo")
-    assert nodes.set_stage(of(2, "separate"), started(2, 2, ADDRESS)) == ((second,), "gloo")
+    assert stage(of(4, engines=2), 4, 2, ADDRESS) == ((first, second), "group", ((0,), (2,)))
+    assert stage(of(2, "separate"), 2, 2, ADDRESS) == ((second,), "group", ())
     have(monkeypatch, [4])
-    assert nodes.set_stage(of(2, "separate", tensor=2), started(2, 2)) == ((EnginePlace(0, (2, 3)),), "cuda_ipc")
+    assert stage(of(2, "separate", tensor=2), 2, 2) == ((EnginePlace(0, (2, 3)),), "mapped", ())
     have(monkeypatch, [4], are_peers=False)  # of the devices of ranks and engines, no others
-    assert nodes.set_stage(of(2, "separate", tensor=2), started(2, 2))[1] == "nccl"
-    assert nodes.set_stage(of(2, engines=2), started(2, 2))[1] == "shared_memory"
-    assert nodes.set_stage(of(1, engines=1), started(1, 1))[1] == "cuda_ipc"
+    assert stage(of(2, "separate", tensor=2), 2, 2)[1] == "group"
+    assert stage(of(2, engines=2), 2, 2)[1] == "group"
+    assert stage(of(1, engines=1), 1, 1)[1] == "mapped"
     have(monkeypatch, [4, 8])  # the fewest count
-    assert nodes.set_stage(of(8, tensor=4), started(8, 4, ADDRESS)) == ((EnginePlace(0, (0, 1, 2, 3)),), "gloo")
-    assert nodes.set_stage(of(4, "separate", tensor=4), started(4, 4, ADDRESS)) == ((EnginePlace(1, (0, 1, 2, 3)),), "nccl")
+    assert stage(of(8, tensor=4), 8, 4, ADDRESS) == ((EnginePlace(0, (0, 1, 2, 3)),), "group", ((0, 1, 2, 3),))
+    assert stage(of(4, "separate", tensor=4), 4, 4, ADDRESS) == ((EnginePlace(1, (0, 1, 2, 3)),), "group", ())
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +75,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("4 trainer ranks are on 2 nodes, and MEGARL_RAY_ADDRESS names no Ray cluster", of(4), started(4, 2)),
         ("engine 0 is on node 1, and MASTER_ADDR = 127.0.0.1", of(2, "separate"), started(2, 2, ADDRESS, "127.0.0.1")),
         ("need 3 nodes, and there are 2", of(6), started(6, 2, ADDRESS)),
-        ("shared_memory needs all trainer ranks and engines on one host", synced(of(4), "shared_memory"),
+        ("mapped: trainer ranks and engines are on several hosts; use auto", synced(of(4), "mapped"),
          started(4, 2, ADDRESS)),
     ):  # fmt: skip
         with pytest.raises(PlacementError, match=said):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +17,6 @@ from megarl.rollout.engine import EngineProcess, GroupRequest
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
-from megarl.weight_sync.publish import _leaders
-from megarl.weight_sync.segment import machine
 from tests.rollout_cases import recipe, save_model
 
 pytestmark = pytest.mark.sync
@@ -27,7 +24,7 @@ pytestmark = pytest.mark.sync
 PAUSED = {"pause_s": 0.25, "in_flight": 16.0}
 RECEIVED = {"received_bytes": 8.0, "transfer_s": 1.0}
 DEAD, SILENT = EngineDied("its process is gone"), RolloutError("no answer")
-LED, WRONG = SyncAborted("the engine that leads sent nothing"), SyncError("wrong bytes in bucket 1")
+ABORTED, WRONG = SyncAborted("trainer rank 0 left the group"), SyncError("wrong bytes in bucket 1")
 
 Said = dict[str, float] | Exception
 
@@ -74,9 +71,9 @@ def pools(tmp_path: Path) -> Pools:
 
 
 MANIFEST = WeightManifest(
-    version=1, attempt=1, session=1, plan_hash="", layout=None, rollout=None, mode="reshard",  # type: ignore[arg-type]
-    precision="fp32", bucket_bytes=1, timeout_s=1.0, rings=(), engines=(0, 1), num_engines=2, transport="gloo", verify="all",
-    store=("", 0), leaders=(0, 0), meetings=(1, 1), wire="full", base=None, quantization=None,
+    version=1, attempt=1, plan_hash="", layout=None, rollout=None, mode="reshard",  # type: ignore[arg-type]
+    precision="fp32", bucket_bytes=1, timeout_s=1.0, engines=(0, 1), num_engines=2, transport="group", on_device=False,
+    store=("", 0), groups=(1, 1),
 )  # fmt: skip
 
 
@@ -96,22 +93,20 @@ def sync(pool: EnginePool) -> tuple[int, dict[str, float]]:
     return attempt, metrics
 
 
-@pytest.mark.parametrize("follower", [LED, WRONG])
-def test_a_follower_is_not_blamed_for_the_engine_that_leads(pools: Pools, follower: SyncError) -> None:
-    """Whatever it found: what a dead engine left half written may be wrong bytes as well."""
-    leader = Scripted(0, [PAUSED], [DEAD, DEAD, RECEIVED])
-    pool = pools(leader, Scripted(1, [PAUSED], [follower, follower, RECEIVED]))
-    assert sync(pool)[0] == 3 and leader.restarts == 2
-    pool = pools(Scripted(0, [PAUSED], [DEAD]), Scripted(1, [PAUSED], [follower]))
+def test_an_engine_is_not_blamed_for_another_engine_that_died(pools: Pools) -> None:
+    dies = Scripted(0, [PAUSED], [DEAD, DEAD, RECEIVED])
+    pool = pools(dies, Scripted(1, [PAUSED], [ABORTED, ABORTED, RECEIVED]))
+    assert sync(pool)[0] == 3 and dies.restarts == 2
+    pool = pools(Scripted(0, [PAUSED], [DEAD]), Scripted(1, [PAUSED], [ABORTED]))
     with pytest.raises(RolloutError, match="rollout engine 0 died in phase weight_sync after 2 restarts"):
         sync(pool)
 
 
-def test_the_engine_that_took_wrong_bytes_is_named_and_not_the_one_that_it_led(pools: Pools) -> None:
-    pool = pools(Scripted(0, [PAUSED], [WRONG]), Scripted(1, [PAUSED], [LED]))
+def test_the_engine_that_took_wrong_bytes_is_named_and_no_other_engine(pools: Pools) -> None:
+    pool = pools(Scripted(0, [PAUSED], [WRONG]), Scripted(1, [PAUSED], [ABORTED]))
     with pytest.raises(SyncError, match="rollout engine 0, phase weight_sync: wrong bytes"):
         sync(pool)
-    pool = pools(Scripted(0, [PAUSED], [WRONG, RECEIVED]), Scripted(1, [PAUSED], [LED, LED, RECEIVED]), retries=1)
+    pool = pools(Scripted(0, [PAUSED], [WRONG, RECEIVED]), Scripted(1, [PAUSED], [ABORTED, ABORTED, RECEIVED]), retries=1)
     assert sync(pool)[0] == 3
 
 
@@ -129,20 +124,7 @@ def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> No
     assert waits.restarts == 0
 
 
-def of_machine(name: str) -> EngineProcess:
-    """An engine's processes there; all machines have one host name."""
-    return EngineProcess("node0", name, (), (), 4)
-
-
-def test_engines_share_memory_where_their_machine_is_one_and_not_where_its_name_is(pools: Pools) -> None:
-    engines = [Scripted(index, [PAUSED], [RECEIVED]) for index in range(3)]
-    for engine, name in zip(engines, ("first", "second", "first"), strict=True):
-        engine.process = of_machine(name)
-    facts = pools(*engines).pause(1, 1, (0, 1, 2))
-    assert _leaders(facts, (0, 1, 2)) == (0, 1, 0)
-
-
-def test_what_an_engine_leaves_behind_is_looked_for_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_engine_leaves_behind_is_removed_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(node: int) -> None:
         asked.append("there")
         raise RolloutError("its node is gone")
@@ -150,11 +132,9 @@ def test_what_an_engine_leaves_behind_is_looked_for_on_its_own_machine(monkeypat
     asked: list[str] = []
     monkeypatch.setattr(handle, "clear_away", lambda process: asked.append("here"))
     monkeypatch.setattr(handle, "node_share", gone)
-    monkeypatch.setattr(platform, "node", lambda: "node0")
-    settings: Any = SimpleNamespace(index=0, place=SimpleNamespace(node=1))
-    for name in (machine(), "another"):
-        engine = EngineHandle(settings, 1.0, 1)
-        engine.process = of_machine(name)
+    for node in (0, 1):
+        engine = EngineHandle(SimpleNamespace(index=0, place=SimpleNamespace(node=node)), 1.0, 1)  # type: ignore[arg-type]
+        engine.process = EngineProcess("node0", (), (), 4)
         engine.kill()
     assert asked == ["here", "there"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -115,28 +114,10 @@ def test_an_argument_that_vllm_lacks_is_named_with_the_nearest_and_one_of_the_re
     assert found["logprobs_mode"].nearest == "remove rollout.engine_args.logprobs_mode"
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [({"max_num_batched_tokens": "abc"}, "whole number"), ({"max_num_batched_tokens": -5}, "at least 1"),
-     ({"enforce_eager": "false"}, "true or false")],
-)  # fmt: skip
-def test_an_argument_of_another_type_is_refused(tmp_path: Path, given: dict[str, Any], text: str) -> None:
-    with pytest.raises(RecipeError, match=text):
-        qwen(tmp_path, f"rollout.engine_args={json.dumps(given)}")
-
-
-def test_without_vllm_arguments_are_said_to_be_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_folder(tmp_path, monkeypatch)
-    file = write(folder, edited(("rollout.engine_args", {"no_such_argument": 1})))
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else find(name, *more))
-    from megarl.recipe.foreign_fields import dataclass_fields
-
-    dataclass_fields.cache_clear()
-    try:
-        assert "rollout.engine_args: not checked, as vLLM is not installed here" in engine_lines(load_recipe(file))
-    finally:
-        dataclass_fields.cache_clear()
+@pytest.mark.parametrize("tokens", ["abc", -5, True])
+def test_a_number_that_sizes_are_computed_with_is_checked(tmp_path: Path, tokens: object) -> None:
+    with pytest.raises(RecipeError, match="must be a whole number from 1 on"):
+        qwen(tmp_path, f"rollout.engine_args={json.dumps({'max_num_batched_tokens': tokens})}")
 
 
 NULL: dict[str, Any] = {"max_new_tokens": 4096, "engines": 2, "tensor": 4}

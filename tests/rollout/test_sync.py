@@ -10,19 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from megarl.cluster.ray_cluster import start_cluster, stop_cluster
+from megarl.data.sample import Completion, Sample
 from megarl.models.layout import RolloutLayout
-from megarl.rollout import RolloutError
+from megarl.rollout import EngineDirty, RolloutError
 from megarl.rollout.pool import EnginePool
+from megarl.weight_sync.canary import canary_sequences
 from megarl.weight_sync.manifest import SyncError
+from tests.rollout.conftest import TORCHRUN, Engines
 from tests.rollout_cases import (
     STOP,
+    VOCAB,
     Publisher,
     corrupt,
-    corrupt_in_place,
     distance,
+    huggingface_logprobs,
     prompts,
     recipe,
     same,
@@ -32,24 +34,16 @@ from tests.rollout_cases import (
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One Ray for all pools of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in TORCHRUN.items():
-            patch.setenv(name, value)
-        start_cluster()
-        yield
-        stop_cluster()
-
-
-def open_engines(model: Path, **rollout: object) -> EnginePool:
-    pool = EnginePool(recipe(model, **rollout), str(model), STOP, seed=3)
-    pool.start()
-    return pool
+def assert_scores(model: Path, pool: EnginePool, layout: RolloutLayout) -> None:
+    """Every data-parallel rank gives the log-probabilities of transformers, also the second time."""
+    sequences = canary_sequences(VOCAB, 3, 30)
+    completions = [Completion(ids[1:], np.zeros(29, np.float32), "length", 0, 0) for ids in sequences]
+    drawn = {number: Sample(0, sequences[number][:1], completion) for number, completion in enumerate(completions)}
+    expected = np.stack([*huggingface_logprobs(model, drawn, 1.0).values()])
+    first, second = (pool.score(sequences)[0] for _ in range(2))
+    assert first.shape == (layout.data, *expected.shape) and np.array_equal(first, second)
+    assert np.abs(first - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -61,12 +55,15 @@ def open_engines(model: Path, **rollout: object) -> EnginePool:
         pytest.param("mixtral", False, 2, RolloutLayout(data=2, expert_parallel=True), marks=pytest.mark.nightly),
     ],
 )
-def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, layers: int, layout: RolloutLayout) -> None:
-    """By parts and, where experts are not dealt, by whole tensors; an engine of which one worker took wrong bytes takes all
-    of it again."""
+def test_each_worker_takes_its_shards(
+    cluster: None, tmp_path: Path, family: str, tied: bool, layers: int, layout: RolloutLayout
+) -> None:
+    """By parts and, where experts are not sharded, by whole tensors; an engine of which one worker took wrong bytes takes
+    all of it again."""
     old, new = (save_model(tmp_path / name, family, tied, seed, layers) for seed, name in enumerate(("old", "new")))
     publisher, whole = (Publisher(new, layout, mode=mode) for mode in ("reshard", "checkpoint"))
-    pool = open_engines(old, **asdict(layout))
+    pool = EnginePool(recipe(old, **asdict(layout)), str(old), STOP, seed=3)
+    pool.start()
     assert pool._engines[0].process is not None
     shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
     try:
@@ -76,11 +73,12 @@ def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, l
         assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
         after = samples(pool, 1)
         assert distance(new, after) < 1e-4
+        assert_scores(new, pool, layout)
+        assert same(after, samples(pool, 1)), "scoring in between changed the completions"
         sent = (publisher if layout.expert_parallel else whole).publish(2, old, pool)
         assert layout.expert_parallel or sent["sync/received_bytes"] > metrics["sync/received_bytes"]
         assert same(before, samples(pool, 1)), "the first weights did not come back"
-        publisher.in_place = True
-        corrupt_in_place(publisher, times=1)
+        corrupt(publisher, times=1)
         assert publisher.publish(3, new, pool)["sync/attempts"] == 2
         assert same(after, samples(pool, 1)), "parts after whole tensors differ from parts alone"
         assert shared_files and all(file.exists() for file in shared_files)
@@ -92,15 +90,11 @@ def test_each_worker_takes_its_shards(tmp_path: Path, family: str, tied: bool, l
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePool, Publisher, Path, Path]]:
+def running(engines: Engines) -> Iterator[tuple[EnginePool, Publisher, Path, Path]]:
     """Two engines with version 1, a publisher, and the models of version 1 and of the next."""
-    folder = tmp_path_factory.mktemp("models")
-    old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new, engines=2)
-    pool = open_engines(old, engines=2)
-    publisher.publish(1, new, pool)
-    yield pool, publisher, new, old
-    pool.shutdown()
+    publisher, pool = Publisher(engines.new, engines=2), engines.pool(0, 1)
+    publisher.publish(1, engines.new, pool)
+    yield pool, publisher, engines.new, engines.old
     publisher.close()
 
 
@@ -221,26 +215,14 @@ def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Pat
 
 def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -> None:
     pool, publisher, new, _ = running
-    corrupt(publisher, bucket=2, times=2)
-    with pytest.raises(SyncError, match=r"rollout engine \d, phase weight_sync: .*wrong bytes in bucket 2"):
+    corrupt(publisher, times=4)
+    with pytest.raises(SyncError, match=r"rollout engine \d, phase weight_sync: .*wrong bytes in piece 0"):
         publisher.publish(3, new, pool)
     with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
         pool.generate(prompts(), 1)
+    with pytest.raises(EngineDirty, match="version 3"):
+        pool.score(canary_sequences(VOCAB, 1, 8))
     publisher.publish(4, new, pool)
     batch = pool.generate(prompts(), 1)
     assert set(batch.first_version) == set(batch.last_version) == {4}
     assert distance(new, batch.payload.fetch(range(16))) < 1e-4
-
-
-def test_an_engine_without_restarts_left_whose_logprobs_are_no_numbers_ends_the_run(running: Running) -> None:
-    pool, publisher, new, _ = running
-    broken = publisher.shards(new)
-    broken["decoder.final_layernorm.weight"][0] = torch.nan
-    publisher.publish_shards(5, broken, pool)
-    section = pool._recipe.rollout.model_copy(update={"max_restarts": 0})
-    pool._recipe = pool._recipe.model_copy(update={"rollout": section})
-    said = (
-        r"rollout engine \d died in phase rollout after 0 restarts .*: a log-probability of group \d is nan, under version 5"
-    )
-    with pytest.raises(RolloutError, match=said):
-        pool.generate(prompts(), 1)

@@ -206,12 +206,6 @@ def fewest_bins(lengths: tuple[int, ...], cap: int) -> int:
     return best
 
 
-def test_a_batch_that_only_fills_exactly_is_packed() -> None:
-    """Longest into the lightest of 3 bins ends at 8, 8 and 11 (Graham's worst case); best-fit reaches 9, 9 and 9."""
-    plan = plan_phase(Schedule("critic_value", max_tokens=9), [5, 5, 4, 4, 3, 3, 3], Layout(), 0)
-    assert [one.tokens for one in plan.mini_batches[0].micro_batches[0]] == [9, 9, 9]
-
-
 def test_a_tight_cap_is_packed_over_all_ranks() -> None:
     """By the lightest rank the ranks get 80, 80 and 80 and 28 is left; cut first, three micro-batches of 90 fit."""
     lengths = [50, 40, 50, 40, 30, 30, 28, 1, 1]
@@ -273,9 +267,3 @@ def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], b
     limits = (len(lengths) + more, max(lengths) + longer, max(sizes) + more, longest_prompt + longer)
     assert rows <= most_rows_behind_prompts(slots, *limits)
     assert MicroBatch((0,), 3, 3).rows_behind_prompts([3]) == 0
-
-
-def test_the_bound_of_rows_behind_prompts_is_reached() -> None:
-    """Three groups of four completions of one token behind ten: 14 slots and 44 rows each."""
-    assert most_rows_behind_prompts(42, 1000, 1000, 4, 10) == 3 * 44
-    assert most_rows_behind_prompts(42, 5, 11, 4, 10) == 55

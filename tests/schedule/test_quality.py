@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import accumulate, compress, product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.planner.flops import sequence_cost
 from megarl.planner.lengths import DISTRIBUTIONS, draw
 from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, bubble_share, plan_phase, quality
-from megarl.schedule.balance import RankModel, least_time
-from megarl.schedule.cost import in_step, run_times
+from megarl.schedule.cost import run_times
 from tests.cluster_cases import MODELS
 
 QWEN_7B = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
@@ -73,13 +69,6 @@ def test_the_cost_of_windows_and_of_latent_attention_is_counted_pair_by_pair() -
     assert sequence_cost(deepseek).sequence(4096) == pytest.approx(4096 + 61 * 2 * 128 * (192 + 128) * met / (2 * weights))
 
 
-def test_ranks_that_share_experts_wait_for_the_costliest_micro_batch_of_theirs() -> None:
-    costs = [[9.0, 1.0], [4.0, 2.0], [5.0, 1.0], [6.0, 6.0]]
-    assert in_step(costs, Layout(data=4)) == costs
-    assert in_step(costs, Layout(data=4, expert=2)) == [[9.0, 2.0], [9.0, 2.0], [6.0, 6.0], [6.0, 6.0]]
-    assert in_step(costs, Layout(tensor=2, data=4, expert=2, expert_tensor=1)) == costs  # the tensor ranks have them all
-
-
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_ranks_that_share_experts_are_even_under_a_pipeline_too(kind: str) -> None:
     layout, cost = Layout(pipeline=8, data=4, expert=4), Cost(1.5e-5)
@@ -94,39 +83,6 @@ def test_alike_micro_batches_idle_by_the_known_formula(stages: int, chunks: int)
     time, bubble = run_times([5.0] * 8, layout, Cost(0.0, 0.0))
     assert bubble / time == pytest.approx(bubble_share(8, stages, chunks))
     assert bubble_share(8, stages, chunks) == pytest.approx((stages - 1) / (chunks * 8 + stages - 1))
-
-
-def test_unlike_micro_batches_take_what_a_simulated_pipeline_takes() -> None:
-    """Forward only: a stage starts a micro-batch when the stage before has passed it on and the one before is done."""
-    costs, stages = [3.0, 9.0, 1.0, 4.0], 3
-    done = [[0.0] * (len(costs) + 1) for _ in range(stages + 1)]
-    for stage, number in product(range(1, stages + 1), range(1, len(costs) + 1)):
-        done[stage][number] = max(done[stage - 1][number], done[stage][number - 1]) + costs[number - 1] / stages
-    time, _ = run_times(costs, Layout(pipeline=stages), Cost(0.0, 0.0))
-    assert time / stages == pytest.approx(done[stages][len(costs)])
-
-
-@settings(max_examples=200)
-@given(st.lists(st.integers(1, 30), min_size=4, max_size=6), st.integers(1, 4), st.integers(1, 2))
-def test_no_assignment_is_below_the_bound(lengths: list[int], stages: int, count: int) -> None:
-    """Every way to put the sequences into 2 ranks of `count` micro-batches."""
-    lengths, layout, cost = sorted(lengths, reverse=True), Layout(data=2, pipeline=stages), Cost(0.01, 2.0)
-    costs = [cost.sequence(length) for length in lengths]
-    best = min(
-        max(
-            run_times([sum(compress(costs, map(one.__eq__, bins))) for one in own], layout, cost)[0]
-            for own in (range(count), range(count, 2 * count))
-        )
-        for bins in product(range(2 * count), repeat=len(lengths))
-    )
-    bound = least_time([0.0, *accumulate(costs)], 2, RankModel.of(count, layout, cost))
-    assert bound <= best * 1.001
-    if stages == 1 and count == 1:
-        plan = plan_phase(
-            Schedule("critic_value", max_tokens=1000), lengths[: len(lengths) // 2 * 2], Layout(data=2), 0, cost
-        )
-        rank_costs = [sum(costs[s] for one in rank for s in one.samples) for rank in plan.mini_batches[0].micro_batches]
-        assert max(rank_costs) + 2 <= best * 4 / 3  # Graham's bound of longest processing time first
 
 
 def batch(kind: str, per_rank: int, layout: Layout, longest: int = 8192) -> tuple[list[int], int]:
@@ -180,12 +136,3 @@ def test_distributions_stay_in_their_range_and_repeat(kind: str) -> None:
     median, mean = sorted(lengths)[2000], sum(lengths) / 4000
     assert (abs(mean - median) < 30) if kind == "uniform" else (mean > 1.15 * median)
     assert draw(kind, 3, 1, seed=0) == [1, 1, 1]
-
-
-@pytest.mark.parametrize(("kind", "count", "longest", "text"), [
-    ("normal", 1, 1, "'normal' is not one of uniform, log-normal, long-tail"), ("uniform", 0, 5, "0 lengths"),
-    ("uniform", 5, 0, "up to 0 tokens"),
-])  # fmt: skip
-def test_an_unknown_distribution_is_refused(kind: str, count: int, longest: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        draw(kind, count, longest, 0)

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from megarl.telemetry.clock import PhaseClock
-from megarl.telemetry.metrics_file import MetricsWriter, duration, read_metrics
+from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
 from megarl.telemetry.progress import ProgressLine, advance_work, begin_work, watching_work
 
 
@@ -95,24 +95,6 @@ def test_without_a_terminal_each_step_is_one_plain_line():
     ]
 
 
-def test_a_time_to_wait_is_short_to_read():
-    assert [duration(s) for s in (0.25, 3.2, 99, 101, 7080, 7201, 90_000, 2e5)] == [
-        "250 ms", "3.2 s", "99.0 s", "2 min", "118 min", "2 h 00 min", "1.0 d", "2.3 d",
-    ]  # fmt: skip
-
-
-def test_parts_of_work_are_told_as_whole_units():
-    """Two passes of three micro-batches through two chunks: twelve parts, and no more than there are."""
-    received: list[tuple[str, float, int]] = []
-    with watching_work(lambda *heard: received.append(heard)):
-        begin_work("micro-batches", 3, parts=4)
-        for _ in range(13):
-            advance_work()
-    advance_work()
-    assert received[0] == ("micro-batches", 0.0, 3) and received[4] == ("micro-batches", 1.0, 3)
-    assert received[-1] == ("micro-batches", 3.0, 3) and len(received) == 13
-
-
 @pytest.mark.parametrize("columns", [80, 140])
 def test_on_a_terminal_the_running_phase_its_progress_and_the_end_show(columns):
     """A pseudo-terminal, and what a rank writes on it: one live line, which fits, under a line a step."""
@@ -153,12 +135,3 @@ def test_on_a_terminal_the_running_phase_its_progress_and_the_end_show(columns):
     shown = f"ends {ends}" if columns == 80 else f"ends {ends}, 100 tokens/s, reward 0.500"
     assert any("actor_update" in line and shown in line for line in lines), lines
     assert not any("micro-batches" in line for line in lines if "actor_update" in line)
-
-
-def test_a_rank_that_is_not_enabled_says_nothing():
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True)
-    with ProgressLine(3, enabled=False, console=console) as progress:
-        progress.phase("rollout")
-        progress.step(1, {"reward/mean": 1.0})
-    assert output.getvalue() == ""

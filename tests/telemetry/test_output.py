@@ -71,7 +71,7 @@ def test_a_locale_without_a_letter_drops_no_line(tmp_path: Path) -> None:
 
 
 def test_a_command_ends_as_it_would_where_its_reader_has_seen_enough(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megarl.cli", "check", "--features"]
+    command = [sys.executable, "-m", "megarl.cli", "check", "--help"]
     for descriptor, succeeds in ((closed_pipe(), True), (os.open("/dev/full", os.O_WRONLY), False)):
         done = subprocess.run(
             command, stdout=descriptor, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}

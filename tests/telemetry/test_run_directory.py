@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megarl.models.layout import Layout
 from megarl.telemetry import exit_status, run_directory
 from megarl.telemetry.disk import DiskFull, LineFile, describe_full, is_full, read_lines, write_whole
 from megarl.telemetry.metrics_file import MetricsWriter
-from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError, RunLock
+from megarl.telemetry.run_directory import RunDirectory, RunDirectoryError
 from megarl.telemetry.sinks import Memory
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -139,13 +140,15 @@ def test_a_checkpoint_without_room_is_refused_on_every_rank_before_it_is_written
 
 
 HOLD = """
-import os, sys
+import os, socket, sys
 from pathlib import Path
-from megarl.telemetry.run_directory import RunLock
-lock = RunLock(Path(sys.argv[1]))
-assert lock.take() is None
-if len(sys.argv) > 2:
-    lock.path.read_bytes()  # and with this descriptor the kernel's lock is closed
+from megarl.telemetry import run_directory
+path, lease_s, host = sys.argv[1:]
+if host:
+    socket.gethostname = lambda: host
+run_directory.LEASE_S = float(lease_s)
+run = run_directory.RunDirectory(Path(path))
+run.lock()
 if os.fork() == 0:
     os.setsid()
 os.write(1, f"{os.getpid()}\\n".encode())  # in one write: two processes share the pipe
@@ -153,86 +156,60 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("more", [[], ["reads its lock"]])
-def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: Path, more: list[str]) -> None:
-    run = RunDirectory(tmp_path)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run.lock"), *more], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True)  # fmt: skip
-    assert holder.stdin is not None and holder.stdout is not None
-    pids = [int(holder.stdout.readline()) for _ in range(2)]
-    with pytest.raises(RunDirectoryError, match=f"process {holder.pid} on {os.uname().nodename} since"):
-        run.lock()
-    with pytest.raises(RunDirectoryError, match=f"process {holder.pid} on"):
-        run.refuse_running()
-    holder.kill()
-    holder.wait()
+@contextmanager
+def holder(path: Path, host: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of a run, with a child that lives on when it is killed."""
+    command = [sys.executable, "-c", HOLD, str(path), str(run_directory.LEASE_S), host]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
     try:
+        yield process
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with holder(tmp_path) as process:
+        for take in (run.lock, run.refuse_running):
+            with pytest.raises(RunDirectoryError, match=f"process {process.pid} on {os.uname().nodename}"):
+                take()
+        process.kill()
+        process.wait()
         run.refuse_running()
         run.lock()  # a child of the first that lives on does not hold it
-        assert json.loads((tmp_path / "run.lock").read_text())["process"] == os.getpid()
-        again = RunDirectory(tmp_path)
-        again.lock()  # a run of this process that failed does not keep the next one out
-        again.unlock()
-    finally:
-        os.kill(next(pid for pid in pids if pid != holder.pid), signal.SIGKILL)
-        holder.stdin.close()
-        holder.stdout.close()
+    again = RunDirectory(tmp_path)
+    again.lock()  # a run of this process that failed does not keep the next one out
+    again.unlock()
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_the_lock_of_another_host_is_taken_over_once_nobody_touches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "LEASE_S", 1.0)
+    run = RunDirectory(tmp_path)
+    with holder(tmp_path, "elsewhere") as process:
+        run.refuse_running()  # nobody here writes there
+        with pytest.raises(RunDirectoryError, match=f"process {process.pid} on elsewhere"):
+            run.lock()
+        process.kill()
+        process.wait()
+        run.lock()
     run.unlock()
-    assert (tmp_path / "run.lock").read_text() == ""
 
 
-def elsewhere(path: Path) -> None:
-    path.write_text(json.dumps({"host": "elsewhere", "process": 1, "created": 0.0, "since": "then"}))
-
-
-def test_the_lock_of_another_host_is_taken_over_once_nobody_touches_it(tmp_path: Path) -> None:
-    path = tmp_path / "run.lock"
-    elsewhere(path)
-    lock = RunLock(path, beat_s=0.01)
-    assert lock.take() is None
-    lock.release()
-    elsewhere(path)
-    gone = threading.Event()
-
-    def touch() -> None:
-        while not gone.wait(0.001):
-            os.utime(path)
-
-    toucher = threading.Thread(target=touch)
-    toucher.start()
-    try:
-        holder = RunLock(path, beat_s=0.2).take()
-    finally:
-        gone.set()
-        toucher.join()
-    assert holder is not None and holder["host"] == "elsewhere"
-
-
-def test_a_holder_touches_its_lock(tmp_path: Path) -> None:
-    path = tmp_path / "run.lock"
-    lock = RunLock(path, beat_s=0.01)
-    assert lock.take() is None
-    os.utime(path, (0, 0))
-    while path.stat().st_mtime == 0:
-        assert threading.active_count() > 1
-    lock.release()
-
-
-@pytest.mark.parametrize("number", [37, 38, 95])  # ENOLCK, ENOSYS, EOPNOTSUPP
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, "no locks")
-
-    monkeypatch.setattr(run_directory.fcntl, "lockf", refuse)
-    path = tmp_path / "run.lock"
-    first = RunLock(path)
-    assert first.take() is None
-    second = RunLock(path).take()
-    assert second is not None and second["process"] == os.getpid()
-    path.write_text(json.dumps(second | {"created": second["created"] - 100}))  # another process had this number before
-    assert RunLock(path).take() is None
-    path.write_text('{"host')
-    assert RunLock(path).take() is None
+def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text('{"host')
+    run = RunDirectory(tmp_path)
+    run.lock()
+    run.unlock()
 
 
 def test_paths_of_a_run_are_found_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,13 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from megarl.recipe import Recipe, RecipeError, parse_recipe
 from megarl.telemetry import sinks as module
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
-from megarl.telemetry.sinks import Memory, Relay, Sinks, TensorboardSink, missing_on_machine, numbers, open_sinks
+from megarl.telemetry.sinks import Memory, Relay, Sinks, missing_on_machine, open_sinks
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import (
     mlflow_client,
@@ -130,19 +129,6 @@ def test_a_resumed_run_gives_no_step_twice_but_to_a_sink_that_forgets(tmp_path, 
     assert [step for step, _ in again.given[:-1]] == expected
 
 
-def test_only_numbers_are_curves():
-    assert numbers({"step": 3, "a/b": 1, "a/c": None, "a/d": "text", "a/e": True}) == {"a/b": 1.0, "a/e": 1.0}
-
-
-def test_a_table_of_text_keeps_a_row_on_its_line():
-    sink = object.__new__(TensorboardSink)
-    sink._writer = Mock()
-    sink.samples(1, [sample_row(1, 0), sample_row(1, 1)])
-    lines = sink._writer.add_text.call_args.args[1].splitlines()
-    assert len(lines) == 4
-    assert {line.replace("\\|", "").count("|") for line in lines} == {8}
-
-
 def recipe_with(**telemetry: Any) -> Recipe:
     return parse_recipe(edited(("telemetry", telemetry))())
 
@@ -183,8 +169,6 @@ def test_what_does_not_fit_the_run_is_named(in_folder):
     ]
     (message,) = violations(sinks=[{"kind": "mlflow", "uri": "https://me:secret@host:5000"}])
     assert "telemetry.sinks.0.uri" in message and "secret" not in message and "MLFLOW_TRACKING_PASSWORD" in message
-    (message,) = violations(sinks=[{"kind": "mlflow", "uri": "sqlite:///runs.db"}])
-    assert "telemetry.sinks.0.uri" in message and "needs SQLAlchemy" in message and "a directory" in message
     (message,) = violations(samples_per_step=17)
     assert "telemetry.samples_per_step = 17: a step has 16 sequences" in message and message.endswith("nearest: 16")
     assert violations(profile={"steps": [3, 4], "ranks": [7, 8]}) == [

@@ -1,7 +1,5 @@
 """Where a step's time went, worked by hand: ranks, roles, engines, devices, and the run as a whole."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,6 @@ from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
 from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
-from megarl.rollout.engine import EngineReport, RequestLog, RequestTimes
-from megarl.rollout.handle import ClockOffset
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.time_metrics import (
@@ -24,10 +20,8 @@ from megarl.telemetry.time_metrics import (
     idle_metrics,
     role_metrics,
     run_totals,
-    step_flops,
     totals_lines,
 )
-from megarl.telemetry.trace import FIRST_PROCESS, EngineTraces, in_lanes, merge
 from tests.runs import tiny_recipe, tiny_run
 
 # Two ranks in a step of 10 s: rank 1 computes for longer, and rank 0 waits for it.
@@ -39,7 +33,6 @@ RANKS = [
      ("actor_update", "forward"): 3.0, ("actor_update", "wait_pipeline"): 0.5, ("actor_update", "offload"): 1.0,
      ("", "unaccounted"): 0.5},
 ]  # fmt: skip
-PHASES = {"rollout": 3.0, "critic_update": 2.0, "actor_update": 4.5, "weight_sync": 0.0}
 # Two engines, of which the first has requests for 2 of the 3 s of the rollout.
 BUSY_S = [2.0, 2.75]
 
@@ -79,10 +72,8 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
 
 def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
-    metrics = Devices.of(2, 2, places, shared=False).metrics(RANKS, BUSY_S, PHASES)
-    assert metrics["idle/device/rollout_s"] == BUSY_S and metrics["idle/device/engines_s"] == [1.0, 0.25]
-    assert metrics["idle/device/busy_s"] == [1.5, 4.5] and "idle/device/engine" not in metrics
-    assert metrics["idle/device/busy_share"] == pytest.approx((1.5 + 4.5 + 4.75) / 20)
+    share = Devices.of(2, 2, places, shared=False).busy_share(RANKS, BUSY_S)
+    assert share == pytest.approx((1.5 + 4.5 + 4.75) / 20)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -91,50 +82,29 @@ def test_engines_devices_of_their_own_come_behind_the_ranks(shared):
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
     devices = Devices.of(2, 2, places, shared)
     assert devices == Devices(2, ((2,), (3,)), (0, 1))
-    metrics = devices.metrics(RANKS, BUSY_S, PHASES)
-    assert metrics["idle/device/engine"] == [0, 1]
-    assert metrics["idle/device/rollout_s"] == [0, 0, *BUSY_S] and metrics["idle/device/engines_s"] == [3, 3, 0, 0]
-    assert metrics["idle/device/tail_s"] == [0, 0, 1.0, 0.25] and metrics["idle/device/training_s"] == [0, 0, 7, 7]
-    columns = [value for key, value in metrics.items() if key.endswith("_s")]
-    assert [sum(device) for device in zip(*columns, strict=True)] == [10.0] * 4, "every second of a device has a cause"
+    assert devices.busy_share(RANKS, BUSY_S) == pytest.approx((1.5 + 4.5 + 4.75) / 40)
 
 
-def line(step, seconds, straggler, **more):
-    waited = [2.0, 2.0, 2.0]
-    waited[straggler] = 0.5
+def line(step, seconds, **more):
     shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1, "idle/actor/busy_share": 0.5}
-    columns = {"idle/device/busy_s": [seconds - item for item in waited], "idle/device/ranks_s": waited}
     phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
-    return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **columns, **more}
+    return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **more}
 
 
 def test_a_run_s_totals_are_those_of_its_lines():
-    """Steps count by their length, starts are their own, and who was waited for longest comes first."""
+    """Steps count by their length, and starts are their own."""
     lines = [
-        line(1, 4.0, 2, **{"run/start_s": 3.0}),
-        line(2, 12.0, 1, **{"run/start_s": 5.0, "idle/share": 0.8}),
-        line(3, 4.0, 2, **{"idle/ranks_share": None}),  # it was no finite number
+        line(1, 4.0, **{"run/start_s": 3.0}),
+        line(2, 12.0, **{"run/start_s": 5.0, "idle/share": 0.8}),
+        line(3, 4.0, **{"idle/ranks_share": None}),  # it was no finite number
     ]
     totals = run_totals([*lines, {"step": 4, "reward/mean": 1.0}])  # a line that was written by an older version
     assert totals["steps"] == 3 and totals["seconds"] == 20 and totals["start_s"] == 8
-    assert totals["tokens"] == 3000 and totals["tokens_per_hour"] == 540_000 and totals["phases"] == {"rollout": 5.0}
+    assert totals["tokens_per_s"] == 150 and totals["phases"] == {"rollout": 5.0}
     assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
     assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
-    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [
-        (2, 3.0, 2),
-        (1, 1.5, 1),
-        (0, 0, 0),
-    ]
     text = "\n".join(totals_lines(totals))
     assert "3 steps in 20.0 s, and 8.0 s to start; 150 useful tokens a second, 540,000 an hour" in text
-    assert "waited for beyond the median rank: rank 2 by 3.0 s, rank 1 by 1.5 s" in text
-
-
-def test_stragglers_count_from_where_the_run_had_as_many_ranks():
-    earlier = {"step": 1, "time/step": 4.0, "idle/device/busy_s": [4.0]}
-    totals = run_totals([earlier, line(2, 4.0, 0, **{"idle/device/engine": [1]})])
-    assert [(item["rank"], item["ahead_s"], item["steps"]) for item in totals["stragglers"]] == [(0, 0.75, 1), (1, 0, 0)]
-    assert run_totals([{"time/step": 1.0}])["stragglers"] == []
     with pytest.raises(ValueError, match="time/step"):
         run_totals([])
 
@@ -148,81 +118,13 @@ def test_the_page_explains_every_metric():
     metrics |= {"idle/reward_workers/busy_share": 0, "idle/reward_workers/resting_share": 0}
     metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
     metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
-    metrics |= {"idle/device/busy_share": 0, "idle/device/<cause>_s": 0, "idle/device/engine": 0}
+    metrics |= {"idle/device/busy_share": 0}
     metrics |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
     metrics |= {"run/start_s": 0}
     assert [key for key in metrics if f"`{key}`" not in page] == []
 
 
 # Requests of the engines ------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
-
-
-def test_an_engine_is_busy_from_its_first_group_to_its_last():
-    clock = Clock()
-    log = RequestLog(clock)
-    with log.in_flight():
-        clock.seconds += 2
-        with log.in_flight():
-            clock.seconds += 3
-        clock.seconds += 1
-    clock.seconds += 10
-    first = log.take()
-    assert first.busy == ((100.0, 6.0),) and first.busy_s == 6.0 and first.now == 116.0
-    with log.in_flight():
-        clock.seconds += 1
-        assert log.take().busy == ((116.0, 1.0),)  # asked in the middle: what is left comes with the next answer
-        clock.seconds += 2
-    assert log.take().busy == ((117.0, 2.0),)
-
-
-def test_another_clock_is_read_from_the_answer_that_came_soonest():
-    offset = ClockOffset()
-    offset.learn(10.0, 12.0, 61.5)
-    offset.learn(20.0, 20.5, 70.5)
-    offset.learn(30.0, 33.0, 80.0)
-    assert offset.seconds == 70.5 - 20.25
-
-
-def test_requests_are_in_the_merged_trace_on_rank_0_s_clock(tmp_path):
-    """An engine whose clock is 50 s ahead, two of its requests at once, and a step that is done again after a resume."""
-
-    def report(*requests):
-        return EngineReport(0.0, ((1051.0, 3.0),), requests, engine=1, host="there", offset_s=50.0)
-
-    early = RequestTimes("1-0-0", 0, 1050.5, 1051.0, 1051.5, 1053.0, 9, 4)
-    other = RequestTimes("1-0-1", 1, 1050.5, 1051.25, 1051.5, 1054.0, 12, 4)
-    behind = RequestTimes("1-1-0", 2, 1050.5, 1053.0, 1053.5, 1054.0, 3, 4)
-    traces = EngineTraces(tmp_path)
-    traces.write(1, 1000.0, [report(early, other, behind)])
-    traces.write(2, 1010.0, [report(early)])
-    with (tmp_path / "trace" / "engine-00001.jsonl").open("a") as file:
-        file.write('{"step": 3, "sta')  # rank 0 was killed
-    (tmp_path / "trace" / "rank-00000.jsonl").write_text(json.dumps({"rank": 0, "host": "here", "offset_s": 0.0}) + "\n")
-    EngineTraces(tmp_path).write(2, 1020.0, [report()])
-    events = [event for event in merge(tmp_path)["traceEvents"] if event["pid"] == FIRST_PROCESS + 1]
-    (name,) = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert name == "rollout engine 1 on there"
-    requests = [event for event in events if event.get("cat") == "request" and event["name"].startswith("sample")]
-    assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in requests] == [
-        ("sample 0", 1, 1001_000_000, 2_000_000), ("sample 1", 2, 1001_250_000, 2_750_000),
-        ("sample 2", 1, 1003_000_000, 1_000_000),
-    ]  # fmt: skip
-    assert requests[1]["args"] == {"request": "1-0-1", "step": 1, "tokens": 12, "version": 4, "queued_ms": 750.0}
-    generating = [event["ts"] for event in events if event["name"] == "generating"]
-    assert generating == [1001_000_000, 1001_000_000]
-
-
-def test_lanes_never_hold_two_requests_at_once():
-    """At most three of these run at once, so three lanes are enough."""
-    assert in_lanes([(0, 4), (1, 2), (2, 3), (2, 5), (4, 6)]) == [1, 2, 2, 3, 2]
-    assert in_lanes([]) == []
 
 
 def test_peaks_go_by_whole_words_of_a_device_s_name():
@@ -260,20 +162,3 @@ def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
     assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
     known = TimeMetrics(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
     assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == metrics["mfu/actor_update"]
-
-
-def test_utilisation_counts_a_shared_prompt_once_and_no_update_that_was_left_out(tmp_path):
-    """Counted by hand: 3 completions of 2 tokens behind a prompt of 4 tokens, two of them in one micro-batch, through 2
-    layers. An early stop has left out the second epoch."""
-    shape = ModelShape.from_directory(tiny_run(tmp_path))
-    recipe = recipe_with(tmp_path, peak_tflops=2.0)
-    shape = replace(shape, num_layers=2, hidden=8, heads=2, groups=1, head_dim=4, ffn=16, vocab=10, windows=())
-    pair, alone = MicroBatch((0, 2), 8, 8, sharing=(2,)), MicroBatch((1,), 6, 6, sharing=(1,))
-    ran = {"actor_update": (MiniBatch(0, (0, 1, 2), ((pair, alone),)),)}
-    flops = step_flops(recipe, {"actor": shape}, Sizes([4, 4, 4], [2, 2, 2], [True] * 3, ran))
-    matrices = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # of a layer: queries, keys, values, output, and the feed-forward's three
-    pairs = 3 * 21 - 10  # of tokens that meet: 1 + 2 + ... + 6 of each sequence, without 1 + 2 + 3 + 4 of one prompt
-    head = 2 * 8 * 10 * 6
-    assert flops["actor_update"] == 3 * (2 * 14 * 2 * matrices + 2 * 2 * 2 * 8 * pairs + head)
-    assert flops["rollout"] == 2 * 18 * 2 * matrices + 2 * 2 * 2 * 8 * (3 * 21) + head
-    assert flops.keys() == {"rollout", "actor_update"}

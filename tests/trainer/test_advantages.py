@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipeline(folder: Path, ppo: bool = False, **changes: Any) -> Trainer:
     """One that has a recipe and no engines."""
     recipe = load_recipe(tiny_recipe(folder, "recipe", ppo, 1, 1, 1, 1, **changes))
-    return Trainer(recipe, 0, SimpleNamespace(roles={}), None)  # type: ignore[arg-type]
+    return Trainer(recipe, 0, SimpleNamespace(roles={}, weights=None), None)  # type: ignore[arg-type]
 
 
 def batch(rewards: list[float], lengths: list[int], truncated: list[bool] | None = None, **fields: Any) -> Batch:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.runs import megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from megarl.cli import app
+from tests.ranks import run_ranks
+from tests.runs import RUN_DEADLINE_S, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, HELD_OUT, COMPLETIONS = 3, 7, 6
@@ -56,10 +59,21 @@ def test_a_run_is_measured_before_while_and_after_it_trains(run: tuple[Path, dic
     assert sum(reward >= 0.2 for reward in rewards) / len(rewards) == pytest.approx(lines[-1]["evaluation/pass_at_1"])
 
 
+def evaluated(run: str) -> str:
+    """What `megarl eval` prints, where Ray runs already."""
+    from megarl.cluster.ray_cluster import start_cluster
+
+    start_cluster()
+    result = CliRunner().invoke(app, ["eval", run, "--json"])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Path, dict[str, Any]]) -> None:
     """The same draws, by engines that loaded the exported checkpoint in place of receiving its weights."""
     folder, _ = run
-    found = json.loads(megarl("eval", str(folder / "runs" / "whole"), "--json").stdout)
+    (printed,) = run_ranks(evaluated, 1, str(folder / "runs" / "whole"), deadline_s=RUN_DEADLINE_S)
+    found = json.loads(printed)
     last = evaluations(folder, "whole")[-1]
     assert found == {key: value for key, value in last.items() if key.startswith("evaluation/")}
 

@@ -134,14 +134,6 @@ def batch_of(count: int) -> Batch:
     )
 
 
-def test_a_masked_sample_keeps_its_place_with_dummy_tokens_and_counts_for_nothing() -> None:
-    batch = batch_of(2).without([1])
-    assert batch.valid.tolist() == [True, False] and batch.masked == {1}
-    assert not batch.samples[1].completion.token_ids.any() and not batch.samples[1].prompt_ids.any()
-    assert batch.samples[1].num_tokens == 6 and batch.samples[0].completion.token_ids.all()
-    assert batch.fields["logprobs"][1].tolist() == [0, 0, 0] and batch.fields["logprobs"][0].tolist() == [-1, -1, -1]
-
-
 def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
     for policy, wrong, said in (
         ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples\)"),

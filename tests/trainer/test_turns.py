@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.sample import Completion, Sample
+from megarl.data.sample import Sample
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.groups import EpisodeFacts, RolloutBatch, RolloutExecuted
-from megarl.rollout.replay import FilePayload, dump_rollout
+from megarl.rollout.replay import FilePayload
 from megarl.telemetry.disk import read_lines
 from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
@@ -113,81 +112,3 @@ def test_a_resume_plays_the_same_episodes_and_a_replay_gives_the_same_numbers(tm
         for key in ("reward/mean", "reward/environment", "reward/num_masked", "rollout/turns_mean", "rollout/failed_share"):
             assert line[key] == again[key]
         assert again["actor/grad_norm"] == pytest.approx(line["actor/grad_norm"], rel=1e-3)
-
-
-class Written:
-    """Samples that a test wrote down."""
-
-    def __init__(self, samples: list[Sample]) -> None:
-        self.samples = samples
-
-    def fetch(self, sample_ids: Any) -> dict[int, Sample]:
-        return {sample: self.samples[sample] for sample in sample_ids}
-
-
-# What each of two prompts' members were given, turn by turn; None where the environment failed.
-GIVEN: list[list[list[float] | None]] = [
-    [[0.5, 1.0], [0.5], [0.0, 0.0, 0.0], None],
-    [[1.0], [0.0, 0.25], [0.25], [1.5, 1.0]],
-]
-
-
-def written(folder: Path, observed: int) -> str:
-    """A step's dump with those rewards: turns of three tokens, and two observed tokens `observed` between them."""
-    tokenizer, samples = load_tokenizer(str(folder / "model")), []
-    lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    for group, members in enumerate(GIVEN):
-        prompt = np.array(tokenizer(f"{lines[group]['question']}=")["input_ids"], np.int32)
-        for member, rewards in enumerate(members):
-            turns = len(rewards or [0.0])
-            own = np.array(([True] * 3 + [False] * 2) * (turns - 1) + [True] * 3)
-            tokens = np.where(own, 5 + (np.arange(len(own)) * 7 + member) % 80, observed).astype(np.int32)
-            logprobs = np.where(own, -4.0, 0.0).astype(np.float32)
-            reason = "failed" if rewards is None else "stop"
-            samples.append(Sample(group, prompt, Completion(tokens, logprobs, reason, 0, 0, own=own)))
-    flat = [rewards for members in GIVEN for rewards in members]
-    facts = EpisodeFacts(
-        rewards=np.array([np.nan if one is None else sum(one) for one in flat], np.float32),
-        turns=np.array([len(one or [0.0]) for one in flat]),
-        malformed=np.zeros(len(flat), int),
-        done=np.array([one is not None for one in flat]),
-        failures=np.array(["it broke" if one is None else "" for one in flat]),
-        causes=np.full(len(flat), ""),
-    )
-    batch = RolloutBatch(
-        payload=Written(samples),
-        groups=np.array([sample.group for sample in samples]),
-        prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
-        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
-        finish_reasons=[sample.completion.finish_reason for sample in samples],
-        first_version=np.zeros(len(samples), int),
-        last_version=np.zeros(len(samples), int),
-        executed=RolloutExecuted(len(GIVEN), SIZE, 64),
-        own_lengths=np.array([int(sample.completion.own.sum()) for sample in samples]),
-        episodes=facts,
-    )
-    into = folder / f"written-{observed}"
-    dump_rollout(into, 1, batch)
-    return str(into)
-
-
-def test_advantages_of_episodes_are_those_computed_by_hand(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    changes = CHANGES | {
-        "run__dump_rollouts": False,
-        "telemetry__samples_per_step": 8,
-        "data__shuffle": False,
-        "algorithm__advantage": "dr_grpo",
-        "phases__rollout": {"prompts": 2},
-        "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}},
-    }
-    replay = written(tmp_path, observed=40)
-    train_on_ranks(tiny_recipe(tmp_path, "hand", False, 2, 1, 2, 1, **changes, rollout__replay=replay))
-    # Sums 1.5, 0.5, 0 (and one that counts for nothing), less their mean 2/3; sums 1, 0.25, 0.25, 2.5, less their mean 1.
-    wanted = [5 / 6, -1 / 6, -2 / 3, None, 0.0, -0.75, -0.75, 1.5]
-    table = read_lines(tmp_path / "runs" / "hand" / "samples" / "step-000001.jsonl")
-    assert [row["advantage"] for row in table] == [None if one is None else pytest.approx(one, abs=1e-6) for one in wanted]
-    (line,) = metrics_of(tmp_path, "hand")
-    assert line["rollout/turns_mean"] == 13 / 8 and line["rollout/failed_share"] == 1 / 8 == 1 - line["rollout/done_share"]
-    assert line["rollout/observation_tokens"] == 2 * 5 and line["tokens/completion"] == 3 * 13 + 10
-    assert line["reward/mean"] == pytest.approx(6 / 7)

@@ -17,7 +17,7 @@ from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
 from megarl.weight_sync.copies import Box
 from megarl.weight_sync.plan import ReshardPlan, checkpoint_plan
-from megarl.weight_sync.read import whole_tensors
+from megarl.weight_sync.read import WholeTensors
 from megarl.weight_sync.stream import copy_order
 from tests.in_process_engine import answers
 from tests.rollout_cases import Publisher, megatron_shards, save_model
@@ -118,17 +118,19 @@ def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path:
                 assert torch.equal(taken[name][: matrix.shape[0], : matrix.shape[1]], matrix), name
 
 
-def boxes_of(plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int) -> Iterator[Box]:
-    """The boxes of a worker, each in two pieces, the later rows first."""
+def write(writer: WholeTensors, plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int) -> Iterator[Box]:
+    """Write the boxes of a worker, each in two pieces, the later rows first."""
     for copy in copy_order(plan, worker):
         source = shards[int(plan.source_rank[copy])][plan.source_parameters[plan.source_parameter[copy]]]
         row, col = int(plan.source_row[copy]), int(plan.source_col[copy])
         content = source[row : row + int(plan.rows[copy]), col : col + int(plan.cols[copy])]
         parameter = plan.destination_parameters[plan.destination_parameter[copy]]
         row, col, half = int(plan.destination_row[copy]), int(plan.destination_col[copy]), len(content) // 2
-        yield Box(parameter, row + half, col, content[half:])
-        if half:
-            yield Box(parameter, row, col, content[:half])
+        for first, last in ((half, len(content)), (0, half)):
+            if last > first:
+                box = Box(parameter, row + first, col, last - first, content.shape[1], content.dtype)
+                writer.place(box).copy_(content[first:last])
+                yield box
 
 
 @pytest.mark.parametrize(
@@ -149,11 +151,16 @@ def test_every_worker_gets_the_checkpoint_that_the_trainer_ranks_hold(
     plan, expected = checkpoint_plan(shape, layout, rollout), dict(checkpoint(model))
     assert plan.hash == checkpoint_plan(shape, layout, rollout).hash
     for worker in range(rollout.workers):
-        got = list(whole_tensors(boxes_of(plan, megatron_shards(model, layout), worker), checkpoint_sizes(shape)))
+        writer = WholeTensors(checkpoint_sizes(shape), torch.device("cpu"))
+        got = list(writer.complete(write(writer, plan, megatron_shards(model, layout), worker)))
         assert len(got) == len(expected) and dict(got).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in got)
 
 
 def test_a_tensor_with_a_gap_is_not_given() -> None:
-    boxes = [Box("whole", 0, 0, torch.ones(2, 3)), Box("gap", 0, 0, torch.ones(1, 3))]
-    assert [name for name, _ in whole_tensors(boxes, {"whole": (2, 3), "gap": (2, 3)})] == ["whole"]
+    writer = WholeTensors({"whole": (2, 3), "gap": (2, 3)}, torch.device("cpu"))
+    boxes = [Box("whole", 0, 0, 2, 3, torch.float32), Box("gap", 0, 0, 1, 3, torch.float32)]
+    for box in boxes:
+        writer.place(box).fill_(1)
+    [(name, tensor)] = writer.complete(iter(boxes))
+    assert name == "whole" and torch.equal(tensor, torch.ones(2, 3))

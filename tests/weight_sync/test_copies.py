@@ -1,66 +1,25 @@
-"""Works of several threads: each work is done once, every piece is hashed at its place, and no thread is left behind."""
+"""Threads that copy mapped weights: each work is done once, memory is bounded, and no thread is left behind."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.weight_sync import copies
-from megarl.weight_sync.copies import Copies, num_copy_threads
-from megarl.weight_sync.in_place import piece_checksum
+from megarl.weight_sync.copies import Box, SpareMemory, Works, divide, in_threads, num_threads, shared_cores
 
 pytestmark = pytest.mark.sync
-NUM_PIECES = 100
+CPU = torch.device("cpu")
 PATIENT_S = 60.0
 
 
-@dataclass
-class Some:
-    """A work of a few pieces that records its threads; it calls `at_begin` and `at_end` with them."""
-
-    numbers: Sequence[int]
-    pieces: Sequence[np.ndarray]
-    at_begin: Callable[[int], None] = lambda thread: None
-    at_end: Callable[[int], None] = lambda thread: None
-    threads: list[int] = field(default_factory=list)
-    words: list[np.ndarray] = field(default_factory=list)
-
-    def places(self, thread: int) -> Sequence[np.ndarray]:
-        self.threads.append(thread)
-        self.at_begin(thread)
-        # Every second column: a place is not contiguous.
-        self.words = [np.zeros((len(self.pieces[number]), 18000), dtype=np.int32)[:, ::2] for number in self.numbers]
-        return self.words
-
-    def copied(self, thread: int) -> None:
-        self.threads.append(thread)
-        assert self.is_there()
-        self.at_end(thread)
-
-    def is_there(self) -> bool:
-        pairs = zip(self.words, self.numbers, strict=True)
-        return all(np.array_equal(place, self.pieces[number]) for place, number in pairs)
-
-
-def pieces_and_works(count: int = NUM_PIECES, size: int = 3) -> tuple[list[np.ndarray], list[Some]]:
-    """Different matrices, most of them so large that numpy and xxhash release the GIL, in works of `size` pieces."""
-    draws = (np.random.default_rng(number) for number in range(count))
-    pieces = [draw.integers(-9, 9, (number % 7 + 1, 9000), dtype=np.int32) for number, draw in enumerate(draws)]
-    return pieces, [Some(range(first, min(first + size, count)), pieces) for first in range(0, count, size)]
-
-
-def sums(pieces: Sequence[np.ndarray]) -> list[int]:
-    return [piece_checksum(words, 7, number) for number, words in enumerate(pieces)]
-
-
-def ignored(count: int) -> None:
-    """Nobody waits for it."""
+def works_of(count: int) -> Works:
+    return Works([(number,) for number in range(count)], most_threads=4)
 
 
 @pytest.fixture(autouse=True)
@@ -70,93 +29,61 @@ def no_thread_is_left_behind() -> Iterator[None]:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_every_work_is_done_once_and_all_its_pieces_are_hashed(num_threads: int) -> None:
-    (pieces, works), counts = pieces_and_works(), list[int]()
-    run = Copies(pieces, works, 7, num_threads)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_every_work_is_done_once_with_spare_memory_that_nobody_else_has(threads: int) -> None:
+    lent: set[SpareMemory] = set()
+    spares: set[SpareMemory] = set()
 
-    def copied(count: int) -> None:
-        counts.append(count)
-        assert all(work.is_there() for work in works if work.numbers[-1] < count)
+    def do(numbers: Sequence[int], spare: SpareMemory) -> int:
+        assert spare not in lent and not torch.is_grad_enabled()
+        lent.add(spare)
+        spares.add(spare)
+        torch.ones(1000).sum()  # another thread may run meanwhile
+        lent.remove(spare)
+        return numbers[0]
 
-    run.run(copied)
-    assert all(work.is_there() for work in works) and run.left == []
-    assert all(len(work.threads) == 2 and len(set(work.threads)) == 1 for work in works)
-    assert run.sums.tolist() == sums(pieces)
-    assert counts == sorted(counts) and (num_threads > 1 or counts == [8 * n for n in range(1, 13)])
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_copy_that_went_wrong_has_another_hash(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash is of the place: it also shows memory that changed during the copy."""
-    pieces, works = pieces_and_works()
-
-    def wrong(place: np.ndarray, words: np.ndarray) -> None:
-        place[:] = words
-        if words is pieces[70]:
-            place[-1, -1] ^= 1
-
-    works[70 // 3].is_there = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(copies.np, "copyto", wrong)
-    run = Copies(pieces, works, 7, num_threads)
-    run.run(ignored)
-    assert np.flatnonzero(run.sums != np.array(sums(pieces), dtype=np.uint64)).tolist() == [70]
+    assert list(in_threads(works_of(300), threads, do)) == list(range(300))
+    assert len(spares) <= threads
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_a_worker_that_was_given_up_copies_no_further(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pieces, works), copied_pieces, copy = pieces_and_works(2000), list[int](), np.copyto
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("is_closed", [False, True], ids=["failed", "closed"])
+def test_threads_end_after_a_failure_and_where_the_reader_stops(threads: int, is_closed: bool) -> None:
+    begun: list[int] = []
 
-    def counted(place: np.ndarray, words: np.ndarray) -> None:
-        copied_pieces.append(1)
-        copy(place, words)
-
-    def copied(count: int) -> None:
-        raise TimeoutError("given up")
-
-    monkeypatch.setattr(copies.np, "copyto", counted)
-    with pytest.raises(TimeoutError, match="given up"):
-        Copies(pieces, works, 7, num_threads).run(copied)
-    assert 8 <= len(copied_pieces) < len(pieces)
-
-
-@pytest.mark.parametrize("step", ["at_begin", "at_end"])
-def test_a_failure_of_another_thread_is_raised_and_ends_all_threads(step: str) -> None:
-    pieces, works = pieces_and_works()
-    run = Copies(pieces, works, 7, 2)
-
-    def fail(thread: int) -> None:
-        if thread:
+    def do(numbers: Sequence[int], spare: SpareMemory) -> None:
+        begun.append(numbers[0])
+        torch.ones(10_000).sum()
+        if numbers[0] == 10 and not is_closed:
             raise MemoryError("no room for a module")
-        end = time.monotonic() + PATIENT_S
-        while not run._stopped and time.monotonic() < end:
-            time.sleep(0.001)
 
-    for work in works:
-        setattr(work, step, fail)
-    with pytest.raises(MemoryError, match="no room"):
-        run.run(ignored)
-    assert sum(bool(work.threads) for work in works) <= 2
+    results = in_threads(works_of(20_000), threads, do)
+    if is_closed:
+        next(results)
+        results.close()  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(MemoryError, match="no room"):
+            list(results)
+    assert len(begun) < 20_000
 
 
-@pytest.mark.parametrize(("before", "num_threads", "shared"), [(1, 2, 1), (3, 4, 1), (7, 4, 2), (4, 1, 4)])
-def test_threads_share_the_openmp_threads_and_give_them_back(before: int, num_threads: int, shared: int) -> None:
+@pytest.mark.parametrize(("before", "threads", "shared"), [(1, 2, 1), (3, 4, 1), (7, 4, 2), (4, 1, 4)])
+def test_threads_share_the_openmp_threads_and_give_them_back(before: int, threads: int, shared: int) -> None:
     """Also in vLLM's worker, which replaces `torch.set_num_threads`."""
-    (pieces, works), seen, initial = pieces_and_works(num_threads, 1), dict[int, int](), torch.get_num_threads()
-    barrier = threading.Barrier(num_threads)
+    barrier, initial = threading.Barrier(threads), torch.get_num_threads()
 
-    def look(thread: int) -> None:
+    def do(numbers: Sequence[int], spare: SpareMemory) -> int:
         barrier.wait(PATIENT_S)
-        seen[thread] = torch.get_num_threads()
+        return torch.get_num_threads()
 
-    for work in works:
-        work.at_begin = look
     torch.set_num_threads(before)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "set_num_threads", ignored)
-            Copies(pieces, works, 7, num_threads).run(ignored)
-            assert seen == dict.fromkeys(range(num_threads), shared)
+            patch.setattr(torch, "set_num_threads", lambda count: None)
+            assert list(in_threads(works_of(threads), threads, do)) == [shared] * threads
+            assert torch.get_num_threads() == before
+            with pytest.raises(MemoryError), shared_cores(threads):
+                raise MemoryError
             assert torch.get_num_threads() == before
     finally:
         torch.set_num_threads(initial)
@@ -165,4 +92,56 @@ def test_threads_share_the_openmp_threads_and_give_them_back(before: int, num_th
 def test_workers_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, workers, threads in ((1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 4), (8, 4, 2), (2, 4, 1)):
         monkeypatch.setattr(copies.os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
-        assert num_copy_threads(workers) == threads
+        assert num_threads(works_of(1), workers) == threads
+    assert num_threads(Works([], most_threads=1), 1) == 1
+
+
+MATRICES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 600)), min_size=1, max_size=3)
+
+
+@given(
+    st.lists(MATRICES, min_size=1, max_size=12), st.integers(0, 1 << 20), st.sampled_from([torch.float32, torch.bfloat16])
+)
+def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
+    modules: list[list[tuple[int, int]]], bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    """Three modules a layer, and an embedding, which is written in place. Each thread has each module at some time."""
+    names = [f"model.layers.{number // 3}.part{number % 3}" for number in range(len(modules))]
+    sizes = {
+        f"{name}.{position}": size
+        for name, of_module in zip(names, modules, strict=True)
+        for position, size in enumerate(of_module)
+    } | {"embed.weight": (5000, 600)}
+    halves = [(name, half, rows) for name, (rows, _) in sizes.items() for half in (0, 1)]
+    boxes = [
+        Box(name, rows // 2 if half else 0, 0, rows - rows // 2 if half else rows // 2, sizes[name][1], dtype)
+        for name, half, rows in halves
+        if half or rows > 1
+    ]
+    works = divide(boxes, sizes, lambda owner: owner == "embed", bucket_bytes)
+    assert sorted(number for work in works.each for number in work) == list(range(len(boxes)))
+    owners = [{boxes[number].owner for number in work} for work in works.each]
+    assert owners.count({"embed"}) == 2 and all(owners.count({name}) == 1 for name in names)
+    spare, layers = SpareMemory(), dict[str, int]()
+    for name, of_module in zip(names, modules, strict=True):
+        for size in of_module:
+            spare.take(size, dtype, CPU, apart=True)
+            layer = name.split(".")[2]
+            layers[layer] = layers.get(layer, 0) + size[0] * size[1] * dtype.itemsize
+        spare.take_back()
+    held = sum(len(block) for block in spare._blocks)
+    assert works.most_threads == 1 or works.most_threads * held <= max(layers.values()) + 2 * bucket_bytes
+
+
+def test_memory_that_somebody_kept_is_not_lent_again() -> None:
+    """Where vLLM has no packing kernel it computes with the weights as they are."""
+    spare = SpareMemory()
+    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU).fill_(1), requires_grad=False)
+    other = spare.take((4, 8), torch.float32, CPU)
+    assert spare.in_use and other.data_ptr() != kept.data_ptr()
+    address = other.data_ptr()
+    del other
+    spare.take_back()
+    assert not spare.in_use
+    assert spare.take((2, 8), torch.float32, CPU).fill_(2).data_ptr() == address, "memory is used again"
+    assert (kept == 1).all()

@@ -27,7 +27,7 @@ ROLLOUT = RolloutLayout(2)
 BUCKET_BYTES = 8192
 TIMEOUT_S = 60.0  # no test waits for it
 CHANGED = 0.02  # the share of values that changes in a version
-EVENTS = ("nothing", "nothing", "restart", "forget", "other bytes", "corrupt", "one engine", "nodes")
+EVENTS = ("nothing", "nothing", "restart", "forget", "other bytes", "corrupt", "one engine")
 
 
 class Trainer:
@@ -37,9 +37,9 @@ class Trainer:
         grouped = dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.shape, self.layout = ModelShape.from_directory(model), layout
-        settings = SyncSettings(torch.bfloat16, ROLLOUT, 2, BUCKET_BYTES, TIMEOUT_S, transport="gloo", wire="delta")
+        settings = SyncSettings(torch.bfloat16, ROLLOUT, 2, BUCKET_BYTES, TIMEOUT_S, transport="group", wire="delta")
         group = dist.group.WORLD if grouped else None
-        self.sync = WeightSync(self.shape, layout, settings, model.parent.name, self.rank, group)
+        self.sync = WeightSync(self.shape, layout, settings, self.rank, group)
         self.engines = ThreadEngines(self.shape, ROLLOUT, engines=2, retries=3) if self.rank == 0 else None
         self.tensors = checkpoint(model)
         self.random = np.random.default_rng(0)
@@ -71,7 +71,8 @@ class Trainer:
 
     def kept(self, engine: int, worker: int) -> TakenParts | None:
         assert self.engines is not None
-        return self.engines.readers[engine, worker]._link._parts
+        inbox = self.engines.readers[engine, worker]._link._inbox
+        return None if inbox is None else inbox.parts
 
     def close(self) -> None:
         if self.engines is not None:
@@ -92,17 +93,15 @@ def walk(model: str, layout: Layout, steps: int) -> list[tuple[str, tuple[int | 
         engine = int(random.integers(2))
         if engines is not None:
             engines.bases.clear()
-            if event == "nodes":
-                engines.nodes = [["here", "here"], ["here", "there"]][int(engines.nodes == ["here", "here"])]
             if event == "restart":
                 engines.restart(engine)
             if event == "forget":
                 for worker in range(ROLLOUT.workers):
-                    engines.readers[engine, worker]._link._parts = None
+                    engines.readers[engine, worker]._link._inbox = None
             if event == "other bytes" and (kept := trainer.kept(0, 1)) is not None:
                 kept._contents[0][0][0] ^= 1
             if event == "corrupt":
-                corrupt(trainer, bucket=1, times=1)
+                corrupt(trainer, times=1, bucket=1)
         trainer.publish([engine] if event == "one engine" else None)
         if engines is not None:
             trainer.check()

@@ -1,98 +1,133 @@
-"""Transports whose buckets lie on a device. A file without a name stands in for its memory, and gloo for NCCL."""
+"""Which transport a run takes, and that neither end waits for a device more than once a version."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+import re
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from megarl.cluster.engine_nodes import servers_of
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
-from megarl.platform import cuda_stub
-from megarl.recipe.device_section import DEVICE_TRANSPORTS
+from megarl.planner.placement import EnginePlace, PlacementError
+from megarl.platform import Platform, cuda_stub
 from megarl.recipe.weight_sync_section import WeightSyncSection
-from megarl.weight_sync.transport import TRANSPORTS, choose_transport
+from megarl.weight_sync.checks import device_checksum
+from megarl.weight_sync.copies import Box
+from megarl.weight_sync.transport import choose_transport
 from tests.rollout_cases import Publisher, save_model
-from tests.sync_cases import ThreadEngines, assert_has_shard
+from tests.sync_cases import BoxWriter, ThreadEngines
 
 pytestmark = pytest.mark.sync
 
-BUCKET_BYTES = 16384
-TIMEOUT_S = 60.0  # a busy machine must not look like an engine that stalls
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [save_model(tmp_path_factory.mktemp("model") / str(seed), "llama", False, seed) for seed in (1, 2)]
-
-
-@pytest.fixture
-def publisher(models: list[Path], request: pytest.FixtureRequest) -> Iterator[Publisher]:
-    """A trainer of one rank with the deadline of the test."""
-    timeout_s = getattr(request, "param", TIMEOUT_S)
-    publisher = Publisher(models[0], RolloutLayout(2), 2, BUCKET_BYTES, timeout_s, transport="cuda_ipc")
-    yield publisher
-    publisher.close()
-
-
-def test_each_engine_can_lead_and_its_buckets_serve_the_others(publisher: Publisher, models: list[Path]) -> None:
-    shape = ModelShape.from_directory(models[0])
-    engines = ThreadEngines(shape, RolloutLayout(2), engines=2)
-    for version, chosen in enumerate(([0, 1], [1], [0, 1], [0]), start=1):
-        model = models[version % 2]
-        publisher.sync.publish(version, publisher.shards(model), engines, chosen)
-        for engine in chosen:
-            assert engines.versions[engine] == version
-            for worker in (0, 1):
-                assert_has_shard(engines.taken[engine, worker], shape, model, RolloutLayout(2), worker, torch.float32)
-    engines.close()
-
-
-def test_a_rank_reads_nothing_of_its_device_however_many_buckets_it_fills(publisher: Publisher, models: list[Path]) -> None:
-    shape = ModelShape.from_directory(models[0])
-    engines = ThreadEngines(shape, RolloutLayout(2), engines=2)
-    shards = publisher.shards(models[0])
-    for version in (1, 2):
-        with cuda_stub.HostWaits() as waits:
-            publisher.sync.publish(version, shards, engines)
-        assert len(publisher.sync._sequence) > 10
-        # The places of the pieces of each stream go to the device at the first sync.
-        assert waits.calls == (["to", "to"] if version == 1 else [])
-    engines.close()
-
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "one_host", "separate", "chosen"),
+    ("wanted", "one_host", "obstacle", "no_peer_access", "name", "reason"),
     [
-        ("auto", "cpu", True, True, "shared_memory"),
-        ("auto", "cpu", False, True, "gloo"),
-        ("auto", "cuda", True, False, "cuda_ipc"),
-        ("auto", "cuda", True, True, "cuda_ipc"),
-        ("auto", "cuda", False, True, "nccl"),
-        ("auto", "cuda", False, False, "gloo"),
-        ("gloo", "cuda", True, False, "gloo"),
-        ("shared_memory", "cuda", True, False, "shared_memory"),
-        ("nccl", "cuda", True, True, "nccl"),
-        ("cuda_ipc", "cpu", True, False, "needs GPUs"),
-        ("nccl", "cpu", False, True, "needs GPUs"),
-        ("cuda_ipc", "cuda", False, True, "needs all trainer ranks and engines on one host"),
-        ("shared_memory", "cpu", False, False, "needs all trainer ranks and engines on one host"),
+        ("auto", True, None, None, "mapped", "trainer ranks and engines share one host"),
+        ("auto", False, None, None, "group", "trainer ranks and engines are on several hosts"),
+        ("auto", True, "adapters are merged", None, "group", "adapters are merged"),
+        ("auto", True, None, (1, 3), "group", r"GPUs 1 and 3 cannot reach each other's memory \(no peer access\)"),
+        ("mapped", True, None, None, "mapped", "weight_sync.transport says so"),
+        ("group", True, None, None, "group", "weight_sync.transport says so"),
+        ("group", False, "adapters are merged", (1, 3), "group", "weight_sync.transport says so"),
+        ("mapped", False, None, None, None, "trainer ranks and engines are on several hosts"),
+        ("mapped", True, "adapters are merged", None, None, "adapters are merged"),
+        ("mapped", True, None, (1, 3), None, "GPUs 1 and 3 cannot reach each other's memory"),
     ],
 )
 def test_a_run_takes_the_transport_that_fits_or_says_why_it_cannot(
-    wanted: str, device: str, one_host: bool, separate: bool, chosen: str
+    wanted: str, one_host: bool, obstacle: str | None, no_peer_access: tuple[int, int] | None, name: str | None, reason: str
 ) -> None:
-    if chosen in TRANSPORTS:
-        assert choose_transport(wanted, device, one_host, separate) == chosen
+    """Only where the recipe leaves the choice may a lack of shared memory change it."""
+    assert wanted in get_args(WeightSyncSection.model_fields["transport"].annotation)
+    if name is None:
+        with pytest.raises(PlacementError, match=f"^weight_sync.transport = {wanted}: {reason}.*; use auto$"):
+            choose_transport(wanted, one_host, obstacle, no_peer_access)
     else:
-        with pytest.raises(ValueError, match=f"weight_sync.transport = {wanted} {chosen}.*; use auto"):
-            choose_transport(wanted, device, one_host, separate)
+        transport = choose_transport(wanted, one_host, obstacle, no_peer_access)
+        assert transport.name == name and re.search(reason, transport.reason)
+        assert transport.is_final == (wanted != "auto" or name == "group")
 
 
-def test_the_recipe_offers_every_transport() -> None:
-    offered = get_args(WeightSyncSection.model_fields["transport"].annotation)
-    assert set(offered) == {"auto", *TRANSPORTS} and set(DEVICE_TRANSPORTS) < set(TRANSPORTS)
-    assert all(TRANSPORTS[name].on_device == (name in DEVICE_TRANSPORTS) for name in TRANSPORTS)
+@pytest.mark.parametrize(
+    ("engines", "ranks", "servers"),
+    [
+        ([(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))], 8, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ([(1, (3,)), (0, (2,))], 8, ((7,), (2,))),
+        ([(0, (0,)), (2, (0,))], 8, ()),  # no trainer rank is on node 2
+    ],
+)
+def test_a_worker_is_served_by_the_trainer_rank_on_its_device(
+    engines: list[tuple[int, tuple[int, ...]]], ranks: int, servers: tuple[tuple[int, ...], ...]
+) -> None:
+    assert servers_of([EnginePlace(*engine) for engine in engines], ranks, ranks_per_node=4) == servers
+
+
+class UnthreadedWriter(BoxWriter):
+    """Writes box after box, as a worker on a GPU does."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__(before, parameters={})
+
+    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> None:  # type: ignore[override]
+        return None
+
+
+def test_workers_on_gpus_map_no_weights_between_two_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer rank that offloads its weights frees them after each sync, and CUDA frees nothing that others map."""
+    monkeypatch.setattr(Platform, "settle", lambda platform: None)
+    monkeypatch.setattr("megarl.weight_sync.read.platform", Platform("cuda", "nccl", "local"))
+    mapped: list[weakref.ref[mmap.mmap]] = []
+
+    class Noted(mmap.mmap):
+        def __init__(self, *_: Any) -> None:
+            mapped.append(weakref.ref(self))
+
+    monkeypatch.setattr("megarl.platform.device_memory.mmap.mmap", Noted)
+    model = save_model(tmp_path, "llama", False, 1)
+    publisher = Publisher(model)
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout())
+    for version in (1, 2):
+        publisher.publish(version, model, engines)
+        assert mapped and all(storage() is None for storage in mapped)
+    engines.close()
+    publisher.close()
+
+
+@pytest.mark.parametrize(("transport", "of_rank", "of_worker"), [("mapped", 2, 1), ("group", 0, None)])
+def test_neither_end_waits_for_its_device_more_often_where_there_are_more_buckets_or_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, of_rank: int, of_worker: int | None
+) -> None:
+    """A rank reads the checksums of mapped weights for each of two workers; no worker of the transport `group` has a device
+    here."""
+    for module in ("publish", "mapped", "read"):
+        monkeypatch.setattr(f"megarl.weight_sync.{module}.checksum", device_checksum)
+    monkeypatch.setattr("tests.sync_cases.BoxWriter", UnthreadedWriter)
+    model = save_model(tmp_path, "llama", False, 1)
+    publisher = Publisher(model, RolloutLayout(2), 2, 1 << 14, transport=transport)
+    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(2), engines=2)
+    take, waits_of_workers = engines._take, dict[tuple[int, int], list[str]]()
+
+    def take_and_count(engine: int, worker: int) -> dict[str, torch.Tensor]:
+        with cuda_stub.HostWaits() as waits:
+            waits_of_workers[engine, worker] = waits.calls
+            return take(engine, worker)
+
+    monkeypatch.setattr(engines, "_take", take_and_count)
+    shards = publisher.shards(model)
+    for version in (1, 2):
+        with cuda_stub.HostWaits() as waits:
+            publisher.publish_shards(version, shards, engines)
+        assert waits.calls == ["cpu"] * of_rank
+        for calls in waits_of_workers.values():
+            # Checksums of ranks arrive in host memory.
+            assert of_worker is None or [call for call in calls if call != "numpy"] == ["cpu"] * of_worker
+    engines.close()
+    publisher.close()

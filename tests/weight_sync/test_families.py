@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -58,14 +58,13 @@ def takes_versions(old: Path, new: Path, family: str) -> None:
     engine, other = open_receiver(old), open_engine(new)
     first, second = answers(engine), answers(other)
     assert first != second
-    publisher, receiving = Publisher(new, in_place=True), Receiving(engine)
-    metrics = publisher.publish(1, new, receiving)
-    assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0 and metrics["sync/in_place"]
-    assert answers(engine) == second, "not the engine that loaded from disk"
-    publisher.in_place = False
-    assert not publisher.publish(2, old, receiving)["sync/in_place"]
-    assert answers(engine) == first, "a second sync did not bring the first weights back"
-    publisher.close()
+    receiving = Receiving(engine)
+    for version, transport, model, expected in ((1, "mapped", new, second), (2, "group", old, first)):
+        publisher = Publisher(model, transport=transport)
+        metrics = publisher.publish(version, model, receiving)
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
+        assert answers(engine) == expected, f"version {version}: not the engine that loaded from disk"
+        publisher.close()
     if family in CHECKPOINTS:
         loads_in_turn(engine, old, new)
         assert answers(engine) == second, "not the engine that loaded from disk"
@@ -96,25 +95,30 @@ def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.
 
 
 def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollout: RolloutLayout) -> None:
-    """On the ranks of a trainer. Rank 0's engine loads what they export of `new`, and takes both models by turns, in place
-    and in buckets. It takes all of `old`, or it would be further than rounding from transformers' numbers."""
+    """On the ranks of a trainer. Rank 0's engine loads what they export of `new`, and takes both models by turns, by every
+    transport. It takes all of `old`, or it would be further than rounding from transformers' numbers."""
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), ModelShape.from_directory(new)
     held = {model: megatron_shards(model, layout)[rank] for model in (old, new)}
     export(new, exported, layout, held[new])
-    settings = SyncSettings(torch.float32, rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0)
-    sync = WeightSync(shape, layout, settings, "families", rank, dist.group.WORLD)
+    servers = (tuple(range(rollout.workers)),)
+    forms: list[dict[str, Any]] = [{}, {"transport": "group"}, {"transport": "group", "servers": servers}]
+    syncs = []
+    for form in forms:
+        settings = SyncSettings(torch.float32, rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0, **form)
+        syncs.append(WeightSync(shape, layout, settings, rank, dist.group.WORLD))
 
     def publish(version: int, engines: EnginePool | None) -> Path:
-        model, in_place = ((old, True), (new, False), (old, False), (new, True))[version - 1]
-        metrics = sync.publish(version, held[model] if in_place else MappingProxyType(held[model]), engines)
-        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0 and metrics["sync/in_place"] == in_place
+        model, sync = (old, new)[(version - 1) % 2], syncs[(version - 1) % 3]
+        metrics = sync.publish(version, held[model], engines)
+        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
         return model
 
     if rank:
         for version in range(1, 5):
             publish(version, None)
-        sync.close()
+        for sync in syncs:
+            sync.close()
         return
     start_cluster()
     pool = EnginePool(recipe(exported, tensor=rollout.tensor, temperature=0.8), str(exported), STOP, seed=3)
@@ -129,7 +133,8 @@ def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollou
     finally:
         pool.shutdown()
         stop_cluster()
-        sync.close()
+        for sync in syncs:
+            sync.close()
 
 
 # With a vocabulary that no size of tensor parallelism divides, and one key-value head for two tensor ranks on either side,

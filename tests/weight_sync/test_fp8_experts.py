@@ -83,7 +83,8 @@ class Worker:
 
         receiver: Any = WeightReceiver.__new__(WeightReceiver)
         receiver._shape, receiver._reader, receiver._modules = shape, reader, self.modules
-        receiver._spares, receiver._repack_s, receiver.device = [SpareMemory()], 0.0, torch.device("cpu")
+        receiver._spare, receiver._repack_s, receiver.device = SpareMemory(), 0.0, torch.device("cpu")
+        receiver._owner, receiver._targets = None, {}
         receiver._homes = {} if captures_graphs else None
         receiver._sizes, receiver.model = parameter_sizes(shape, rollout, number), torch.nn.Module()
         return receiver
@@ -134,9 +135,11 @@ class Engines(ThreadEngines):
     receivers: list[Any]
 
     def _read(self, engine: int, worker: int) -> Parameters:
-        boxes = self.readers[engine, worker].boxes(self._manifest, engine)
-        self.receivers[worker]._load(boxes, torch.bfloat16)
-        self.receivers[worker]._pack_rest()
+        receiver = self.receivers[worker]
+        receiver._unpacked = []
+        with torch.no_grad():
+            for _ in self.readers[engine, worker].read(self._manifest, engine, receiver):
+                pass
         return {}
 
 
@@ -169,8 +172,8 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
         if name.endswith("e_score_correction_bias"):
             old[name] = new[name]  # no sync sends it
     workers = [Worker(shape, rollout, number, old) for number in range(2)]
-    settings = SyncSettings(torch.bfloat16, rollout, 1, 1 << 17, 60.0, quantization="fp8")
-    sync, engines = WeightSync(shape, Layout(), settings, "fp8-experts", 0, None), Engines(shape, rollout)
+    settings = SyncSettings(torch.bfloat16, rollout, 1, 1 << 17, 60.0, transport="group", quantization="fp8")
+    sync, engines = WeightSync(shape, Layout(), settings, 0, None), Engines(shape, rollout)
     engines.receivers = [
         one.receiver(shape, rollout, number, engines.readers[0, number], captures_graphs=True)
         for number, one in enumerate(workers)

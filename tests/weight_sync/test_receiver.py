@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,7 @@ import torch
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
-from megarl.weight_sync.copies import Box, Copies, SpareMemory, Work, module_works
-from megarl.weight_sync.in_place import words_of
+from megarl.weight_sync.copies import Box, SpareMemory, in_threads
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout.test_pool import MANIFEST
 from tests.rollout_cases import save_model
@@ -33,21 +32,16 @@ def environment() -> Iterator[None]:
 
 
 class Reader:
-    """Stands in for a stream; `closed` says whether the worker has stopped reading."""
+    """Stands in for a stream whose first box does not fit; `closed` says whether the worker has stopped reading."""
 
     closed = False
 
-    def boxes(self, *arguments: Any) -> Generator[None, None, None]:
+    def read(self, *arguments: Any) -> Generator[Box, None, None]:
         try:
-            yield
-            yield
+            yield Box("no.such.weight", 0, 0, 1, 1, torch.float32)
+            raise ValueError("no such parameter")
         finally:
             self.closed = True
-
-
-def breaks(boxes: Iterator[Any], *arguments: Any) -> None:
-    next(boxes)
-    raise ValueError("no such parameter")
 
 
 @pytest.mark.parametrize("mode", ["reshard", "checkpoint"])
@@ -58,16 +52,18 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
 
     worker, reader = receiver.WeightReceiver.__new__(receiver.WeightReceiver), Reader()
     worker._shape, worker._rollout = ModelShape.from_directory(save_model(tmp_path / "m", "llama", True, 0)), RolloutLayout()
-    worker._reader, worker._spares = reader, []  # type: ignore[assignment]
+    worker._reader, worker._spare = reader, SpareMemory()  # type: ignore[assignment]
     worker.model = worker.model_config = None  # type: ignore[assignment]
     worker.device = torch.device("cpu")
-    monkeypatch.setattr(worker, "_load", breaks)
-    monkeypatch.setattr(receiver, "whole_tensors", lambda boxes, sizes: boxes)
-    monkeypatch.setattr(receiver, "load_checkpoint_tensors", lambda model, config, tensors: breaks(tensors))
+
+    def no_parameter(model: Any, config: Any, tensors: Iterator[Any]) -> None:
+        next(tensors)
+
+    monkeypatch.setattr(receiver, "load_checkpoint_tensors", no_parameter)
     monkeypatch.setattr(
         receiver.WeightManifest, "from_dict", lambda values: replace(MANIFEST, rollout=RolloutLayout(), mode=mode)
     )
-    with pytest.raises(ValueError, match="no such parameter") as failure:
+    with pytest.raises((ValueError, KeyError), match="no such parameter|no.such.weight") as failure:
         worker.receive_weights(receiver.Update({}, 0))
     assert reader.closed
     assert failure.traceback, "it is held, and with it all that the failed call had in hand"
@@ -79,48 +75,39 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
 CPU = torch.device("cpu")
 
 
-def test_memory_that_somebody_kept_is_not_lent_again() -> None:
-    """Where vLLM has no packing kernel it computes with the weights as they are."""
-    spare = SpareMemory()
-    kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU).fill_(1), requires_grad=False)
-    spare.take_back()
-    spare.take((4, 8), torch.float32, CPU).fill_(2)
-    assert (kept == 1).all()
-
-
 def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
     """A worker whose modules have a weight [4, 8] each; `covered` elements of each are sent."""
     pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
     from megarl.weight_sync.receiver import WeightReceiver
 
     receiver: Any = WeightReceiver.__new__(WeightReceiver)
-    receiver._modules, receiver._spares, receiver._repack_s = modules, [SpareMemory(), SpareMemory()], 0.0
+    receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
     receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
     receiver._reader = SimpleNamespace(elements=covered.__getitem__)
-    receiver._rollout, receiver._unpacked, receiver._owner = RolloutLayout(), [], None
+    receiver._rollout, receiver._unpacked, receiver._owner, receiver._targets = RolloutLayout(), [], None, {}
     return receiver
 
 
-def works_for(receiver: Any, boxes: Sequence[Box]) -> Sequence[Work]:
-    return module_works(receiver, boxes, receiver._sizes, receiver._spares, 1 << 20).each
+def take(receiver: Any, contents: Mapping[str, torch.Tensor], threads: int) -> None:
+    """Give the worker a version as a reader does: box after box without threads."""
+    boxes = [Box(name, 0, 0, content.shape[0], content.shape[1], content.dtype) for name, content in contents.items()]
 
+    def do(numbers: Sequence[int], spare: SpareMemory) -> None:
+        places = receiver.places([boxes[number] for number in numbers], spare)
+        for number, place in zip(numbers, places, strict=True):
+            place.copy_(contents[boxes[number].parameter])
+        del places, place
+        receiver.written(boxes[numbers[0]].owner, spare)
 
-def take(receiver: Any, boxes: Sequence[Box], works: Sequence[Work] | None, num_threads: int = 1) -> None:
-    """Give the worker a version as a reader does: in place where there are works."""
-
-    def read() -> Iterator[Box]:
-        if works is None:
-            yield from boxes
-        else:
-            Copies([box.in_words for box in boxes], works, 1, num_threads).run(lambda count: None)
-        receiver._pack_rest()
-
-    try:
-        receiver._load(read(), boxes[0].content.dtype)
-    finally:
-        for spare in receiver._spares:
-            spare.clear()
+    receiver._unpacked = []
+    if threads:
+        list(in_threads(receiver.works(boxes, 1 << 20), threads, do))
+    else:
+        for box in boxes:
+            receiver.place(box).copy_(contents[box.parameter])
+    receiver.finish()
+    receiver._spare.clear()
 
 
 def linear(elements: int, quant_method: Any) -> torch.nn.Module:
@@ -130,8 +117,8 @@ def linear(elements: int, quant_method: Any) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
-def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_place: bool) -> None:
+@pytest.mark.parametrize("threads", [0, 1], ids=["buckets", "mapped"])
+def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(threads: int) -> None:
     """vLLM's kernel for small weights on CPUs with AMX does this."""
 
     class Widening:
@@ -148,17 +135,15 @@ def test_a_bias_that_vllm_keeps_in_fp32_comes_in_the_format_of_all_others(in_pla
     receiver._sizes["a.bias"] = (4, 1)
     for value in (1.0, 2.0):
         contents = {name: torch.full(receiver._sizes[name], value, dtype=torch.bfloat16) for name in ("a.weight", "a.bias")}
-        boxes = [Box(name, 0, 0, content, None, words_of(content)) for name, content in contents.items()]
-        take(receiver, boxes, works_for(receiver, boxes) if in_place else None)
+        take(receiver, contents, threads)
         assert packed.pop() == (32.0 * value, torch.bfloat16)
         assert module.bias.dtype == torch.float32 and module.bias.tolist() == [value] * 4
-    wrong = iter([Box("a.weight", 0, 0, torch.zeros(4, 8, dtype=torch.float16))])
     with pytest.raises(SyncError, match="a.weight is torch.bfloat16 in the engine but torch.float16"):
-        receiver._load(wrong, torch.float16)
+        take(receiver, {"a.weight": torch.zeros(4, 8, dtype=torch.float16)}, threads)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["from buckets", "in place"])
-def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_place: bool) -> None:
+@pytest.mark.parametrize("threads", [0, 1], ids=["buckets", "mapped"])
+def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(threads: int) -> None:
     """The modules pack their weight and drop it, as vLLM's linear layers do on CPUs with a kernel."""
     places, packed = [], []
 
@@ -173,15 +158,13 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(in_plac
     # The last module has a row of padding, which is zero although the memory was written before.
     covered = dict(zip((f"{name}.weight" for name in names), (32, 32, 24), strict=True))
     receiver = receiver_of({name: linear(0, Packing()) for name in names}, covered)
-    contents = [torch.full((covered[f"{name}.weight"] // 8, 8), float(number + 1)) for number, name in enumerate(names)]
-    boxes = [
-        Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name, content in zip(names, contents, strict=True)
-    ]
-    works = works_for(receiver, boxes) if in_place else None
+    contents = {
+        name: torch.full((elements // 8, 8), float(number)) for number, (name, elements) in enumerate(covered.items(), 1)
+    }
     for _ in range(2):
         places.clear()
         packed.clear()
-        take(receiver, boxes, works)
+        take(receiver, contents, threads)
         assert len(set(places)) == 1
         assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
 
@@ -265,14 +248,18 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
         process(owner)
 
     receiver._process = note
-    boxes = [Box(f"{name}.weight", 0, 0, content, None, words_of(content)) for name in modules]
+    dirty = SpareMemory.take
+
+    def with_garbage(spare: SpareMemory, *arguments: Any, **options: Any) -> torch.Tensor:
+        """What lies between the rows too."""
+        taken = dirty(spare, *arguments, **options)
+        spare._blocks[spare._taken - 1].fill_(0xFF)
+        return taken
+
+    monkeypatch.setattr(SpareMemory, "take", with_garbage)
     for has_avx, stored in ((True, columns + gap), (False, columns)):
         monkeypatch.setattr(Platform, "has_avx", lambda platform, has_avx=has_avx: has_avx)
-        for spare in receiver._spares:  # garbage between the rows
-            matrix = spare.take((48, 1024), dtype, CPU).fill_(float("nan"))
-            del matrix
-            spare.take_back()
-        take(receiver, boxes, works_for(receiver, boxes))
+        take(receiver, {f"{name}.weight": content for name in modules}, threads=1)
         assert strides == [(stored, 1), (columns, 1)] and modules["a"].weight.numel() == 0
         for module in modules.values():
             assert torch.allclose(module.cpu_linear(hidden, None, None), expected, atol=0.2, rtol=0.02)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,7 +20,8 @@ from megarl.rollout import RolloutError
 from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.transport import NUM_BUCKETS
-from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, recipe, same, save_model
+from tests.rollout.conftest import Engines
+from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, same
 
 pytestmark = [pytest.mark.hang, pytest.mark.slow]
 
@@ -29,17 +31,12 @@ Faulty = tuple[EnginePool, Publisher, Path]
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+def faulty(engines: Engines) -> Iterator[Faulty]:
     """One engine that has taken a version, and the model of that version; completions long enough to interrupt. An engine's
     start is most of what a test takes, so each test leaves an engine that answers to the next; the last one ends it."""
-    folder = tmp_path_factory.mktemp("models")
-    old, new = (save_model(folder / name, "llama", True, seed) for seed, name in enumerate(("old", "new")))
-    publisher = Publisher(new)
-    pool = EnginePool(recipe(old, max_new_tokens=220, max_restarts=9), str(old), (), seed=3)
-    pool.start()
-    publisher.publish(1, new, pool)
-    yield pool, publisher, new
-    pool.shutdown()
+    publisher, pool = Publisher(engines.new, transport="group"), engines.pool(0, new_tokens=220, stops=(), max_restarts=9)
+    publisher.publish(1, engines.new, pool)
+    yield pool, publisher, engines.new
     publisher.close()
 
 
@@ -109,17 +106,18 @@ def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
 def kill_in_the_middle(publisher: Publisher, victim: psutil.Process) -> None:
     """In the next sync, before the middle one of its buckets is sent. There is room for it where the engine has read all but
     the last one before it, so it is about to wait for this one."""
-    sender, middle = publisher.sync._sender, publisher.sync._streams[0].num_buckets // 2
+    sender: Any = publisher.sync._sender
+    middle = publisher.sync._streams[0].num_buckets // 2
     assert middle > NUM_BUCKETS
     send = sender.send
 
     def send_to_the_dead(stream: int, bucket: int) -> None:
         if bucket == middle:
-            sender.send = send  # type: ignore[method-assign]
+            sender.send = send
             victim.kill()
         send(stream, bucket)
 
-    sender.send = send_to_the_dead  # type: ignore[method-assign]
+    sender.send = send_to_the_dead
 
 
 def assert_drawn_from(model: Path, batch: RolloutBatch) -> None:
@@ -181,7 +179,7 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
     assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
 
 
-@pytest.mark.nightly  # in CI: test_sync.py, without restarts
+@pytest.mark.nightly  # in CI without restarts
 def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompts_too(faulty: Faulty) -> None:
     """What it computes with is broken, and not what the trainer would send: that is what the new engine gets."""
     pool, publisher, new = faulty
@@ -210,3 +208,17 @@ def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_oft
     rule = rf"rollout engine 0 died in phase rollout after {restarts} restarts.*max_restarts = {restarts}"
     with pytest.raises(RolloutError, match=rule):
         generate(faulty, 4)
+
+
+def test_an_engine_without_restarts_left_whose_logprobs_are_no_numbers_ends_the_run(engines: Engines) -> None:
+    """The other engine: the tests above end theirs."""
+    pool, publisher = engines.pool(1, max_restarts=0), Publisher(engines.new)
+    broken = publisher.shards(engines.new)
+    broken["decoder.final_layernorm.weight"][0] = torch.nan
+    publisher.publish_shards(5, broken, pool)
+    rule = (
+        r"rollout engine 1 died in phase rollout after 0 restarts .*: a log-probability of group \d is nan, under version 5"
+    )
+    with pytest.raises(RolloutError, match=rule):
+        pool.generate(prompts(), 1)
+    publisher.close()

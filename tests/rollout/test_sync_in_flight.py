@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -17,9 +16,9 @@ import pytest
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout import RolloutError
 from megarl.rollout.groups import RolloutBatch
-from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncError
-from tests.rollout_cases import VOCAB, Publisher, corrupt, huggingface_logprobs, recipe, same, save_model
+from tests.rollout.conftest import Engines
+from tests.rollout_cases import VOCAB, Publisher, corrupt, huggingface_logprobs, same
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
@@ -34,17 +33,11 @@ TRIES = 10
 
 class Flight:
     """An engine, and a publisher of the old and of the new weights. 7 of 16 completions run at a time, and none stops early.
-    What it answers undisturbed after a sync is what an engine answers that loaded the weights (`test_rollout_sync`)."""
+    What it answers undisturbed after a sync is what an engine answers that loaded the weights (`test_sync.py`)."""
 
-    def __init__(self, folder: Path) -> None:
-        self.models = [save_model(folder / name, "qwen3", True, seed) for seed, name in enumerate(("old", "new"))]
-        lengths = {"data.max_prompt_tokens": PROMPT_TOKENS, "rollout.max_new_tokens": NEW_TOKENS}
-        values = recipe(self.models[OLD]).model_dump()
-        for key, tokens in lengths.items():
-            section, name = key.split(".")
-            values[section][name] = tokens
-        self.pool = EnginePool(recipe(self.models[OLD]).model_validate(values), str(self.models[OLD]), (), seed=3)
-        self.pool.start()
+    def __init__(self, engines: Engines) -> None:
+        self.models = [engines.old, engines.new]
+        self.pool = engines.pool(0, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, stops=())
         self.publisher = Publisher(self.models[OLD])
         # Cut beforehand: in the middle of a rollout there is no time for it.
         self._shards = [self.publisher.shards(model) for model in self.models]
@@ -100,13 +93,12 @@ class Flight:
 
     def close(self) -> None:
         self._threads.shutdown()
-        self.pool.shutdown()
         self.publisher.close()
 
 
 @pytest.fixture(scope="module")
-def flight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flight]:
-    flight = Flight(tmp_path_factory.mktemp("models"))
+def flight(engines: Engines) -> Iterator[Flight]:
+    flight = Flight(engines)
     yield flight
     flight.close()
 
@@ -170,8 +162,8 @@ def test_aborted_groups_are_those_of_an_engine_that_had_only_the_new_weights(fli
 def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> None:
 
     def torn() -> float:
-        corrupt(flight.publisher, bucket=2, times=2)
-        with pytest.raises(SyncError, match="wrong bytes in bucket 2"):
+        corrupt(flight.publisher, times=2)
+        with pytest.raises(SyncError, match="wrong bytes in piece 0"):
             flight.publish(NEW)
         return flight.pool._reports[0]["in_flight"]
 

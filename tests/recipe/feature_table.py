@@ -1,6 +1,6 @@
-"""What is supported, read off the family registry and the recipe's sections, so that the table follows the code.
+"""The table of docs/features.md, read off the family registry and the recipe's sections, so that it follows the code.
 
-`megarl check --features` prints it, docs/features.md shows it, tests/recipe/test_features.py compares. No torch.
+`python -m tests.recipe.feature_table` prints it; test_features.py compares it with the page.
 """
 
 from __future__ import annotations
@@ -127,3 +127,7 @@ def _values(field: FieldInfo) -> str:
             words = _options(below)
             parts.append(f"`{key}`" + (f" ({', '.join(words)})" if words else ""))
     return ", ".join(parts) or _listed(_options(field) or ["true"])  # a switch has no words
+
+
+if __name__ == "__main__":
+    print(markdown(features()))

@@ -1,0 +1,107 @@
+"""The trainer's end of a sync with `actor.lora.send: adapter`: each engine gets a version as one small object.
+
+Engines load the base model from `model.path` at their start and keep it, so no rank sends or gathers a weight of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megarl.megatron.export import Factors, adapter_factors, peft_files, peft_tensors
+from megarl.megatron.lora import Adapter, MergedShards
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.recipe import Recipe
+from megarl.telemetry.clock import span
+from megarl.weight_sync.manifest import AdapterManifest, SyncError, SyncLate, WeightManifest, digest_of
+from megarl.weight_sync.publish import Engines
+
+
+class AdapterEngines(Engines, Protocol):
+    """The engines, seen from rank 0."""
+
+    def begin(self, manifest: WeightManifest | AdapterManifest) -> None:
+        """As `Engines.begin`."""
+
+
+class AdapterSync:
+    """Sends the actor's adapters to the rollout engines. `publish` is a collective of the trainer ranks."""
+
+    def __init__(
+        self, recipe: Recipe, shape: ModelShape, layout: Layout, rank: int, group: dist.ProcessGroup | None
+    ) -> None:
+        """`recipe` has `sent_adapter`; `rank` is the trainer rank; `group` a gloo group of all ranks, None for one rank."""
+        self._recipe, self._shape, self._layout, self._rank, self._group = recipe, shape, layout, rank, group
+
+    def publish(
+        self,
+        version: int,
+        parameters: Mapping[str, torch.Tensor],
+        engines: AdapterEngines | None = None,
+        chosen: Sequence[int] | None = None,
+    ) -> dict[str, float]:
+        """Send a version to all engines, or to the `chosen` engines of rank 0; as `WeightSync.publish`.
+
+        `parameters` are `Role.shards()`, of which only the adapters are read."""
+        assert isinstance(parameters, MergedShards), "a model with adapters"
+        begun, wanted = time.perf_counter(), tuple(range(self._recipe.rollout.engines) if chosen is None else chosen)
+        if engines is not None:
+            engines.ask(version, wanted)
+        factors = self._gather(parameters.adapters)
+        metrics: dict[str, float] = {}
+        error: Exception | None = None
+        with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
+            if engines is not None:
+                try:
+                    metrics = self._send(version, factors, begun, engines, wanted)
+                except Exception as caught:  # raised below, once the other ranks know
+                    error = caught
+            failure = None if error is None else (f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
+            box = [(metrics, failure)]
+            if self._group is not None:
+                dist.broadcast_object_list(box, src=0, group=self._group)
+        if error is not None:
+            raise error
+        metrics, failure = box[0]
+        if failure is not None:
+            raise (SyncLate if failure[1] else SyncError)(f"weight_sync ended on rank 0: {failure[0]}")
+        return metrics
+
+    def close(self) -> None:
+        """Nothing is open between two syncs."""
+
+    def _gather(self, adapters: Mapping[str, Adapter]) -> list[Factors]:
+        """Return the factors of every rank on rank 0, in rank order, once of those that several ranks hold."""
+        _, _, data_rank, context_rank = self._layout.coordinates(self._rank)
+        factors = adapter_factors(adapters) if data_rank == context_rank == 0 else {}
+        if self._group is None:
+            return [factors]
+        everyone: list[Any] = [None] * self._layout.ranks
+        with span("wait_ranks"):
+            dist.gather_object(factors, everyone if self._rank == 0 else None, dst=0, group=self._group)
+        return everyone
+
+    def _send(
+        self, version: int, factors: list[Factors], begun: float, engines: AdapterEngines, wanted: tuple[int, ...]
+    ) -> dict[str, float]:
+        """On rank 0, send a version until every engine has verified and applied it; returns the metrics."""
+        recipe, lora = self._recipe, self._recipe.sent_adapter
+        assert lora is not None, "a recipe whose syncs send adapters"
+        files = peft_files(peft_tensors(self._shape, self._layout, factors), lora, recipe.model.path)
+        pack_s, digest = time.perf_counter() - begun, digest_of(version, files)
+        metrics: dict[str, float] = {}
+        sent_bytes = attempt = 0
+        while wanted:
+            attempt += 1
+            engines.pause(version, attempt, wanted)
+            manifest = AdapterManifest(version, wanted, recipe.weight_sync.timeout_s, files, digest)
+            engines.begin(manifest)
+            sent_bytes += manifest.num_bytes * len(wanted)
+            wanted, metrics = engines.finish()
+        metrics |= {"sync/sent_bytes": sent_bytes, "sync/attempts": attempt, "sync/mapped": 0.0}
+        return metrics | {"sync/pack_s": pack_s, "sync/total_s": time.perf_counter() - begun}

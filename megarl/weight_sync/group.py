@@ -1,0 +1,417 @@
+"""The transport `group`: buckets travel as messages, in one process group of each engine with the trainer ranks.
+
+The groups are independent of torch's default group; their members come together over a store of rank 0. After any failure
+both sides leave the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new
+group. So no message of a failed attempt is left.
+
+A rank sends part after part in the order of the sequence (bucket, stream), a worker receives in the order of (bucket, rank).
+Messages of a pair arrive in order, and all members agree with the order (bucket, stream, rank). So where the messages of a
+member wait for each other, as NCCL's do, the first pending message is the next one at both of its ends, and goes through as
+soon as its bucket is read.
+
+In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have a group of their own for
+this. The worker maps the server's buckets, and both tell each other in the engine's group which bucket is full and which is
+free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.platform import GlooMessages, NcclMessages
+from megarl.platform import current as platform
+from megarl.platform.messages import deadline_passed, peer_lost
+from megarl.weight_sync.codec import SentParts, TakenParts
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
+from megarl.weight_sync.stream import Stream
+from megarl.weight_sync.transport import NUM_BUCKETS, RANK_WAITS
+
+MessageGroup = GlooMessages | NcclMessages
+LAST_LOOK_S = 0.001  # a wait whose time is up still sees what is complete; gloo takes a timeout of 0 for none
+PRESENCE_LOOK_S = 0.002
+
+
+def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
+    """Open the store over which groups come together. Rank 0 owns it, on a free port where `port` is 0. Raises SyncError."""
+    try:
+        return dist.TCPStore(host, port, is_master=owner, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise SyncError(
+            f"join: no way to the store of trainer rank 0 at {host}:{port} within "
+            f"weight_sync.timeout_s = {timeout_s:g}: {error}"
+        ) from error
+
+
+def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
+    """Join an engine's group as the given member: first come the ranks of `manifest.ranks_of`, then the workers. Raises
+    SyncError where the others do not join in time."""
+    ranks, workers, timeout_s = len(manifest.ranks_of(engine)), manifest.rollout.workers, manifest.timeout_s
+    if member >= ranks:
+        store.set(_presence(manifest, engine, member - ranks), "")
+    waits = manifest.worker_waits if member >= ranks else 1
+    prefix = dist.PrefixStore(f"engine-{engine}-{manifest.groups[engine]}", store)
+    # In two legs, and where memory is mapped, the messages of an engine's group are small: they stay in host memory.
+    on_device = manifest.on_device and manifest.transport == "group" and not manifest.servers
+    try:
+        return platform.message_group(prefix, member, ranks + workers, timeout_s, waits * timeout_s, store.host, on_device)
+    except RuntimeError as error:
+        raise SyncError(
+            f"join: no group of the trainer ranks and engine {engine} within "
+            f"{waits} times weight_sync.timeout_s = {timeout_s:g}: {error}"
+        ) from error
+
+
+def _presence(manifest: WeightManifest, engine: int, worker: int) -> str:
+    """The store's key for a worker that is about to join its engine's group."""
+    return f"here-{engine}-{manifest.groups[engine]}-{worker}"
+
+
+def present_engines(store: dist.TCPStore, manifest: WeightManifest, engines: Collection[int]) -> list[int]:
+    """Wait until all workers of these engines are about to join; the engines that have come by the deadline. Only rank 0
+    looks: otherwise a rank might wait for an engine that another rank has given up."""
+    keys = {
+        engine: [_presence(manifest, engine, worker) for worker in range(manifest.rollout.workers)] for engine in engines
+    }
+    deadline = time.monotonic() + manifest.timeout_s
+    while True:
+        present = [engine for engine, of_workers in keys.items() if store.check(of_workers)]
+        if len(present) == len(keys) or time.monotonic() > deadline:
+            return present
+        time.sleep(PRESENCE_LOOK_S)
+
+
+class Message(NamedTuple):
+    """A message under way, with its description."""
+
+    engine: int
+    what: str
+    work: Any
+
+
+class EngineGroups:
+    """A trainer rank's process groups, one with each engine. An engine whose message fails is lost for this attempt: the
+    rank leaves its group, so that nobody on the other side waits."""
+
+    def __init__(self, store: dist.TCPStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._groups: dict[int, tuple[int, MessageGroup]] = {}  # by engine, with the number in the manifest
+        self._manifest: WeightManifest
+        self._deadline, self._is_late = 0.0, False  # whether an engine has reached the deadline
+        self.lost: dict[int, str] = {}  # by engine, why
+
+    def begin(self, manifest: WeightManifest, present: Collection[int]) -> None:
+        """Begin an attempt, with one deadline for all engines: join the groups that are new, of the engines `present`."""
+        self._manifest, self.lost = manifest, {}
+        self._deadline, self._is_late = time.monotonic() + manifest.timeout_s, False
+        for engine in manifest.engines:
+            ranks = manifest.ranks_of(engine)
+            if engine in self._groups and self._groups[engine][0] == manifest.groups[engine] or self._rank not in ranks:
+                continue
+            self._leave(engine)
+            if engine not in present:
+                self._lose(
+                    engine, f"join: engine {engine} did not come within weight_sync.timeout_s = {manifest.timeout_s:g}"
+                )
+                continue
+            try:
+                group = open_group(self._store, manifest, engine, ranks.index(self._rank))
+                self._groups[engine] = manifest.groups[engine], group
+            except SyncError as error:
+                self._lose(engine, str(error))
+
+    def has(self, engine: int) -> bool:
+        """Whether an engine takes part in this attempt and is not lost."""
+        return engine in self._manifest.engines and engine in self._groups
+
+    def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
+        """Start to send to a worker; None where its engine is lost. `what` describes the message."""
+        return self._start(engine, worker, content, what, receives=False)
+
+    def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
+        """Start to receive from a worker, as `send`."""
+        return self._start(engine, worker, content, what, receives=True)
+
+    def _start(self, engine: int, worker: int, content: torch.Tensor, what: str, receives: bool) -> Message | None:
+        if not self.has(engine):
+            return None
+        group, member = self._groups[engine][1], len(self._manifest.ranks_of(engine)) + worker
+        try:
+            work = group.receive(content, member) if receives else group.send(content, member)
+        except RuntimeError as error:
+            self._lose(engine, f"{what}: {error}")
+            return None
+        return Message(engine, what, work)
+
+    def finish(self, message: Message | None) -> bool:
+        """Wait for a message until the deadline of the attempt; False where its engine is lost."""
+        if message is None or not self.has(message.engine):
+            return False
+        try:
+            self._groups[message.engine][1].finish(message.work, max(LAST_LOOK_S, self._deadline - time.monotonic()))
+        except RuntimeError as error:
+            is_late, timeout_s = deadline_passed(error), self._manifest.timeout_s
+            if is_late and not self._is_late:
+                # The other engines have waited for this rank meanwhile: they get half as long once more, and wait so long.
+                self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
+            late = f" within weight_sync.timeout_s = {timeout_s:g}" if is_late else ""
+            self._lose(message.engine, f"{message.what}{late}: {error}")
+            return False
+        return True
+
+    def leave_all(self) -> None:
+        """Leave all groups: waits of the workers fail at once."""
+        for engine in list(self._groups):
+            self._leave(engine)
+
+    def _lose(self, engine: int, why: str) -> None:
+        self.lost.setdefault(engine, why)
+        self._leave(engine)
+
+    def _leave(self, engine: int) -> None:
+        if engine in self._groups:
+            self._groups.pop(engine)[1].leave()
+
+
+class Inbox:
+    """The two buckets in which the parts of one stream arrive, uint8 [2, capacity]. With `parts` messages are differences,
+    which are added to the bytes of the version before."""
+
+    def __init__(self, stream: Stream, memory: torch.Tensor, parts: TakenParts | None) -> None:
+        self.stream, self.parts = stream, parts
+        self.memory = memory.view(NUM_BUCKETS, -1)
+        self._posted: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}  # by bucket: source rank, memory, work
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self._posted = {}
+        if self.parts is not None:
+            self.parts.begin(manifest)
+
+    def bucket(self, bucket: int) -> torch.Tensor:
+        """The memory of a bucket, uint8 [capacity]."""
+        return self.memory[bucket % NUM_BUCKETS]
+
+    def room(self, bucket: int, number: int) -> torch.Tensor:
+        """Memory for the message with a part, by its number in the bucket."""
+        part = self.stream.parts[bucket][number]
+        return self.bucket(bucket)[part.start : part.end] if self.parts is None else self.parts.room(bucket, number)
+
+    def post(self, bucket: int, group: MessageGroup, local_rank: int | None = None) -> None:
+        """Start to receive a bucket's parts, except from this rank itself. Raises SyncAborted."""
+        works = self._posted[bucket] = []
+        for number, part in enumerate(self.stream.parts[bucket]):
+            if part.source_rank != local_rank:
+                room, what = self.room(bucket, number), f"bucket {bucket} from trainer rank {part.source_rank}"
+                works.append((number, room, start(group.receive, room, part.source_rank, what)))
+
+    def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
+        """Wait for a bucket that was posted; its memory. Raises SyncLate or SyncAborted naming the rank, SyncError for a
+        message that does not fit."""
+        for number, message, work in self._posted.pop(bucket):
+            source_rank = self.stream.parts[bucket][number].source_rank
+            what = f"bucket {bucket} of {self.stream.num_buckets} from trainer rank {source_rank}"
+            finish(group, work, deadline, what)
+            self.arrive(bucket, number, message)
+        return self.bucket(bucket)
+
+    def arrive(self, bucket: int, number: int, message: torch.Tensor) -> None:
+        """Put a message that has arrived in its `room` where its bytes belong."""
+        if self.parts is not None:
+            self.parts.put(message, bucket, number, self.bucket(bucket))
+
+
+def start(call: Callable[[torch.Tensor, int], Any], content: torch.Tensor, member: int, what: str) -> Any:
+    """Start a message to or from a trainer rank; `call` is `send` or `receive` of a group. Raises SyncAborted where the rank
+    has left the group."""
+    try:
+        return call(content, member)
+    except RuntimeError as error:
+        raise SyncAborted(f"{what}: it left the group, as after a failure ({error})") from None
+
+
+def finish(group: MessageGroup, work: Any, deadline: float, what: str) -> None:
+    """Wait for a message of a trainer rank until the deadline on the monotonic clock. Raises SyncLate, or SyncAborted where
+    the rank has left the group."""
+    try:
+        group.finish(work, max(LAST_LOOK_S, deadline - time.monotonic()))
+    except RuntimeError as error:
+        if peer_lost(error):
+            raise SyncAborted(f"{what}: it left the group, as after a failure ({error})") from None
+        raise SyncLate(f"{what} did not come by the deadline of the sync ({error})") from None
+
+
+class HandOver:
+    """The buckets of one worker that a trainer rank serves, which the worker maps by their `handle`."""
+
+    def __init__(self, stream: Stream, on_device: bool, has_base: bool) -> None:
+        memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, on_device)
+        self.inbox = Inbox(stream, memory, TakenParts(stream) if has_base else None)
+        self.messages: list[Message | None] = []  # that a bucket is full
+        self.freed: list[Message | None] = []  # that a bucket was read, in the order of the buckets
+
+    def begin(self, manifest: WeightManifest) -> None:
+        self.messages, self.freed = [], []
+        self.inbox.begin(manifest)
+
+
+class BucketSender:
+    """A trainer rank's end: sends its parts of the buckets, and in two legs receives for the workers that it serves."""
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        rank: int,
+        groups: EngineGroups,
+        store: dist.TCPStore,
+        on_device: bool,
+        parts: SentParts | None,
+        servers: Sequence[Sequence[int]],
+        num_orders: int,
+    ) -> None:
+        self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
+        self._on_device, self._parts = on_device, parts
+        size = NUM_BUCKETS * max(stream.capacity for stream in streams)
+        memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
+        self.buckets = memory.view(NUM_BUCKETS, -1)
+        self._sending: list[list[Message]] = [[] for _ in range(NUM_BUCKETS)]
+        self._turn = 0
+        self._manifest: WeightManifest
+        self._deadline = 0.0
+        self._ranks: MessageGroup | None = None  # the group of the trainer ranks, for two legs
+        self.served: dict[tuple[int, int], HandOver] = {}  # by engine and worker
+        for engine, of_workers in enumerate(servers):
+            for worker, server in enumerate(of_workers):
+                if server == rank:
+                    stream = streams[len(streams) // num_orders * (engine if num_orders > 1 else 0) + worker]
+                    self.served[engine, worker] = HandOver(stream, on_device, parts is not None)
+        self.sent_bytes = 0
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Begin an attempt, once `groups` have begun it. Raises SyncError where the other ranks do not come."""
+        self._manifest, self.sent_bytes, self._turn = manifest, 0, 0
+        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        timeout_s = manifest.timeout_s
+        self._deadline = time.monotonic() + RANK_WAITS * timeout_s
+        if self._parts is not None:
+            self._parts.begin(manifest)
+        if manifest.servers and self._ranks is None:
+            prefix = dist.PrefixStore(f"ranks-{manifest.session}", self._store)
+            size, host = manifest.layout.ranks, self._store.host
+            try:
+                self._ranks = platform.message_group(
+                    prefix, self._rank, size, timeout_s, RANK_WAITS * timeout_s, host, self._on_device
+                )
+            except RuntimeError as error:
+                raise SyncError(f"join: no group of the trainer ranks: {error}") from error
+        for hand_over in self.served.values():
+            hand_over.begin(manifest)
+
+    def receive(self, stream: int, bucket: int) -> None:
+        """Where this rank has no part of a bucket, start to receive it for the workers that the rank serves."""
+        for engine, worker in self._takers(stream):
+            self._receive(engine, worker, bucket)
+
+    def _receive(self, engine: int, worker: int, bucket: int) -> None:
+        """In two legs, start to receive a bucket for a worker if this rank serves it, and hand over the bucket before."""
+        if (hand_over := self.served.get((engine, worker))) is not None:
+            assert self._ranks is not None, "two legs have a group of the ranks"
+            self._pass_on(engine, worker, hand_over, bucket - 1)
+            if bucket >= NUM_BUCKETS:  # the worker must have read the bucket whose memory is used again
+                self._groups.finish(hand_over.freed.pop(0))
+            hand_over.inbox.post(bucket, self._ranks, self._rank)
+
+    def serves(self, stream: int) -> bool:
+        """Whether anybody still takes a stream. In two legs servers take all that was announced, also for lost engines."""
+        return any(self._manifest.servers or self._groups.has(engine) for engine, _ in self._takers(stream))
+
+    def room(self, stream: int) -> torch.Tensor:
+        """Memory for the next bucket, uint8 [capacity], once the message that it held last has left."""
+        self._turn = (self._turn + 1) % NUM_BUCKETS
+        self._wait(self._turn)
+        memory = self.buckets[self._turn, : self._streams[stream].capacity]
+        if self._parts is not None:
+            memory.zero_()  # so that the gaps between pieces do not differ
+        return memory
+
+    def send(self, stream: int, bucket: int) -> None:
+        """Start to send this rank's part of the bucket in the memory of the last `room`. Engine after engine, so that the
+        messages of all ranks have one order: in two legs a rank may send to one engine's server and be another's."""
+        part = self._streams[stream].part(bucket, self._rank)
+        assert part is not None, f"rank {self._rank} has nothing in bucket {bucket} of stream {stream}"
+        content = self.buckets[self._turn, part.start : part.end]
+        if self._parts is not None:
+            content = self._parts.message(stream, bucket, part, content)
+        for engine, worker in self._takers(stream):
+            what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
+            self._receive(engine, worker, bucket)
+            if not self._manifest.servers:
+                message = self._groups.send(engine, worker, content, what)
+            elif (server := self._manifest.servers[engine][worker]) == self._rank:
+                inbox = self.served[engine, worker].inbox
+                number = inbox.stream.parts[bucket].index(part)
+                room = inbox.room(bucket, number)
+                room[: len(content)].copy_(content)
+                inbox.arrive(bucket, number, room)
+                continue
+            else:
+                assert self._ranks is not None, "two legs have a group of the ranks"
+                message = Message(engine, what, start(self._ranks.send, content, server, what))
+            if message is not None:
+                self._sending[self._turn].append(message)
+                self.sent_bytes += len(content)
+
+    def finish(self) -> None:
+        """Wait for everything that was started, and hand over the last buckets. Raises SyncError for a rank that is late."""
+        for (engine, worker), hand_over in self.served.items():
+            if engine in self._manifest.engines:
+                self._pass_on(engine, worker, hand_over, hand_over.inbox.stream.num_buckets - 1)
+                if hand_over.inbox.parts is not None:
+                    hand_over.inbox.parts.version = self._manifest.version
+        for turn in range(NUM_BUCKETS):
+            self._wait(turn)
+        for hand_over in self.served.values():
+            for message in hand_over.messages:
+                self._groups.finish(message)
+            hand_over.messages = []
+
+    def abort(self) -> None:
+        """Leave the group of the ranks, so that waits of the others fail at once."""
+        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        if self._ranks is not None:
+            self._ranks.leave()
+            self._ranks = None
+
+    def _takers(self, stream: int) -> list[tuple[int, int]]:
+        """The engines of this attempt that take a stream, and the worker that does in each."""
+        manifest = self._manifest
+        order, worker = divmod(stream, manifest.rollout.workers)
+        return [(engine, worker) for engine in manifest.engines if manifest.num_orders == 1 or engine == order]
+
+    def _pass_on(self, engine: int, worker: int, hand_over: HandOver, bucket: int) -> None:
+        """Hand a bucket over once it is complete."""
+        if bucket < 0:
+            return
+        assert self._ranks is not None, "two legs have a group of the ranks"
+        hand_over.inbox.complete(bucket, self._ranks, self._deadline)
+        platform.settle()  # the worker reads what was copied here
+        number = torch.tensor([bucket])
+        what = f"hand over: bucket {bucket} to worker {worker} of engine {engine}"
+        hand_over.messages.append(self._groups.send(engine, worker, number, what))
+        if bucket + NUM_BUCKETS < hand_over.inbox.stream.num_buckets:
+            what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
+            hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
+
+    def _wait(self, turn: int) -> None:
+        """Wait for the messages of a turn."""
+        for message in self._sending[turn]:
+            if not self._manifest.servers:
+                self._groups.finish(message)
+            else:
+                assert self._ranks is not None, "two legs have a group of the ranks"
+                finish(self._ranks, message.work, self._deadline, message.what)
+        self._sending[turn] = []

@@ -1,0 +1,173 @@
+"""The transport `mapped`: workers map the parameters of the trainer ranks and copy every box straight from there.
+
+On a CPU the first sync moves the storages of the parameters into shared memory. Every tensor on top of them,
+megatron-core's buffers and their views too, stays valid. On a GPU workers open the allocations of the parameters by CUDA
+IPC. A box is copied in pieces. Once a worker has copied everything, the ranks compute the checksums of what they hold, and
+the worker compares them with the checksums of its copies: so what was copied is what the ranks still hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megarl.platform import current as platform
+from megarl.platform.device_memory import SHARED_MEMORY
+from megarl.weight_sync.checks import checksum
+from megarl.weight_sync.manifest import SyncError
+from megarl.weight_sync.plan import ReshardPlan
+
+# Copied and hashed at a time: on a CPU while the copy is in the cache; on a GPU each takes a dozen kernels.
+PIECE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
+FILES_SHARE = 4  # parameters may take one in so many of the files that a process may open
+
+
+class Place(NamedTuple):
+    """Where a piece lies in a local parameter: `rows` x `cols` elements from (row, col) on."""
+
+    parameter: str
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of one destination in the order in which they are copied, as int64 columns [pieces]: `rows` rows, from row
+    `row` on, of the copy number `copy` of the plan, which rank `source` holds."""
+
+    plan: ReshardPlan
+    copy: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    source: np.ndarray
+
+    @classmethod
+    def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> Pieces:
+        """Cut `copies`, positions in the plan to one destination, into pieces; `itemsize` is bytes an element."""
+        most_rows = np.maximum(1, PIECE_BYTES[platform.kind] // (plan.cols[copies] * itemsize))
+        counts = -(-plan.rows[copies] // most_rows)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within its copy
+        copy, most_rows = np.repeat(copies, counts), np.repeat(most_rows, counts)
+        row = number * most_rows
+        return cls(plan, copy, row, np.minimum(most_rows, plan.rows[copy] - row), plan.source_rank[copy])
+
+    def __len__(self) -> int:
+        return len(self.copy)
+
+    def at_source(self, number: int) -> Place:
+        """Where a piece is in its rank's memory."""
+        plan, copy = self.plan, self.copy[number]
+        parameter = plan.source_parameters[plan.source_parameter[copy]]
+        return self._place(number, parameter, plan.source_row[copy], plan.source_col[copy])
+
+    def at_destination(self, number: int) -> Place:
+        """Where a piece belongs in its worker's memory."""
+        plan, copy = self.plan, self.copy[number]
+        parameter = plan.destination_parameters[plan.destination_parameter[copy]]
+        return self._place(number, parameter, plan.destination_row[copy], plan.destination_col[copy])
+
+    def _place(self, number: int, parameter: str, row: int, col: int) -> Place:
+        rows, cols = int(self.rows[number]), int(self.plan.cols[self.copy[number]])
+        return Place(parameter, int(row) + int(self.row[number]), int(col), rows, cols)
+
+
+class Needs(NamedTuple):
+    """What a rank needs before its parameters can be mapped: bytes of shared memory, and files."""
+
+    num_bytes: int
+    num_files: int
+
+
+def needs_of(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> Needs:
+    """What the parameters of these names need: nothing on a GPU, and no bytes for those that are shared already."""
+    if platform.kind != "cpu":
+        return Needs(0, 0)
+    storages = _storages(parameters, names).values()
+    return Needs(sum(storage.nbytes() for storage in storages if not storage.is_shared()), len(storages))
+
+
+def obstacle_of(needs: Sequence[Needs]) -> str | None:
+    """What this host lacks of what all ranks need; None for nothing."""
+    room = os.statvfs(SHARED_MEMORY)
+    num_bytes, free_bytes = sum(need.num_bytes for need in needs), room.f_bavail * room.f_frsize
+    if num_bytes > free_bytes:  # writing to a page that cannot be allocated would end the process
+        return f"mapped weights need {num_bytes} bytes of shared memory, which has {free_bytes} free (docker run --shm-size)"
+    num_files, most = sum(need.num_files for need in needs), resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE
+    if num_files > most:
+        return f"{num_files} parameters have memory of their own, and a worker may open {most} files for them (ulimit -n)"
+    return None
+
+
+def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
+    """Make the parameters of these names mappable; the address for `Mapped`.
+
+    Storages move into shared memory one after another, and each exists twice while it moves. So the first sync needs room
+    for the largest storage besides the weights: for all weights of the rank where megatron-core keeps them in one buffer.
+    """
+    storages = _storages(parameters, names)
+    numbers = {key: number for number, key in enumerate(storages)}
+    handles = [platform.share_storage(storage) for storage in storages.values()]
+    places = {}
+    for name in names:
+        matrix = _matrix(parameters[name])
+        number, dtype = numbers[matrix.untyped_storage()._cdata], str(matrix.dtype).removeprefix("torch.")
+        places[name] = (number, dtype, matrix.storage_offset(), matrix.stride())
+    return json.dumps({"handles": handles, "places": places})
+
+
+class Mapped:
+    """A trainer rank's parameters, mapped into this process."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        """`address` is the result of `share` on that rank. Raises SyncError where the parameters cannot be reached."""
+        values = json.loads(address)
+        try:
+            memories = [platform.reach_bytes(handle) for handle in values["handles"]]
+        except RuntimeError as error:
+            raise SyncError(
+                f"no way to the weights of trainer rank {rank}: {error}; the rank is gone, or engines and trainer do not "
+                "see each other's processes (separate containers), and then they need weight_sync.transport = group"
+            ) from error
+        self._matrices = {}
+        for name, (number, dtype, offset, stride) in values["places"].items():
+            self._matrices[name] = (memories[number].view(getattr(torch, dtype)), offset, stride)
+
+    def box(self, place: Place) -> torch.Tensor:
+        """A piece of a local parameter, [rows, cols]."""
+        memory, offset, (row_stride, col_stride) = self._matrices[place.parameter]
+        # An offset of `as_strided` counts from the begin of the storage: of the whole allocation that was mapped.
+        start = memory.storage_offset() + offset + place.row * row_stride + place.col * col_stride
+        return memory.as_strided((place.rows, place.cols), (row_stride, col_stride), start)
+
+
+def local_box(parameters: Mapping[str, torch.Tensor], place: Place) -> torch.Tensor:
+    """A piece of a parameter of this rank."""
+    return _matrix(parameters[place.parameter])[place.row : place.row + place.rows, place.col : place.col + place.cols]
+
+
+def local_checksums(
+    parameters: Mapping[str, torch.Tensor], pieces: Pieces, numbers: np.ndarray, dtype: torch.dtype, version: int
+) -> torch.Tensor:
+    """The checksums of the pieces of these `numbers`, as a worker has them in `dtype`: int64 [numbers], in host memory."""
+    boxes = (local_box(parameters, pieces.at_source(number)).to(dtype) for number in numbers.tolist())
+    sums = [checksum(box, version, number) for box, number in zip(boxes, numbers.tolist(), strict=True)]
+    return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _storages(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[int, torch.UntypedStorage]:
+    storages = (parameters[name].untyped_storage() for name in names)
+    return {storage._cdata: storage for storage in storages}
+
+
+def _matrix(parameter: torch.Tensor) -> torch.Tensor:
+    """View a parameter as a matrix; a vector is one column."""
+    return parameter.detach().view(parameter.shape[0], -1)
