@@ -179,17 +179,17 @@ class Platform:
     # Processes ----------------------------------------------------------------------------------------------------------
 
     def message_group(
-        self, store: dist.Store, member: int, size: int, timeout_s: float, meeting_s: float, host: str, on_device: bool
+        self, store: dist.Store, member: int, size: int, timeout_s: float, join_s: float, host: str, on_device: bool
     ) -> GlooMessages | NcclMessages:
         """Join a group that exchanges messages between device memories or host memories. gloo stands in for NCCL on a CPU.
 
         `host` is the store's machine; `timeout_s` bounds one NCCL call. Raises RuntimeError where other members do not come
-        within `meeting_s`.
+        within `join_s`.
         """
-        store.set_timeout(timedelta(seconds=meeting_s))
+        store.set_timeout(timedelta(seconds=join_s))
         if on_device and self.kind == "cuda":
-            return NcclMessages(store, member, size, timeout_s, meeting_s)
-        return GlooMessages(store, member, size, meeting_s, host)
+            return NcclMessages(store, member, size, timeout_s, join_s)
+        return GlooMessages(store, member, size, join_s, host)
 
     def start_process_group(self, local_rank: int, timeout_s: float) -> None:
         """Join the torchrun rendezvous; every collective gets the deadline `timeout_s`."""

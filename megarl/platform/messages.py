@@ -78,10 +78,10 @@ class NcclMessages:
     next one at both ends.
     """
 
-    def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, meeting_s: float) -> None:
-        """Join the group. Raises RuntimeError where the other members do not come within `meeting_s`."""
+    def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, join_s: float) -> None:
+        """Join the group. Raises RuntimeError where the other members do not come within `join_s`."""
         store.set(f"here-{member}", "")
-        store.wait([f"here-{number}" for number in range(size)], timedelta(seconds=meeting_s))
+        store.wait([f"here-{number}" for number in range(size)], timedelta(seconds=join_s))
         options = dist.ProcessGroupNCCL.Options()
         # Calls return at once, and torch gives up on them after this time. Otherwise a hanging partner blocks this process
         # forever.

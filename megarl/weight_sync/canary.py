@@ -37,7 +37,7 @@ LEAST_AND_MOST = {"fp32": (3e-5, 0.01), "fp16": (0.01, 0.1), "bf16": (0.05, 0.5)
 # 1 / sqrt(tokens) of it, and by half. Over 200 syncs in bf16 it was at most four.
 DEVIATIONS = 8.0
 SPREAD_FACTOR = 2.0  # likewise for the difference between engines, times the largest one so far
-LOWEST = -1e9  # stands for a log-probability that is no number
+LOWEST = -1e9  # stands for a log-probability of NaN or -inf
 REMEMBERED = 32  # canaries, whose differences are usual
 CANARY_METRICS = tuple(f"sync/canary_{name}" for name in ("difference", "difference_max", "spread", "policy", "drift", "s"))
 

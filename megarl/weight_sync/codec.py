@@ -156,13 +156,13 @@ class Bases:
 
     def __init__(self) -> None:
         self._sent: int | None = None  # the version that the trainer ranks keep
-        self._taken: dict[int, tuple[int, int]] = {}  # by leading engine: the version it received, and its starts then
+        self._taken: dict[int, tuple[int, int]] = {}  # by engine: the version it received, and its starts then
 
-    def begin(self, attempt: int, leading: Sequence[int], starts: Sequence[int]) -> int | None:
+    def begin(self, attempt: int, engines: Sequence[int], starts: Sequence[int]) -> int | None:
         """The version that every end of an attempt keeps, or None; `starts` counts how often each engine was started.
         Until `finish` nothing is known to be kept. A version that failed once travels whole."""
         base, self._sent = self._sent, None
-        taken = {self._taken.pop(engine, (None, 0)) == (base, starts[engine]) for engine in leading}
+        taken = {self._taken.pop(engine, (None, 0)) == (base, starts[engine]) for engine in engines}
         return base if attempt == 1 and taken == {True} else None
 
     def finish(self, version: int, received: Sequence[int], starts: Sequence[int]) -> None:

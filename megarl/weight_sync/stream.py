@@ -38,9 +38,9 @@ Turn = tuple[int, int] | None
 def copy_order(plan: ReshardPlan, worker: int, turn: Turn = None) -> np.ndarray:
     """Order the copies to one worker as they travel: positions in the plan, int64 [copies].
 
-    Readers take weights at the same time (workers of all engines; workers that share one copy of a node count once). The
-    reader of this `turn` begins with the layer in which the first `start_share` of its elements ends, and goes round. Layers
-    stay whole and in their order, so a layer is complete before the next one comes.
+    Readers are the workers of all engines, which take weights at the same time. The reader of this `turn` begins with the
+    layer in which the first `start_share` of its elements ends, and goes round. Layers stay whole and in their order, so a
+    layer is complete before the next layer comes.
     """
     copies = plan.to_destination(worker)
     if turn is None or len(copies) == 0:
