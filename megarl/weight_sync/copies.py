@@ -168,6 +168,9 @@ def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMem
         finally:
             spares.put(spare)
 
+    if threads == 1:  # in this thread, whose OpenMP threads are there and bound to their cores
+        yield from map(run, works.each)
+        return
     # A thread adopts torch's number of OpenMP threads when it first asks (2.13).
     with shared_cores(threads), ThreadPoolExecutor(threads, "weights", torch.get_num_threads) as pool:
         yield from pool.map(run, works.each)
