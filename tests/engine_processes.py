@@ -181,7 +181,8 @@ def _take(
     fault: Fault | None,
     network: Network | None,
 ) -> None:
-    boxes = reader.num_boxes(manifest, engine)
+    reader._prepare(manifest, engine)
+    boxes = len(reader._pieces) if manifest.transport == "mapped" else len(reader._stream.copy)
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
     writer = BoxWriter(lambda number: _meet(fault, states.get(number, ""), network), parameters)
     for _ in reader.read(manifest, engine, writer):

@@ -28,7 +28,7 @@ def held(weight: Weight) -> Held:
     return weight.vllm
 
 
-def is_mapped(shape: ModelShape) -> bool:
+def has_weight_map(shape: ModelShape) -> bool:
     """Return whether the family's table says where vLLM holds its weights."""
     return all(weight.vllm is not None for _, weight in stage_weights(shape, RolloutLayout(), 0))
 

@@ -63,6 +63,22 @@ class Platform:
         would materialize the square of each sequence."""
         return self.kind == "cpu"
 
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes that are copied and hashed at a time: on a CPU as many as its cache holds; on a GPU each piece takes a dozen
+        kernels."""
+        return 32 << 20 if self.kind == "cuda" else 2 << 20
+
+    @property
+    def shares_by_moving(self) -> bool:
+        """Whether `share_storage` moves a storage into shared memory, which needs room and an open file."""
+        return self.kind == "cpu"
+
+    @property
+    def frees_once_unmapped(self) -> bool:
+        """Whether memory may be freed only once no other process maps it."""
+        return self.kind == "cuda"
+
     def has_avx(self) -> bool:
         """Return whether torch runs AVX kernels on this host's CPU."""
         return torch.backends.cpu.get_cpu_capability().startswith("AVX")

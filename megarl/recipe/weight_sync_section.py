@@ -55,7 +55,7 @@ class WeightSyncSection(Section):
     bucket_bytes: Positive | None = None
     """Size of a bucket of `transport: group`. Each trainer rank has two, and each worker of an engine two more. A row of the
     largest matrix must fit. `null`: 4 MiB in the host's memory, where both fit a CPU's cache; 128 MiB on a GPU, where the
-    host waits for the device once a bucket."""
+    host waits for the device once a bucket. On CPUs the spare memory of `mapped` is at most a layer and two buckets."""
     timeout_s: Seconds = 120.0
     """Deadline of one attempt to send a version: an engine that has not taken it by then gets it again, or is started again
     if it gives no report. Processes that wait for others wait two to four times as long."""
@@ -133,7 +133,7 @@ def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
     section, rollout, key = recipe.weight_sync, recipe.rollout, "weight_sync.bucket_bytes"
     if rollout.replay is not None or recipe.sent_adapter is not None:
         return
-    if section.mode == "reshard" and not vllm.is_mapped(shape):
+    if section.mode == "reshard" and not vllm.has_weight_map(shape):
         rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"
         yield Violation("weight_sync.mode", "reshard", rule, "checkpoint")
         return

@@ -8,11 +8,10 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -23,6 +22,7 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.engine_report import EngineReport, RequestLog
 from megarl.rollout.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -67,91 +67,6 @@ class EngineProcess:
     pids: tuple[tuple[int, float], ...]
     shared_files: tuple[str, ...]
     max_concurrent: int
-
-
-class RequestTimes(NamedTuple):
-    """The times of one completion, in seconds since 1970 of the engine's clock. `begun` is when the scheduler admitted it;
-    `version` is the weight version that sampled its last token. A time that vLLM did not record is 0."""
-
-    name: str
-    sample: int
-    arrived: float
-    begun: float
-    first_token: float
-    ended: float
-    tokens: int
-    version: int
-
-
-@dataclass(frozen=True)
-class EngineReport:
-    """What an engine did since its last report. `now` is its clock at the answer, in seconds since 1970; `busy` holds
-    (start, seconds) of each time with requests in flight. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
-    engine's clock is ahead of rank 0's."""
-
-    now: float
-    busy: tuple[tuple[float, float], ...] = ()
-    requests: tuple[RequestTimes, ...] = ()
-    engine: int = 0
-    host: str = ""
-    offset_s: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        return sum(seconds for _, seconds in self.busy)
-
-
-@dataclass
-class RequestLog:
-    """Collects an engine's next report."""
-
-    now: Callable[[], float] = time.time
-    _num_groups: int = 0  # in flight
-    _busy_since: float = 0.0
-    _busy: list[tuple[float, float]] = field(default_factory=list)
-    _requests: list[RequestTimes] = field(default_factory=list)
-
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Count a group as in flight inside the block."""
-        if self._num_groups == 0:
-            self._busy_since = self.now()
-        self._num_groups += 1
-        try:
-            yield
-        finally:
-            self._num_groups -= 1
-            if self._num_groups == 0:
-                self._busy.append((self._busy_since, self.now() - self._busy_since))
-
-    def add(self, sample: int, output: Any, version: int) -> None:
-        """Record a finished `RequestOutput` of vLLM, if the engine records times."""
-        stats = output.metrics
-        if stats is None:
-            return
-        # vLLM 0.32 records the machine's monotonic clock; only the arrival is a time of day.
-        ahead = self.now() - time.monotonic()
-        times = RequestTimes(
-            name=output.request_id,
-            sample=sample,
-            arrived=stats.arrival_time,
-            begun=ahead + stats.scheduled_ts,
-            first_token=ahead + stats.first_token_ts,
-            ended=ahead + stats.last_token_ts,
-            tokens=stats.num_generation_tokens,
-            version=version,
-        )
-        self._requests.append(times)
-
-    def take(self) -> EngineReport:
-        """Return the report since the last call. Requests in flight appear in a later report."""
-        now = self.now()
-        if self._num_groups:
-            self._busy.append((self._busy_since, now - self._busy_since))
-            self._busy_since = now
-        report = EngineReport(now, tuple(self._busy), tuple(self._requests))
-        self._busy, self._requests = [], []
-        return report
 
 
 class PendingGroup:

@@ -17,7 +17,8 @@ from megarl.cluster.cores import BIND, CHOSEN
 from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
-from megarl.rollout.engine import EngineProcess, EngineReport, RolloutEngine
+from megarl.rollout.engine import EngineProcess, RolloutEngine
+from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.telemetry.stacks import watched_environment
 from megarl.weight_sync.manifest import AdapterManifest, SyncError, WeightManifest

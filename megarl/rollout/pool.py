@@ -24,7 +24,8 @@ from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sizes import engines_of
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
-from megarl.rollout.engine import EngineReport, GroupRequest, request_seed
+from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.episodes import Environments, Episodes
 from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutExecuted, StoredPayload

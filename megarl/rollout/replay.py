@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.rollout.engine import EngineReport
+from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column

@@ -18,8 +18,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe import Recipe
 from megarl.telemetry.clock import span
-from megarl.weight_sync.manifest import AdapterManifest, SyncError, SyncLate, WeightManifest, digest_of
-from megarl.weight_sync.publish import Engines
+from megarl.weight_sync.manifest import AdapterManifest, WeightManifest, digest_of
+from megarl.weight_sync.publish import Engines, from_first
 
 
 class AdapterEngines(Engines, Protocol):
@@ -53,24 +53,7 @@ class AdapterSync:
         if engines is not None:
             engines.ask(version, wanted)
         factors = self._gather(parameters.adapters)
-        metrics: dict[str, float] = {}
-        error: Exception | None = None
-        with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
-            if engines is not None:
-                try:
-                    metrics = self._send(version, factors, begun, engines, wanted)
-                except Exception as caught:  # raised below, once the other ranks know
-                    error = caught
-            failure = None if error is None else (f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
-            box = [(metrics, failure)]
-            if self._group is not None:
-                dist.broadcast_object_list(box, src=0, group=self._group)
-        if error is not None:
-            raise error
-        metrics, failure = box[0]
-        if failure is not None:
-            raise (SyncLate if failure[1] else SyncError)(f"weight_sync ended on rank 0: {failure[0]}")
-        return metrics
+        return from_first(lambda: self._send(version, factors, begun, engines, wanted), self._rank, self._group)
 
     def close(self) -> None:
         """Nothing is open between two syncs."""
@@ -87,11 +70,11 @@ class AdapterSync:
         return everyone
 
     def _send(
-        self, version: int, factors: list[Factors], begun: float, engines: AdapterEngines, wanted: tuple[int, ...]
+        self, version: int, factors: list[Factors], begun: float, engines: AdapterEngines | None, wanted: tuple[int, ...]
     ) -> dict[str, float]:
         """On rank 0, send a version until every engine has verified and applied it; returns the metrics."""
         recipe, lora = self._recipe, self._recipe.sent_adapter
-        assert lora is not None, "a recipe whose syncs send adapters"
+        assert lora is not None and engines is not None, "rank 0 has engines, and the recipe's syncs send adapters"
         files = peft_files(peft_tensors(self._shape, self._layout, factors), lora, recipe.model.path)
         pack_s, digest = time.perf_counter() - begun, digest_of(version, files)
         metrics: dict[str, float] = {}

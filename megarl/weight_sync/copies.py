@@ -154,8 +154,8 @@ def num_threads(works: Works, workers: int) -> int:
 
 
 def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMemory], Result]) -> Iterator[Result]:
-    """Call `do` once for each work, with spare memory of the thread; its results in the order of the works. After a failure
-    no further work begins."""
+    """Call `do` once for each work, with spare memory of the thread; its results in the order of the works. The first
+    failure in that order is raised, and works that have not begun by then are dropped."""
     spares: SimpleQueue[SpareMemory] = SimpleQueue()
     for _ in range(threads):
         spares.put(SpareMemory())

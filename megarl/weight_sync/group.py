@@ -4,9 +4,9 @@ The groups are independent of torch's default group; their members come together
 both sides leave the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new
 group. So no message of a failed attempt is left.
 
-A rank sends part after part in the order of the sequence (bucket, stream), a worker receives in the order of (bucket, rank).
-Messages of a pair arrive in order, and all members agree with the order (bucket, stream, rank). So where the messages of a
-member wait for each other, as NCCL's do, the first pending message is the next one at both of its ends, and goes through as
+A rank sends part after part in the order (bucket, stream, engine), a worker receives in the order (bucket, rank). Messages
+of a pair arrive in order, and all members keep the order (bucket, stream, engine, rank). So where the messages of a member
+wait for each other, as NCCL's do, the first pending message is the next message at both of its ends, and goes through as
 soon as its bucket is read.
 
 In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have a group of their own for
@@ -178,13 +178,20 @@ class EngineGroups:
             self._groups.pop(engine)[1].leave()
 
 
+def bucket_memory(capacity: int, on_device: bool) -> torch.Tensor:
+    """Memory for the buckets of one end, uint8 [2, capacity]."""
+    size = NUM_BUCKETS * capacity
+    memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
+    return memory.view(NUM_BUCKETS, -1)
+
+
 class Inbox:
     """The two buckets in which the parts of one stream arrive, uint8 [2, capacity]. With `parts` messages are differences,
     which are added to the bytes of the version before."""
 
     def __init__(self, stream: Stream, memory: torch.Tensor, parts: TakenParts | None) -> None:
         self.stream, self.parts = stream, parts
-        self.memory = memory.view(NUM_BUCKETS, -1)
+        self.memory = memory
         self._posted: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}  # by bucket: source rank, memory, work
 
     def begin(self, manifest: WeightManifest) -> None:
@@ -250,7 +257,7 @@ class HandOver:
 
     def __init__(self, stream: Stream, on_device: bool, has_base: bool) -> None:
         memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, on_device)
-        self.inbox = Inbox(stream, memory, TakenParts(stream) if has_base else None)
+        self.inbox = Inbox(stream, memory.view(NUM_BUCKETS, -1), TakenParts(stream) if has_base else None)
         self.messages: list[Message | None] = []  # that a bucket is full
         self.freed: list[Message | None] = []  # that a bucket was read, in the order of the buckets
 
@@ -268,27 +275,24 @@ class BucketSender:
         rank: int,
         groups: EngineGroups,
         store: dist.TCPStore,
-        on_device: bool,
         parts: SentParts | None,
-        servers: Sequence[Sequence[int]],
-        num_orders: int,
+        manifest: WeightManifest,
     ) -> None:
+        """`manifest` is like those of all versions: it says where buckets lie, and who takes which stream. With `parts`
+        messages are differences."""
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
-        self._on_device, self._parts = on_device, parts
-        size = NUM_BUCKETS * max(stream.capacity for stream in streams)
-        memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
-        self.buckets = memory.view(NUM_BUCKETS, -1)
+        self._manifest, self._parts = manifest, parts
+        self.buckets = bucket_memory(max(stream.capacity for stream in streams), manifest.on_device)
         self._sending: list[list[Message]] = [[] for _ in range(NUM_BUCKETS)]
         self._turn = 0
-        self._manifest: WeightManifest
         self._deadline = 0.0
         self._ranks: MessageGroup | None = None  # the group of the trainer ranks, for two legs
         self.served: dict[tuple[int, int], HandOver] = {}  # by engine and worker
-        for engine, of_workers in enumerate(servers):
-            for worker, server in enumerate(of_workers):
+        for engine, servers in enumerate(manifest.servers):
+            for worker, server in enumerate(servers):
                 if server == rank:
-                    stream = streams[len(streams) // num_orders * (engine if num_orders > 1 else 0) + worker]
-                    self.served[engine, worker] = HandOver(stream, on_device, parts is not None)
+                    stream = streams[manifest.stream(engine, worker)]
+                    self.served[engine, worker] = HandOver(stream, manifest.on_device, parts is not None)
         self.sent_bytes = 0
 
     def begin(self, manifest: WeightManifest) -> None:
@@ -304,7 +308,7 @@ class BucketSender:
             size, host = manifest.layout.ranks, self._store.host
             try:
                 self._ranks = platform.message_group(
-                    prefix, self._rank, size, timeout_s, RANK_WAITS * timeout_s, host, self._on_device
+                    prefix, self._rank, size, timeout_s, RANK_WAITS * timeout_s, host, manifest.on_device
                 )
             except RuntimeError as error:
                 raise SyncError(f"join: no group of the trainer ranks: {error}") from error
@@ -388,9 +392,8 @@ class BucketSender:
 
     def _takers(self, stream: int) -> list[tuple[int, int]]:
         """The engines of this attempt that take a stream, and the worker that does in each."""
-        manifest = self._manifest
-        order, worker = divmod(stream, manifest.rollout.workers)
-        return [(engine, worker) for engine in manifest.engines if manifest.num_orders == 1 or engine == order]
+        manifest, worker = self._manifest, stream % self._manifest.rollout.workers
+        return [(engine, worker) for engine in manifest.engines if manifest.stream(engine, worker) == stream]
 
     def _pass_on(self, engine: int, worker: int, hand_over: HandOver, bucket: int) -> None:
         """Hand a bucket over once it is complete."""

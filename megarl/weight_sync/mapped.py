@@ -24,8 +24,6 @@ from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.plan import ReshardPlan
 
-# Copied and hashed at a time: on a CPU while the copy is in the cache; on a GPU each takes a dozen kernels.
-PIECE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
 FILES_SHARE = 4  # parameters may take one in so many of the files that a process may open
 
 
@@ -53,7 +51,7 @@ class Pieces:
     @classmethod
     def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> Pieces:
         """Cut `copies`, positions in the plan to one destination, into pieces; `itemsize` is bytes an element."""
-        most_rows = np.maximum(1, PIECE_BYTES[platform.kind] // (plan.cols[copies] * itemsize))
+        most_rows = np.maximum(1, platform.piece_bytes // (plan.cols[copies] * itemsize))
         counts = -(-plan.rows[copies] // most_rows)
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within its copy
         copy, most_rows = np.repeat(copies, counts), np.repeat(most_rows, counts)
@@ -89,7 +87,7 @@ class Needs(NamedTuple):
 
 def needs_of(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> Needs:
     """What the parameters of these names need: nothing on a GPU, and no bytes for those that are shared already."""
-    if platform.kind != "cpu":
+    if not platform.shares_by_moving:
         return Needs(0, 0)
     storages = _storages(parameters, names).values()
     return Needs(sum(storage.nbytes() for storage in storages if not storage.is_shared()), len(storages))

@@ -17,7 +17,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import parameter_sizes
 from megarl.models.quantised_blocks import quantised_tensors
-from megarl.models.vllm_weights import is_mapped
+from megarl.models.vllm_weights import has_weight_map
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
@@ -113,13 +113,7 @@ class WeightSync:
             self._sent[plan.source_parameters[number]] = rows, cols
         # Bytes of one engine; None where no table lists what its workers hold.
         element_bytes, quantised = settings.dtype.itemsize, quantised_tensors(shape) if settings.quantization else {}
-        self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if is_mapped(shape) else None
-        workers = settings.rollout.workers
-        # Pieces that each worker copies, and the numbers of the pieces that this rank holds.
-        self._pieces = [
-            Pieces.of(plan, copy_order(plan, worker, (worker, workers)), element_bytes) for worker in range(workers)
-        ]
-        self._local = [np.flatnonzero(pieces.source == rank) for pieces in self._pieces]
+        self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if has_weight_map(shape) else None
         self._transport = settings.transport
         self._engines: Engines | None = None
         self._begun = 0.0
@@ -140,6 +134,13 @@ class WeightSync:
         self._addresses: tuple[str, ...] = ()
         if self._transport == "group":
             self._open_buckets()
+            return
+        workers = settings.rollout.workers
+        # Pieces that each worker copies, and the numbers of the pieces that this rank holds.
+        self._pieces = [
+            Pieces.of(plan, copy_order(plan, worker, (worker, workers)), element_bytes) for worker in range(workers)
+        ]
+        self._local = [np.flatnonzero(pieces.source == rank) for pieces in self._pieces]
 
     def publish(
         self,
@@ -203,10 +204,7 @@ class WeightSync:
         self._streams, self._sequence = streams, bucket_sequence(self._plan, streams, settings.merges)
         self._last_pieces = last_pieces(self._plan, streams, self._sequence, self._rank)
         self._parts = SentParts() if settings.wire == "delta" else None
-        self._sender = BucketSender(
-            streams, self._rank, self._groups, self._store, settings.on_device, self._parts, settings.servers,
-            example.num_orders,
-        )  # fmt: skip
+        self._sender = BucketSender(streams, self._rank, self._groups, self._store, self._parts, example)
         handles = {place: hand_over.handle for place, hand_over in self._sender.served.items()}
         everywhere = {place: handle for of_rank in self._gather(handles) for place, handle in of_rank.items()}
         self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
@@ -424,24 +422,7 @@ class WeightSync:
         return [value for value, _ in answers]
 
     def _from_first(self, step: Callable[[], Value]) -> Value:
-        """Run a step on rank 0; its result, on every rank. A failure is raised unchanged on rank 0, and as SyncError on the
-        other ranks (SyncLate where a deadline has passed)."""
-        box: list[Any] = [None, None, False]
-        error: Exception | None = None
-        with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
-            if self._rank == 0:
-                try:
-                    box[0] = step()
-                except Exception as caught:  # raised below, once the other ranks know
-                    error, box[1], box[2] = caught, _described(caught), isinstance(caught, TimeoutError)
-            if self._group is not None:
-                dist.broadcast_object_list(box, src=0, group=self._group)
-            # Raised inside the span, which says that the rank waited for engines.
-            if error is not None:
-                raise error
-            if box[1] is not None:
-                raise (SyncLate if box[2] else SyncError)(f"weight_sync ended on rank 0: {box[1]}")
-        return box[0]
+        return from_first(step, self._rank, self._group)
 
     def _gather(self, value: Any) -> list[Any]:
         """Gather one object from each rank, in rank order; bounded by the group's timeout."""
@@ -451,6 +432,27 @@ class WeightSync:
         with span("wait_ranks"):
             dist.all_gather_object(everyone, value, group=self._group)
         return everyone
+
+
+def from_first(step: Callable[[], Value], rank: int, group: dist.ProcessGroup | None) -> Value:
+    """Run a step on rank 0; its result, on every rank. A failure is raised unchanged on rank 0, and as SyncError on the
+    other ranks (SyncLate where a deadline has passed)."""
+    box: list[Any] = [None, None, False]
+    error: Exception | None = None
+    with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
+        if rank == 0:
+            try:
+                box[0] = step()
+            except Exception as caught:  # raised below, once the other ranks know
+                error, box[1], box[2] = caught, _described(caught), isinstance(caught, TimeoutError)
+        if group is not None:
+            dist.broadcast_object_list(box, src=0, group=group)
+        # Raised inside the span, which says that the rank waited for engines.
+        if error is not None:
+            raise error
+        if box[1] is not None:
+            raise (SyncLate if box[2] else SyncError)(f"weight_sync ended on rank 0: {box[1]}")
+    return box[0]
 
 
 def _described(error: Exception) -> str:

@@ -16,7 +16,7 @@ from megarl.platform import current as platform
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
-from megarl.weight_sync.group import Inbox, MessageGroup, finish, open_group, open_store, start
+from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.weight_sync.mapped import Mapped, Pieces
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
@@ -79,8 +79,7 @@ class Link:
     def inbox(self, manifest: WeightManifest, stream: Stream) -> Inbox:
         """This worker's buckets, for messages of all ranks."""
         if self._inbox is None or self._inbox.stream is not stream:
-            size = NUM_BUCKETS * stream.capacity
-            memory = platform.device_bytes(size) if manifest.on_device else torch.zeros(size, dtype=torch.uint8)
+            memory = bucket_memory(stream.capacity, manifest.on_device)
             self._inbox = Inbox(stream, memory, TakenParts(stream) if manifest.wire == "delta" else None)
         self._inbox.begin(manifest)
         return self._inbox
@@ -195,8 +194,8 @@ class WeightReader:
         finally:
             if not self.is_complete:
                 self.leave()
-            if platform.kind == "cuda" and self._mapped:
-                # A rank that offloads its weights frees them after the sync, which CUDA allows only once nobody maps them.
+            if platform.frees_once_unmapped and self._mapped:
+                # A rank that offloads its weights frees them after the sync.
                 platform.settle()
                 self._addresses, self._mapped = (), []
 
@@ -207,11 +206,6 @@ class WeightReader:
     def elements(self, parameter: str) -> int:
         """Elements of a local parameter that come with a version; its other elements are padding."""
         return self._elements[parameter]
-
-    def num_boxes(self, manifest: WeightManifest, engine: int) -> int:
-        """How many boxes `read` writes."""
-        self._prepare(manifest, engine)
-        return len(self._pieces) if manifest.transport == "mapped" else len(self._stream.copy)
 
     def close(self) -> None:
         self._addresses, self._mapped = (), []
@@ -257,14 +251,14 @@ class WeightReader:
         copied = torch.tensor([version])
         expected = {int(rank): np.flatnonzero(pieces.source == rank) for rank in np.unique(pieces.source)}
         received = {rank: torch.zeros(len(numbers), dtype=torch.int64) for rank, numbers in expected.items()}
-        said = {rank: start(group.send, copied, rank, f"that all is copied, to trainer rank {rank}") for rank in expected}
-        what = "checksums of trainer rank {}"
-        works_of = {rank: start(group.receive, received[rank], rank, what.format(rank)) for rank in expected}
+        end, source = "that all is copied, to trainer rank {}", "checksums of trainer rank {}"
+        ends = {rank: start(group.send, copied, rank, end.format(rank)) for rank in expected}
+        checksums = {rank: start(group.receive, received[rank], rank, source.format(rank)) for rank in expected}
         writer.finish()
         begun = time.perf_counter()
-        for rank, work in works_of.items():
-            finish(group, work, deadline, what.format(rank))
-            finish(group, said[rank], deadline, f"that all is copied, to trainer rank {rank}")
+        for rank, work in checksums.items():
+            finish(group, work, deadline, source.format(rank))
+            finish(group, ends[rank], deadline, end.format(rank))
         times.wait_s += time.perf_counter() - begun
         for rank, numbers in expected.items():
             wrong = numbers[sums[numbers] != received[rank].numpy()]
@@ -350,7 +344,7 @@ class WeightReader:
     def _prepare(self, manifest: WeightManifest, engine: int) -> None:
         turn = manifest.turn(manifest.stream(engine, self._worker))
         form = manifest.precision, manifest.bucket_bytes, manifest.quantization
-        key = (manifest.plan_hash, *form, turn)
+        key = (manifest.plan_hash, *form, turn, manifest.transport)
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -361,8 +355,10 @@ class WeightReader:
             )
         copies, dtype = copy_order(plan, self._worker, turn), DTYPES[manifest.precision]
         self._plan = plan
-        self._stream = sync_stream(self._shape, plan, self._worker, turn, dtype, *form[1:])
-        self._pieces = Pieces.of(plan, copies, dtype.itemsize)
+        if manifest.transport == "mapped":
+            self._pieces = Pieces.of(plan, copies, dtype.itemsize)
+        else:
+            self._stream = sync_stream(self._shape, plan, self._worker, turn, dtype, *form[1:])
         self._addresses, self._mapped = (), []
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))

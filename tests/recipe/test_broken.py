@@ -577,19 +577,6 @@ def test_a_missing_file_is_a_violation_with_the_file_that_was_meant(folder: Path
     assert CliRunner().invoke(app, ["check", "."]).exit_code == 2
 
 
-def test_a_hub_name_is_fetched_only_where_asked(folder: Path) -> None:
-    def unreachable(name: str) -> Path:
-        raise ValueError(f"{name} is out of reach")
-
-    file = write(folder, edited())
-    with pytest.raises(RecipeError, match="hf download someone/model"):
-        load_recipe(file, ["model.path=someone/model"])
-    with pytest.raises(RecipeError, match="fetching it failed: someone/model is out of reach"):
-        load_recipe(file, ["model.path=someone/model"], fetch=unreachable)
-    recipe = load_recipe(file, ["model.path=someone/model"], fetch=lambda name: folder / "tiny")
-    assert recipe.model.path == "someone/model"
-
-
 def test_bytes_that_are_no_text_are_a_violation(folder: Path) -> None:
     (folder / "recipe.yaml").write_bytes(b"run: \xff\xfe\n")
     with pytest.raises(RecipeError, match="UTF-8"):

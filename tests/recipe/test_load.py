@@ -220,3 +220,16 @@ def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder
     assert caps[0] is None and caps == [None] * (len(caps) - len(found)) + found
     assert found == sorted(found) and len(set(found)) >= 3
     assert longest <= found[0] and found[-1] == 8 * longest
+
+
+def test_a_hub_name_is_fetched_only_where_asked(folder: Path) -> None:
+    def unreachable(name: str) -> Path:
+        raise ValueError(f"{name} is out of reach")
+
+    file = write(folder, edited())
+    with pytest.raises(RecipeError, match="hf download someone/model"):
+        load_recipe(file, ["model.path=someone/model"])
+    with pytest.raises(RecipeError, match="fetching it failed: someone/model is out of reach"):
+        load_recipe(file, ["model.path=someone/model"], fetch=unreachable)
+    recipe = load_recipe(file, ["model.path=someone/model"], fetch=lambda name: folder / "tiny")
+    assert recipe.model.path == "someone/model"

@@ -71,7 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def case(models: tuple[Path, Path]) -> Iterator[Case]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(mapped.PIECE_BYTES, "cpu", SMALL)  # most boxes are several pieces
+        patch.setattr(Platform, "piece_bytes", SMALL)  # most boxes are several pieces
         publisher = Publisher(models[0], RolloutLayout(2), timeout_s=PATIENT_S)
         engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
         yield Case(publisher, engines, models, publisher.shards(models[0]))

@@ -170,10 +170,10 @@ def test_in_two_legs_each_rank_receives_what_its_worker_needs_and_hands_it_over(
     with two_networks() as (near, far):
         pool = RankPool()
         try:
-            told = pool.run(publish_in_two_legs, LAYOUT.ranks, str(model), near, far)
+            sides = pool.run(publish_in_two_legs, LAYOUT.ranks, str(model), near, far)
         finally:
             pool.close()
-    for answer in told[0][0]:
+    for answer in sides[0][0]:
         assert_has_all(answer, 2, model)
     whole = sum(4 * tensor.numel() for tensor in checkpoint(model).values())
-    assert 1.0 * whole <= told[0][1] + told[1][1] <= 1.15 * whole
+    assert 1.0 * whole <= sides[0][1] + sides[1][1] <= 1.15 * whole

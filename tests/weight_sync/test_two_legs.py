@@ -46,7 +46,7 @@ def messages_of(rank: int, layout: Layout, manifest: WeightManifest, by_layer: b
     group = Recorder()
     engines: Any = Recorder()
     store: Any = None
-    sender = BucketSender(streams, rank, engines, store, False, None, manifest.servers, manifest.num_orders)
+    sender = BucketSender(streams, rank, engines, store, None, manifest)
     sender._ranks = group  # type: ignore[assignment]
     sender.begin(manifest)
     for bucket, number in bucket_sequence(plan, streams, by_layer):
@@ -76,7 +76,7 @@ def test_no_two_ranks_wait_for_each_other(
     engines = tuple(range(len(servers)))
     manifest = WeightManifest(
         version=1, attempt=1, plan_hash="", layout=layout, rollout=rollout, mode="reshard", precision="fp32",
-        bucket_bytes=8192, timeout_s=60.0, engines=engines, num_engines=len(engines), transport="group", on_device=True,
+        bucket_bytes=8192, timeout_s=60.0, engines=engines, num_engines=len(engines), transport="group", on_device=False,
         store=("", 0), groups=engines, by_layer=by_layer, servers=servers,
     )  # fmt: skip
     queues = [messages_of(rank, layout, manifest, by_layer) for rank in range(layout.ranks)]
