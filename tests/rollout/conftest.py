@@ -36,6 +36,7 @@ class Engines:
         pool._recipe = self._recipe(prompt_tokens, new_tokens, engines=len(which), **rollout)
         pool._engines = [self._pool._engines[engine] for engine in which]
         for index, engine in enumerate(pool._engines):
+            engine.restarts = 0  # of this pool
             engine.settings = replace(engine.settings, index=index, max_new_tokens=new_tokens, stop_token_ids=stops)
             if engine._actor is None:
                 engine.finish_start(engine.begin_start())
