@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.recipe.environment_section import EnvironmentSection
 from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
-from megarl.rollout import RolloutError
+from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout import environment as interface
 from megarl.rollout.environment import (
     Environment,
@@ -184,9 +184,11 @@ class EnvironmentWorker:
 class EnvironmentWorkers:
     """`environment.workers` actors of the connected Ray cluster, which share the episodes."""
 
-    def __init__(self, section: EnvironmentSection, max_calls: int) -> None:
+    def __init__(self, section: EnvironmentSection, max_calls: int, timeout_s: float) -> None:
         """Each actor takes up to `max_calls` calls at a time. Raises RolloutError if a worker does not start."""
         import ray
+
+        self._timeout_s = timeout_s
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
         remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
@@ -199,17 +201,18 @@ class EnvironmentWorkers:
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # with what the worker raised
             raise RolloutError(f"phase rollout: a worker of environments did not start: {error}") from error
 
-    def ask(self, number: int, episode: Any, question: Reset | Step) -> Any:
-        """Begin to ask, and return the reference of a Reply. `number` selects the episode's worker."""
-        return self._actors[number % len(self._actors)].ask.remote(episode, question)
-
-    def reply(self, reference: Any) -> Reply:
-        """Return the reply. If a worker is lost, its episodes have failed and Ray starts it again. Raises RolloutError if it
-        is gone for good."""
+    async def ask(self, episode: int, question: Reset | Step) -> Reply:
+        """Ask an episode's environment. If a worker is lost, its episodes have failed and Ray starts it again. Raises
+        RolloutError if it is gone for good, EngineSilent if it does not answer within `rollout.timeout_s`."""
         import ray
 
         try:
-            return ray.get(reference)
+            worker = self._actors[episode % len(self._actors)]
+            return await asyncio.wait_for(worker.ask.remote(episode, question), self._timeout_s)
+        except TimeoutError as error:
+            raise EngineSilent(
+                f"environments: a worker gave no answer in phase rollout within rollout.timeout_s = {self._timeout_s:g}"
+            ) from error
         except ray.exceptions.ActorDiedError as error:
             raise RolloutError(
                 f"phase rollout: a worker of environments is gone for good, after {MAX_WORKER_RESTARTS} restarts; the log "
@@ -221,10 +224,10 @@ class EnvironmentWorkers:
         except ray.exceptions.RayTaskError as error:
             return Reply(failure=f"the worker of its process could not ask it: {error.cause}")
 
-    def end(self, episodes: Iterable[tuple[int, Any]]) -> None:
-        """Kill the processes of some episodes, each with its `number`; does not wait."""
-        for number, episode in episodes:
-            self._actors[number % len(self._actors)].end.remote([episode])
+    def end(self, episodes: Iterable[int]) -> None:
+        """Kill the processes of some episodes; does not wait."""
+        for episode in episodes:
+            self._actors[episode % len(self._actors)].end.remote([episode])
 
     def close(self) -> None:
         """Stop the workers, and all processes below them."""

@@ -1,9 +1,6 @@
 """The episodes of a rollout, seen from rank 0: what engines sampled, what environments answered, and what comes next.
 
-All living episodes of an engine take their turns together: an engine repeats its work bit for bit only if the same requests
-are queued at the same time, and a resumed run must continue bit for bit. So an engine's next turn begins when the
-environments of all its episodes have answered. An environment is called as soon as its completion is there, while the engine
-still samples others, and engines do not wait for each other.
+Every episode goes on as soon as its engine or its environment has answered; none waits for another.
 
 A turn's prompt is exactly the tokens so far: prompt, sampled, observed. Nothing that was sampled is tokenized again. A turn
 that was truncated is answered like any other; the observation then begins with the template's end of the turn.
@@ -11,8 +8,9 @@ that was truncated is answered like any other; the observation then begins with 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +36,10 @@ class Episode:
     `ended` is the finish reason."""
 
     prompt: Prompt
-    group: int
     member: int
-    engine: int
     temperature: float | None
     prompt_ids: np.ndarray
+    number: int  # among all episodes of the run
     begun: bool = False  # whether its environment was reset
     ids: list[np.ndarray] = field(default_factory=list)
     own: list[np.ndarray] = field(default_factory=list)
@@ -69,6 +66,9 @@ class Episode:
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs)
 
 
+Generate = Callable[[GroupRequest, Episode], Awaitable[GroupResult]]
+
+
 class Environments:
     """What the rollouts of a run need for episodes: the environment workers, tokenizer and observations."""
 
@@ -83,8 +83,9 @@ class Environments:
         self.observations = Observations(self.tokenizer, recipe.data, num_tokens)
         check_tool_role(self.section, self.observations)
         # A reset or a step of each episode, greedy episodes included, and the end of those of the last rollout.
-        self.workers = EnvironmentWorkers(self.section, max_calls=4 * recipe.num_sequences + 16)
-        self.rounds = itertools.count()
+        most = (1 + recipe.rollout.max_staleness) * 4 * recipe.num_sequences + 16
+        self.workers = EnvironmentWorkers(self.section, most, recipe.rollout.timeout_s)
+        self.numbers = itertools.count()
 
     def close(self) -> None:
         """End all environments."""
@@ -118,136 +119,95 @@ def check_tool_role(section: EnvironmentSection, observations: Observations) -> 
 
 
 class Episodes:
-    """The episodes of one rollout: groups of prompts, each with its number of members and their temperature."""
+    """The episodes of one group: they begin with one prompt and row, and each goes on as fast as it can."""
 
-    def __init__(
-        self, environments: Environments, groups: Sequence[tuple[Prompt, int, float | None]], draw: int, engines: int
-    ) -> None:
-        """`draw` as in `Sampling`; engine g % `engines` samples group g."""
+    def __init__(self, environments: Environments, prompt: Prompt, size: int, temperature: float | None, draw: int) -> None:
+        """`draw` as in `Sampling`."""
         self._environments, self._draw = environments, draw
-        self._round = next(environments.rounds)
-        self.episodes = [
-            Episode(prompt, position, member, position % engines, temperature, np.asarray(prompt.token_ids, dtype=np.int32))
-            for position, (prompt, size, temperature) in enumerate(groups)
-            for member in range(size)
-        ]
-        self._members: list[list[Episode]] = [[] for _ in groups]
-        for episode in self.episodes:
-            self._members[episode.group].append(episode)
-        self._calls: dict[Any, int] = {}  # reference of a call to an environment -> its episode
-        self._num_waiting = [0] * engines  # environments that have not answered, by engine
-        self._num_ended = 0  # at the last call of `take_num_ended`
+        ids = np.asarray(prompt.token_ids, dtype=np.int32)
+        self.episodes = [Episode(prompt, member, temperature, ids, next(environments.numbers)) for member in range(size)]
 
-    def begin(self) -> list[Any]:
-        """Reset all environments; return the references to wait for."""
-        for number, episode in enumerate(self.episodes):
-            seed = request_seed(self._environments.seed, self._draw, episode.prompt.index, ENVIRONMENT_MEMBER)
-            self._call(number, Reset(episode.prompt.row, seed))
-        return list(self._calls)
-
-    def waits(self, engine: int) -> bool:
-        """Say whether an environment of an engine's episodes has not answered yet."""
-        return self._num_waiting[engine] > 0
-
-    def requests(self, engine: int) -> dict[int, GroupRequest]:
-        """Return the requests of an engine's next turn by episode; empty if all its episodes have ended."""
-        requests = {}
-        for number, episode in enumerate(self.episodes):
-            if episode.engine != engine or episode.ended:
-                continue
-            if not episode.begun and not episode.turns:
-                # Its environment failed in reset. The sample counts for nothing, and still has the prompt of its group.
-                begun = [member.prompt_ids for member in self._members[episode.group] if member.begun]
-                episode.prompt_ids = begun[0] if begun else episode.prompt_ids
-            index = episode.prompt.index
-            seed = request_seed(self._environments.seed, self._draw, index, episode.member, episode.turns)
-            left = self._environments.recipe.max_completion_tokens - episode.num_tokens
-            max_new_tokens = min(self._environments.recipe.rollout.max_new_tokens, left)
-            ids = np.concatenate([episode.prompt_ids, *episode.ids])
-            requests[number] = GroupRequest(number, index, ids, (seed,), episode.temperature, max_new_tokens)
-        return requests
-
-    def sampled(self, number: int, result: GroupResult) -> list[Any]:
-        """Append a turn to an episode, exactly as it was sampled; return the references to wait for before its next turn."""
-        episode = self.episodes[number]
-        if not episode.turns:
-            episode.first_version = int(result.first_versions[0])
-        episode.last_version = int(result.last_versions[0])
-        episode.turns += 1
-        episode.append(result.token_ids, result.logprobs)
-        episode.routing = result.routing  # of the whole sequence so far, as the turn's prompt includes it
-        if not episode.begun:  # its environment failed in reset: the sample has one turn, which does not count
-            episode.ended = "failed"
-            return []
-        ids = result.token_ids.tolist()
-        text = self._environments.tokenizer.decode(ids[:-1] if ids[-1] in self._environments.stops else ids)
-        return [self._call(number, Step(text))]
-
-    def answered(self, reference: Any) -> int:
-        """Take the answer of an environment; return the engine of its episode. Raises RolloutError for a failure under
+    async def play(self, generate: Generate) -> None:
+        """Play all episodes; `generate` samples a turn. Raises RolloutError for a failure under
         `environment.on_error: stop`."""
-        number = self._calls.pop(reference)
-        episode, reply = self.episodes[number], self._environments.workers.reply(reference)
-        self._num_waiting[episode.engine] -= 1
-        if reply.failure:
-            self._fail(episode, reply.failure, reply.cause)
-        elif not episode.begun:
-            self._reset(episode, reply)
-        else:
-            self._step(episode, reply)
-        return episode.engine
+        workers = self._environments.workers
+        prompt = self.episodes[0].prompt
+        seed = request_seed(self._environments.seed, self._draw, prompt.index, ENVIRONMENT_MEMBER)
+        try:
+            replies = await asyncio.gather(*(workers.ask(e.number, Reset(prompt.row, seed)) for e in self.episodes))
+            for episode, reply in zip(self.episodes, replies, strict=True):
+                if reply.failure:
+                    self._fail(episode, reply.failure, reply.cause)
+                else:
+                    self._reset(episode, reply)
+            begun = [episode.prompt_ids for episode in self.episodes if episode.begun]
+            for episode in self.episodes:
+                if not episode.begun:  # its sample counts for nothing, and still has the prompt of its group
+                    episode.prompt_ids = begun[0] if begun else episode.prompt_ids
+            await asyncio.gather(*(self._play(episode, generate) for episode in self.episodes))
+        finally:
+            workers.end(episode.number for episode in self.episodes)
 
-    def take_num_ended(self) -> int:
-        """Return how many episodes have ended since the last call."""
-        earlier, self._num_ended = self._num_ended, sum(bool(episode.ended) for episode in self.episodes)
-        return self._num_ended - earlier
+    def result(self) -> GroupResult:
+        """Return all tokens of the group."""
+        routing = [episode.routing for episode in self.episodes if episode.routing is not None]
+        return GroupResult(
+            group=self.episodes[0].prompt.index,
+            prompt_ids=self.episodes[0].prompt_ids,
+            token_ids=np.concatenate([piece for episode in self.episodes for piece in episode.ids]),
+            logprobs=np.concatenate([piece for episode in self.episodes for piece in episode.logprobs]),
+            lengths=np.array([episode.num_tokens for episode in self.episodes], dtype=np.int32),
+            finish_reasons=tuple(episode.ended for episode in self.episodes),
+            first_versions=np.array([episode.first_version for episode in self.episodes], dtype=np.int64),
+            last_versions=np.array([episode.last_version for episode in self.episodes], dtype=np.int64),
+            routing=np.concatenate(routing) if routing else None,
+            own=np.concatenate([piece for episode in self.episodes for piece in episode.own]),
+        )
 
-    def close(self) -> None:
-        """End the environments of all episodes."""
-        self._environments.workers.end((number, (self._round, number)) for number in range(len(self.episodes)))
-
-    def results(self) -> dict[int, GroupResult]:
-        """Return the groups by position."""
-        results = {}
-        for position, members in enumerate(self._members):
-            routing = [episode.routing for episode in members if episode.routing is not None]
-            results[position] = GroupResult(
-                group=members[0].prompt.index,
-                prompt_ids=members[0].prompt_ids,
-                token_ids=np.concatenate([piece for episode in members for piece in episode.ids]),
-                logprobs=np.concatenate([piece for episode in members for piece in episode.logprobs]),
-                lengths=np.array([episode.num_tokens for episode in members], dtype=np.int32),
-                finish_reasons=tuple(episode.ended for episode in members),
-                first_versions=np.array([episode.first_version for episode in members], dtype=np.int64),
-                last_versions=np.array([episode.last_version for episode in members], dtype=np.int64),
-                routing=np.concatenate(routing) if routing else None,
-                own=np.concatenate([piece for episode in members for piece in episode.own]),
-            )
-        return results
-
-    def facts(self, positions: range) -> EpisodeFacts:
-        """Return how the episodes of some groups ended."""
-        episodes = [episode for position in positions for episode in self._members[position]]
+    def facts(self) -> EpisodeFacts:
+        """Return how the episodes ended."""
         rewards = []
-        for episode in episodes:
+        for episode in self.episodes:
             if not episode.failure:
                 rewards.append(episode.reward)
             else:  # a failed episode loses what it gained, and keeps what it lost
                 rewards.append(min(0.0, episode.reward) if episode.cause else np.nan)
         return EpisodeFacts(
             rewards=np.array(rewards, dtype=np.float32),
-            turns=np.array([episode.turns for episode in episodes]),
-            malformed=np.array([episode.malformed for episode in episodes]),
-            done=np.array([episode.ended == "stop" for episode in episodes]),
-            failures=np.array([episode.failure for episode in episodes], dtype=np.str_),
-            causes=np.array([episode.cause for episode in episodes], dtype=np.str_),
+            turns=np.array([episode.turns for episode in self.episodes]),
+            malformed=np.array([episode.malformed for episode in self.episodes]),
+            done=np.array([episode.ended == "stop" for episode in self.episodes]),
+            failures=np.array([episode.failure for episode in self.episodes], dtype=np.str_),
+            causes=np.array([episode.cause for episode in self.episodes], dtype=np.str_),
         )
 
-    def _call(self, number: int, question: Reset | Step) -> Any:
-        reference = self._environments.workers.ask(number, (self._round, number), question)
-        self._calls[reference] = number
-        self._num_waiting[self.episodes[number].engine] += 1
-        return reference
+    async def _play(self, episode: Episode, generate: Generate) -> None:
+        """Sample turns and step the environment until the episode has ended."""
+        environments = self._environments
+        while not episode.ended:
+            index = episode.prompt.index
+            seed = request_seed(environments.seed, self._draw, index, episode.member, episode.turns)
+            left = environments.recipe.max_completion_tokens - episode.num_tokens
+            max_new_tokens = min(environments.recipe.rollout.max_new_tokens, left)
+            ids = np.concatenate([episode.prompt_ids, *episode.ids])
+            request = GroupRequest(0, index, ids, (seed,), episode.temperature, max_new_tokens)
+            turn = await generate(request, episode)
+            if not episode.turns:
+                episode.first_version = int(turn.first_versions[0])
+            episode.last_version = int(turn.last_versions[0])
+            episode.turns += 1
+            episode.append(turn.token_ids, turn.logprobs)
+            episode.routing = turn.routing  # of the whole sequence so far, as the turn's prompt includes it
+            if not episode.begun:  # its environment failed in reset: the sample has one turn, which does not count
+                episode.ended = "failed"
+                break
+            ids = turn.token_ids.tolist()
+            text = environments.tokenizer.decode(ids[:-1] if ids[-1] in environments.stops else ids)
+            reply = await environments.workers.ask(episode.number, Step(text))
+            if reply.failure:
+                self._fail(episode, reply.failure, reply.cause)
+            else:
+                self._step(episode, reply)
 
     def _reset(self, episode: Episode, reply: Reply) -> None:
         """Begin an episode with the prompt of its environment, or of the data."""
@@ -258,7 +218,7 @@ class Episodes:
             except ValueError as error:
                 self._fail(episode, f"what reset returned cannot be used: {error}")
                 return
-        others = [member for member in self._members[episode.group] if member.begun]
+        others = [member for member in self.episodes if member.begun]
         if others and not np.array_equal(others[0].prompt_ids, ids):
             self._fail(episode, "reset returned another prompt than for others of its group, with the same row and seed")
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,19 @@ def clear_away(process: EngineProcess) -> None:
                 child.kill()
     for file in process.shared_files:
         Path(file).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Raise what an engine raised, and EngineDied if its process is gone."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
+            raise error.cause from None  # its message is complete; Ray's frames add nothing
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise EngineDied(f"the actor's process is gone: {error}") from error
 
 
 class ClockOffset:
@@ -140,17 +153,18 @@ class EngineHandle:
         rule = f"{manifest.report_waits} times weight_sync.timeout_s = {manifest.timeout_s:g}"
         return self._get(reference, "weight_sync", max(0.0, deadline - time.monotonic()), rule)
 
+    async def answer(self, reference: Any) -> Any:
+        """Return the answer of a call in an event loop, without a deadline. Raises EngineDied for a dead engine, and otherwise
+        what the engine raised."""
+        with _errors():
+            return await reference
+
     def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
         try:
-            return ray.get(reference, timeout=timeout_s)
+            with _errors():
+                return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, (RolloutError, EngineDied, EngineDirty, SyncError)):
-                raise error.cause from None  # its message is complete; Ray's frames add nothing
-            raise
-        except ray.exceptions.RayActorError as error:
-            raise EngineDied(f"the actor's process is gone: {error}") from error
 
     def report(self) -> EngineReport:
         """Return what the engine did since the last call. Raises EngineDied."""

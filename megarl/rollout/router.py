@@ -1,0 +1,253 @@
+"""Sends requests to engines: which engine, when, and what becomes of the requests of an engine that died.
+
+Runs on the event loop of the stream. A request whose engine died goes to another engine at once. The dead engine is started
+again in the background and takes requests once it has received weights, in the next sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.groups import GroupFacts
+from megarl.rollout.handle import EngineHandle
+
+
+class Engines(Protocol):
+    """What a router needs of an `EnginePool`."""
+
+    engines: list[EngineHandle]
+
+    def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
+        """Start a dead engine again, without the published weights. Raises RolloutError if that was done too often."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request, and where it is. `cost` counts the most tokens that its engine may have to compute; `restarts` are those of
+    the engine when it got the request."""
+
+    request: GroupRequest
+    step: int
+    session: Any
+    is_last: bool
+    continues: bool
+    cost: int
+    answer: asyncio.Future[tuple[GroupFacts, Any]]
+    restarts: int = 0
+
+
+@dataclass
+class _Lane:
+    """An engine with its requests. `timer` ends the run if the engine finishes none of them in time."""
+
+    engine: EngineHandle
+    entries: list[_Entry] = field(default_factory=list)
+    is_live: bool = True
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.cost for entry in self.entries)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(entry.request.seeds) for entry in self.entries)
+
+
+class Router:
+    """Gives each request to the live engine with the fewest tokens to compute; requests of one session stay together."""
+
+    def __init__(
+        self, pool: Engines, timeout_s: float, max_tokens: int, depth: int | None, on_unserved: Callable[[], None]
+    ) -> None:
+        """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, more wait here for the engine that
+        has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left."""
+        self._pool, self._timeout_s, self._max_tokens, self._depth = pool, timeout_s, max_tokens, depth
+        self._on_unserved = on_unserved
+        self._lanes = {engine.settings.index: _Lane(engine) for engine in pool.engines}
+        self._sessions: dict[Any, int] = {}  # engine of each session
+        self._waiting: deque[_Entry] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()  # submissions, answers, restarts
+        self._submissions: set[asyncio.Task[None]] = set()
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._is_scheduled = self._is_paused = False
+        self._next_position = 0
+
+    @property
+    def unserved(self) -> list[int]:
+        """Engines that need weights before any request can go on; empty while a live engine is left."""
+        if self._is_paused or any(lane.is_live for lane in self._lanes.values()) or self._restarts:
+            return []
+        return list(self._lanes)
+
+    def sample(
+        self, request: GroupRequest, step: int, session: Any = None, is_last: bool = False, continues: bool = False
+    ) -> asyncio.Future[tuple[GroupFacts, Any]]:
+        """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request in
+        errors; requests that come together go out together, those with `is_last` behind all others. `continues` as in
+        `RolloutEngine.submit`."""
+        request = replace(request, position=self._next_position)
+        self._next_position += 1
+        longest = self._max_tokens if request.max_new_tokens is None else request.max_new_tokens
+        cost = len(request.seeds) * (len(request.prompt_ids) + longest)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Entry(request, step, session, is_last, continues, cost, answer))
+        self._schedule()
+        return answer
+
+    def end_session(self, session: Any) -> None:
+        """Forget which engine has the prefix of a session."""
+        self._sessions.pop(session, None)
+
+    async def pause(self) -> None:
+        """Send nothing more, and wait until engines hold what was sent and dead engines have started again."""
+        self._is_paused = True
+        for lane in self._lanes.values():
+            self._renew_deadline(lane)
+        while self._submissions or self._restarts:
+            await asyncio.wait(self._submissions | self._restarts)
+
+    def resume(self, engines: list[int] | None) -> None:
+        """Go on with the engines that are live and with those that have received weights, all if None."""
+        self._is_paused = False
+        for index, lane in self._lanes.items():
+            lane.is_live |= engines is None or index in engines
+            self._renew_deadline(lane)
+        self._schedule()
+
+    async def close(self) -> None:
+        """Wait for nothing any more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _schedule(self) -> None:
+        """Send requests in the loop's next round, when all that come together are here."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._is_scheduled = False
+        if self._is_paused:
+            return
+        waiting = sorted(self._waiting, key=lambda entry: entry.is_last)  # stable
+        self._waiting.clear()
+        batches: dict[int, list[_Entry]] = {}
+        for entry in waiting:
+            index = self._choose(entry)
+            if index is None:
+                self._waiting.append(entry)
+                continue
+            lane = self._lanes[index]
+            entry.restarts = lane.engine.restarts
+            lane.entries.append(entry)
+            batches.setdefault(index, []).append(entry)
+        for index, entries in batches.items():
+            self._spawn(self._submit(self._lanes[index], entries), self._submissions)
+        if self._waiting and self.unserved:
+            self._on_unserved()
+
+    def _choose(self, entry: _Entry) -> int | None:
+        live = {index: lane for index, lane in self._lanes.items() if lane.is_live}
+        sticky = self._sessions.get(entry.session)
+        if sticky in live:
+            return sticky
+        size = len(entry.request.seeds)
+        # With one engine there is nothing to choose: vLLM's own queue serves best.
+        limit = None if len(self._lanes) == 1 else self._depth
+        free = {i: lane for i, lane in live.items() if limit is None or not lane.entries or lane.num_sequences + size <= limit}
+        if not free:
+            return None
+        chosen = min(free, key=lambda index: (free[index].tokens, index))
+        if entry.session is not None:
+            self._sessions[entry.session] = chosen
+        return chosen
+
+    async def _submit(self, lane: _Lane, entries: list[_Entry]) -> None:
+        engine, restarts = lane.engine, entries[0].restarts
+        self._renew_deadline(lane)
+        try:
+            continues = any(entry.continues for entry in entries)
+            await engine.answer(engine.call("submit", [entry.request for entry in entries], continues))
+            for entry in entries:
+                facts, tokens = engine.call("result", entry.request.position, num_returns=2)
+                self._spawn(self._wait(lane, entry, facts, tokens))
+        except EngineDied as error:
+            self._lose(lane, restarts, error)
+        except EngineDirty as error:
+            self._fail(entries, RolloutError(f"{engine.name} refuses phase rollout: {error}"))
+        except Exception as error:
+            self._fail(entries, error)
+
+    async def _wait(self, lane: _Lane, entry: _Entry, facts: Any, tokens: Any) -> None:
+        """Pass the answer of an engine on."""
+        try:
+            answer = await lane.engine.answer(facts)
+        except EngineDied as error:
+            self._lose(lane, entry.restarts, error)
+            return
+        except RolloutError as error:
+            self._fail([entry], type(error)(f"{lane.engine.name}, phase rollout, step {entry.step}: {error}"))
+        except Exception as error:
+            self._fail([entry], error)
+        if entry in lane.entries:  # else another engine has the request by now
+            lane.entries.remove(entry)
+            if not entry.answer.done():
+                entry.answer.set_result((answer, tokens))
+        self._renew_deadline(lane)
+        self._schedule()
+
+    def _renew_deadline(self, lane: _Lane) -> None:
+        """An engine has `timeout_s` from its last answer to the next one."""
+        if lane.timer is not None:
+            lane.timer.cancel()
+        waits = lane.entries and not self._is_paused
+        lane.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end_silent, lane) if waits else None
+
+    def _end_silent(self, lane: _Lane) -> None:
+        step = min(entry.step for entry in lane.entries)
+        message = (
+            f"{lane.engine.name}: {len(lane.entries)} groups of step {step} not finished in phase rollout within "
+            f"rollout.timeout_s = {self._timeout_s:g}"
+        )
+        self._fail(lane.entries, EngineSilent(message))
+
+    def _lose(self, lane: _Lane, restarts: int, cause: Exception) -> None:
+        """Let other engines do what a dead engine was to do, and start the dead one again unless a sync did."""
+        lost = [entry for entry in lane.entries if entry.restarts == restarts]
+        lane.entries = [entry for entry in lane.entries if entry.restarts != restarts]
+        self._waiting.extendleft(reversed([entry for entry in lost if not entry.answer.done()]))
+        self._renew_deadline(lane)
+        if lane.is_live and lane.engine.restarts == restarts:
+            lane.is_live = False
+            index = lane.engine.settings.index
+            self._sessions = {session: engine for session, engine in self._sessions.items() if engine != index}
+            if not self._is_paused:
+                self._spawn(self._restart(lane, cause), self._restarts)
+        self._schedule()
+
+    async def _restart(self, lane: _Lane, cause: Exception) -> None:
+        try:
+            await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
+        except Exception as error:
+            self._fail([*self._waiting, *(entry for other in self._lanes.values() for entry in other.entries)], error)
+
+    def _fail(self, entries: list[_Entry], error: Exception) -> None:
+        for entry in entries:
+            if not entry.answer.done():
+                entry.answer.set_exception(error)
+
+    def _spawn(self, work: Any, *kinds: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        for tasks in (self._tasks, *kinds):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        if kinds:
+            task.add_done_callback(lambda _: self._schedule())
