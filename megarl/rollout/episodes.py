@@ -32,8 +32,8 @@ ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's
 
 @dataclass
 class Episode:
-    """One sample in progress. `ids`, `own` and `logprobs` follow the prompt, with one piece per turn and per observation;
-    `ended` is the finish reason."""
+    """One sample in progress. `ids`, `own`, `logprobs` and `versions` follow the prompt, with one piece per turn and per
+    observation; `ended` is the finish reason."""
 
     prompt: Prompt
     member: int
@@ -44,14 +44,13 @@ class Episode:
     ids: list[np.ndarray] = field(default_factory=list)
     own: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
     turns: int = 0
     malformed: int = 0
     reward: float = 0.0
     failure: str = ""
     cause: str = ""  # of the failure, if the policy's turn can be the cause
     ended: str = ""
-    first_version: int = 0
-    last_version: int = 0
     routing: np.ndarray | None = None
 
     @property
@@ -59,9 +58,10 @@ class Episode:
         """Tokens after the prompt."""
         return sum(map(len, self.ids))
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray | None) -> None:
-        """Append a turn of the policy, or an observation, which has no `logprobs`."""
+    def append(self, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
+        """Append a turn of the policy, or an observation, which has no `logprobs`, and the version of the turn before."""
         self.ids.append(ids)
+        self.versions.append(np.full(len(ids), self.versions[-1][-1]) if versions is None else versions)
         self.own.append(np.full(len(ids), logprobs is not None))
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs)
 
@@ -158,8 +158,7 @@ class Episodes:
             logprobs=np.concatenate([piece for episode in self.episodes for piece in episode.logprobs]),
             lengths=np.array([episode.num_tokens for episode in self.episodes], dtype=np.int32),
             finish_reasons=tuple(episode.ended for episode in self.episodes),
-            first_versions=np.array([episode.first_version for episode in self.episodes], dtype=np.int64),
-            last_versions=np.array([episode.last_version for episode in self.episodes], dtype=np.int64),
+            versions=np.concatenate([piece for episode in self.episodes for piece in episode.versions]),
             routing=np.concatenate(routing) if routing else None,
             own=np.concatenate([piece for episode in self.episodes for piece in episode.own]),
         )
@@ -192,11 +191,8 @@ class Episodes:
             ids = np.concatenate([episode.prompt_ids, *episode.ids])
             request = GroupRequest(0, index, ids, (seed,), episode.temperature, max_new_tokens)
             turn = await generate(request, episode)
-            if not episode.turns:
-                episode.first_version = int(turn.first_versions[0])
-            episode.last_version = int(turn.last_versions[0])
             episode.turns += 1
-            episode.append(turn.token_ids, turn.logprobs)
+            episode.append(turn.token_ids, turn.logprobs, turn.versions)
             episode.routing = turn.routing  # of the whole sequence so far, as the turn's prompt includes it
             if not episode.begun:  # its environment failed in reset: the sample has one turn, which does not count
                 episode.ended = "failed"
