@@ -45,8 +45,9 @@ from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
 from megarl.rollout.environment import load_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
-from megarl.rollout.pool import open_pool, takes_turns
-from megarl.rollout.replay import dump_rollout
+from megarl.rollout.pool import EnginePool, takes_turns
+from megarl.rollout.replay import ReplayPool, dump_rollout
+from megarl.rollout.stream import ReplayStream, open_stream
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import DeviceSync, PhaseClock, recording
 from megarl.telemetry.disk import describe_full, is_full
@@ -274,7 +275,7 @@ def build_parts(
     parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
     if place.rank == 0:
         build_first_rank(parts, recipe, run, stage, stack)
-    address = broadcast_from_first(None if parts.rollouts is None else parts.rollouts.address)
+    address = broadcast_from_first(None if parts.engines is None else parts.engines.address)
     if any(other.is_leader for other in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
     return parts
@@ -323,13 +324,23 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
         parts.held_out = HeldOut(recipe, held_out, parts.prompts)
-    ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
-    parts.rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, _bound_ranks())
-    stack.callback(parts.rollouts.shutdown)
-    parts.rollouts.start()
-    replayed = recipe.rollout.replay is not None
-    parts.rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replayed)
-    stack.callback(parts.rewards.close)
+    replay: ReplayPool | None = None
+    if recipe.rollout.replay is not None:
+        replay = ReplayPool.of(recipe)
+        replay.start()
+    else:
+        ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
+        bound_ranks = _bound_ranks()
+        parts.engines = EnginePool(recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, bound_ranks)
+        stack.callback(parts.engines.shutdown)
+        parts.engines.start()
+    rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replay is not None)
+    stack.callback(rewards.close)
+    if replay is not None:
+        parts.rollouts = ReplayStream(recipe, replay, parts.prompts, rewards)
+    else:
+        assert parts.engines is not None, "started above"
+        parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, parts.prompts, rewards, stack)
     if recipe.run.dump_rollouts:
         parts.dump = partial(dump_rollout, run.rollouts)
     if recipe.telemetry.samples_per_step:

@@ -18,7 +18,7 @@ from megarl.algorithm.estimate import StepRewards, greedy_baselines, step_advant
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
 from megarl.data.prompts import PromptStream
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.non_finite import FiniteGuard
@@ -36,11 +36,11 @@ from megarl.megatron.step_metrics import schedule_metrics, update_metrics
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
-from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
-from megarl.rollout.dynamic_sampling import SampledRounds
+from megarl.reward.workers import RewardResult
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
 from megarl.rollout.groups import RolloutBatch, refuse_overlong, rollout_metrics
-from megarl.rollout.pool import EnginePool, ReplayPool
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stream import ReplayStream, RolloutStream, Taken
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry.clock import DeviceSync, PhaseClock, span
 from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
@@ -75,8 +75,8 @@ class RunParts:
     roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
     weights: WeightSync | AdapterSync | None  # None if rollouts are replayed
     prompts: PromptStream | None = None
-    rollouts: EnginePool | ReplayPool | None = None
-    rewards: RewardWorkers | None = None
+    engines: EnginePool | None = None
+    rollouts: RolloutStream | ReplayStream | None = None
     dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
     samples: SampleTable | None = None
     held_out: HeldOut | None = None
@@ -124,9 +124,9 @@ class Trainer:
         phases = self.recipe.warmup_phases if warms_up else self.recipe.running_phases
         metrics: Metrics = {"critic/warmup": int(warms_up)} if self.recipe.critic_warmup_steps else {}
 
-        rollouts, rewards, prompts, phase_metrics = self._sample(number)
+        rollouts, rewards, greedy, phase_metrics = self._sample(number)
         metrics |= phase_metrics
-        batch, plans, phase_metrics = self._batch(rollouts, rewards, prompts, phases)
+        batch, plans, phase_metrics = self._batch(rollouts, rewards, greedy, phases)
         metrics |= phase_metrics
         if "reward_model" in plans:
             batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
@@ -163,38 +163,35 @@ class Trainer:
 
     # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
 
-    def _sample(self, number: int) -> tuple[RolloutBatch, RewardResult, list[Prompt] | None, Metrics]:
-        """Run the phases rollout and reward: one round, or as many as `algorithm.dynamic_sampling` needs.
+    def _sample(self, number: int) -> tuple[RolloutBatch, RewardResult, RewardResult | None, Metrics]:
+        """Run the phases rollout and reward, again if `algorithm.dynamic_sampling` asks for more groups.
 
-        Returns lengths and rewards on every rank, and the prompts of the last round on rank 0.
+        Returns lengths and rewards on every rank, and the rewards of greedy completions if the advantages need them.
         """
-        rounds = SampledRounds(self.recipe)
-        while not rounds.complete:
+        taken: Taken | None = None
+        stream = self.parts.rollouts
+        begun = False
+        while taken is None:
             with self._phase("rollout"):
-                rollouts, prompts = self._rollout(number)
-            with self._phase("reward"):
-                rewards = self._score(rollouts, prompts)
-                if self.parts.prompts is not None:
-                    assert prompts is not None
-                    self.parts.prompts.learn(prompts, rewards.rewards, rewards.valid)
-                rounds.add(rollouts, rewards)
-        chosen, rewards, metrics = rounds.chosen()
-        return chosen, rewards, prompts, metrics
+                if stream is not None and not begun:
+                    with span("data"):
+                        stream.begin(number)
+                    begun = True
+                if stream is not None:
+                    with span("wait_engines"):
+                        stream.wait_sampled(self._sync_restarted_from_first)
+                self._broadcast_from_engines(None)
+            with self._phase("reward"), span("wait_rewards"):
+                taken = broadcast_from_first(None if stream is None else stream.take())
+        self._check_rollouts(taken)
+        if self.parts.dump is not None:
+            self.parts.dump(number, taken.rollouts)
+        return taken.rollouts, taken.rewards, taken.greedy_rewards, taken.metrics
 
-    def _rollout(self, number: int) -> tuple[RolloutBatch, list[Prompt] | None]:
-        """Let the engines complete the next prompts; returns metadata on every rank, and the prompts on rank 0."""
-        rollouts: RolloutBatch | None = None
-        prompts = None
-        section = self.recipe.phases.rollout
-        if self.parts.rollouts is not None and self.parts.prompts is not None:
-            with span("data"):
-                prompts = self.parts.prompts.take(section.prompts)
-            with span("wait_engines"):
-                rollouts = self.parts.rollouts.generate(prompts, number, self._sync_restarted_from_first)
-            if self.parts.dump is not None:
-                self.parts.dump(number, rollouts)
-        rollouts = self._broadcast_from_engines(rollouts)
-        assert rollouts is not None
+    def _check_rollouts(self, taken: Taken) -> None:
+        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
+        are too long or if no completion could be scored."""
+        section, rollouts, rewards = self.recipe.phases.rollout, taken.rollouts, taken.rewards
         planned = (section.prompts, self.recipe.num_sequences, section.max_concurrent)
         ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
         if ran != planned:
@@ -205,32 +202,19 @@ class Trainer:
             if rollouts.greedy is None or num_greedy != section.prompts:
                 raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
             refuse_overlong(rollouts.greedy, self.recipe)
-        return rollouts, prompts
-
-    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt] | None) -> RewardResult:
-        """Let rank 0 score the completions; returns the rewards on every rank. Raises ValueError if none could be scored."""
-        rewards: RewardResult | None = None
-        if self.parts.rewards is not None:
-            assert prompts is not None
-            with span("wait_rewards"):
-                group_size = rollouts.executed.group_size
-                rewards = self.parts.rewards.score(rollouts.payload, prompts, len(rollouts), group_size)
-                rewards = add_episodes(rewards, rollouts.episodes)
-            if not rewards.valid.any():
-                sample, reason = next(iter(rewards.failures.items()))
-                raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
+        task = self.recipe.phases.reward.sequences
+        if max(rewards.task_sequences, default=0) > task:
+            tasks = rewards.task_sequences
+            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
+        if not rewards.valid.any():
+            sample, reason = next(iter(rewards.failures.items()))
+            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
+        if self.rank == 0:
             for sample, reason in list(rewards.failures.items())[:1]:
                 logger.warning("%d rewards masked; sample %d: %s", len(rewards.failures), sample, reason)
-        with span("wait_rewards"):
-            rewards = broadcast_from_first(rewards)
-        count, task = len(rollouts), self.recipe.phases.reward.sequences
-        tasks = tuple(min(task, count - first) for first in range(0, count, task))
-        if rewards.task_sequences != tasks:
-            raise PlanMismatch(f"phase reward: planned tasks of {tasks} sequences, executed {rewards.task_sequences}")
-        return rewards
 
     def _batch(
-        self, rollouts: RolloutBatch, rewards: RewardResult, prompts: list[Prompt] | None, phases: Sequence[str]
+        self, rollouts: RolloutBatch, rewards: RewardResult, greedy: RewardResult | None, phases: Sequence[str]
     ) -> tuple[Batch, dict[str, Plan], Metrics]:
         """Make the step's batch with the tokens of this rank, and the plan of each Megatron phase."""
         with self._phase("reward"):
@@ -245,9 +229,9 @@ class Trainer:
             )
             batch = self.guard.rewards(batch)
             metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid).metrics()
-            metrics["schedule/reward/sequences"] = max(rewards.task_sequences)
+            metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
-                greedy = self._score(rollouts.greedy, prompts)
+                assert greedy is not None, "what was sampled was scored"
                 scored = greedy.valid & np.isfinite(greedy.rewards)
                 baselines, valid = greedy_baselines(greedy.rewards, scored, batch.valid)
                 batch = replace(batch, baselines=baselines, valid=valid)
@@ -260,9 +244,9 @@ class Trainer:
         with self.clock.phase("plan"), span("planning"):
             plans = {phase: self._plan(phase, batch) for phase in ENGINE_PHASES if phase in phases}
         with self._phase("rollout"):
-            if self.parts.rollouts is not None:
+            if self.parts.engines is not None:
                 with span("wait_engines"):
-                    self.parts.rollouts.rest()
+                    self.parts.engines.rest()
             samples: dict[int, Sample] = {}
             # Roles with different layouts run different sequences on this rank.
             for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
@@ -456,16 +440,22 @@ class Trainer:
             shards = actor.shards()
             if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
-            metrics = self.parts.weights.publish(version, shards, self.parts.rollouts, engines)  # type: ignore[arg-type]  # replayed rollouts take none
-        return metrics if canary is None else metrics | self._judge_engines(canary, engines)
+            if isinstance(self.parts.rollouts, RolloutStream):
+                self.parts.rollouts.pause()
+            metrics = self.parts.weights.publish(version, shards, self.parts.engines, engines)
+        if canary is not None:
+            metrics |= self._judge_engines(canary, engines)
+        if isinstance(self.parts.rollouts, RolloutStream):
+            self.parts.rollouts.resume(version, engines)
+        return metrics
 
     def _judge_engines(self, canary: Canary, engines: Sequence[int] | None) -> Metrics:
         """Compare what engines compute with what the actor computes. Raises SyncError on all ranks for an engine that has
         drifted, unless `weight_sync.canary.action` is `warn`."""
         verdict: Verdict | None = None
-        if self.parts.rollouts is not None:
+        if self.parts.engines is not None:
             with span("wait_engines"):
-                verdict = canary.judge(partial(self.parts.rollouts.score, canary.sequences, engines), engines is not None)  # type: ignore[union-attr]  # as above
+                verdict = canary.judge(partial(self.parts.engines.score, canary.sequences, engines), engines is not None)
         verdict = broadcast_from_first(verdict)
         if verdict.drift is not None:
             if canary.stops:
@@ -476,7 +466,7 @@ class Trainer:
 
     # Around the step --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, step: int, leaves: Callable[[], bool]) -> Evaluation | None:
+    def evaluate(self, leaves: Callable[[], bool]) -> Evaluation | None:
         """Evaluate the engines on the held-out prompts; returns an Evaluation on rank 0, None elsewhere.
 
         Returns None everywhere if the run `leaves`, which all ranks ask before each round.
@@ -488,10 +478,14 @@ class Trainer:
                     return None
                 answer: Any = None
                 if self.parts.held_out is not None:
-                    pool, rewards = self.parts.rollouts, self.parts.rewards
-                    answer = self.parts.held_out.go_on(judged, pool, rewards, step, self._sync_restarted_from_first)
+                    assert isinstance(self.parts.rollouts, RolloutStream), "a replay evaluates nothing"
+                    answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        return None if self.parts.held_out is None else self.parts.held_out.result(judged)
+        if self.parts.held_out is None:
+            return None
+        if self.parts.engines is not None:
+            self.parts.engines.take_times()  # they belong to no step
+        return self.parts.held_out.result(judged)
 
     def run(
         self,
@@ -506,7 +500,7 @@ class Trainer:
         """Run all steps after step `done`. Raises Preempted if the run is preempted."""
         recipe, clock = self.recipe, self.clock
         if done == 0 and recipe.evaluates_after(0):
-            writer.evaluated(0, self.version, self.evaluate(0, preemption.agreed))
+            writer.evaluated(0, self.version, self.evaluate(preemption.agreed))
         writer.started(clock.take(), {f"start_{name}": value for name, value in start_metrics.items()})
         for number in range(done + 1, recipe.run.steps + 1):
             watch.begin(number)
@@ -525,14 +519,14 @@ class Trainer:
                 raise self._leave(done, None if abandoned.moved else before, run, preemption) from None
             done = number
             # Before an evaluation, whose times do not count.
-            engines = [] if self.parts.rollouts is None else self.parts.rollouts.take_times()
+            engines = [] if self.parts.engines is None else self.parts.engines.take_times()
             if recipe.evaluates_after(number):
-                metrics |= writer.evaluated(number, self.version, self.evaluate(number, preemption.agreed))
+                metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))
             metrics |= self.take_restart_metrics()
             times = clock.take()
             with clock.phase("metrics"):  # counted in the next step's line
-                if self.parts.prompts is not None:
-                    metrics |= self.parts.prompts.metrics()
+                if self.parts.rollouts is not None:
+                    metrics |= self.parts.rollouts.prompt_metrics()
                 rows = [] if self.parts.samples is None else self.parts.samples.rows
                 writer.step(number, times, engines, self.sizes, metrics, rows)
             every = recipe.run.checkpoint_every

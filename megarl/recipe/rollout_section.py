@@ -42,8 +42,8 @@ class RolloutSection(Section):
     expert_parallel: bool = False
     """Each tensor and data-parallel rank of an engine holds whole experts; false shards each expert."""
     max_staleness: Count = 0
-    """How many weight versions behind the trainer a trained token may be. 0 samples each batch with the newest weights, while
-    the trainer waits; above 0 engines sample while the trainer works."""
+    """How many weight versions behind the trainer a trained token may be. 0 samples each batch with the newest weights,
+    while the trainer waits; above 0 engines sample while the trainer works."""
     window: Positive | None = None
     """Groups, in the order of their prompts, among which a step takes those that finish first: short answers cannot overtake
     more. null: the prompts of a step, or of two steps with `max_staleness` above 0."""

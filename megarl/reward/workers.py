@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,8 +44,8 @@ class RewardResult:
     often a term gave which reason, as `code_num_failed`, and how many samples score 0 or are masked for which cause, as
     `num_zero_memory`. `answers` is what each text answers, if that was asked for and some term reads it.
 
-    If these are some of the samples that were scored (megarl/rollout/dynamic_sampling.py), counts and seconds are of all of
-    them, and `num_masked_beside` counts the masked samples among the others.
+    If these are some of the samples that were scored (`select`), counts and seconds are of all of them, and
+    `num_masked_beside` counts the masked samples among the others.
     """
 
     rewards: np.ndarray
@@ -58,6 +59,18 @@ class RewardResult:
     counts: dict[str, int] = field(default_factory=dict)
     num_masked_beside: int = 0
     answers: list[str | None] | None = None
+
+    def select(self, samples: Sequence[int]) -> RewardResult:
+        """Return the rewards of some samples; counts and seconds stay those of all."""
+        chosen, place = list(samples), {sample: number for number, sample in enumerate(samples)}
+        return replace(
+            self,
+            rewards=self.rewards[chosen],
+            valid=self.valid[chosen],
+            parts={name: values[chosen] for name, values in self.parts.items()},
+            failures={place[sample]: why for sample, why in self.failures.items() if sample in place},
+            num_masked_beside=int((~self.valid).sum() - (~self.valid[chosen]).sum()),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return means over the valid samples (NaN if there are none) and counts over all samples that were scored."""
@@ -98,6 +111,25 @@ class TaskResult:
     process: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """A sample to score."""
+
+    payload: Any
+    sample: int
+    prompt: Prompt
+
+
+def _fetch(texts: Sequence[_Text]) -> list[np.ndarray]:
+    """Return the tokens that count of each sample; asks each payload once."""
+    samples: dict[int, list[int]] = {}
+    payloads = {id(text.payload): text.payload for text in texts}
+    for text in texts:
+        samples.setdefault(id(text.payload), []).append(text.sample)
+    fetched = {key: payload.fetch(samples[key]) for key, payload in payloads.items()}
+    return [fetched[id(text.payload)][text.sample].completion.final_ids for text in texts]
+
+
 class Scorer:
     """Scores tasks with one verifier process and the services, at the same time: in this process, or as a Ray actor."""
 
@@ -123,13 +155,11 @@ class Scorer:
             await self._verifiers.load()
         return os.getpid()
 
-    async def score_task(
-        self, payload: Any, samples: Sequence[int], prompts: Sequence[Prompt], timeout_s: float, answers: bool
-    ) -> TaskResult:
-        """Score `samples` (prompts[i] belongs to samples[i]); fetches their tokens from the payload."""
+    async def score_task(self, texts_of: Sequence[_Text], timeout_s: float, answers: bool) -> TaskResult:
+        """Score samples; fetches their tokens from their payloads."""
         begun = time.perf_counter()
-        fetched = await asyncio.to_thread(payload.fetch, list(samples))
-        texts = [self.decode(fetched[sample].completion.final_ids.tolist()) for sample in samples]
+        ids = await asyncio.to_thread(_fetch, texts_of)
+        texts, prompts = [self.decode(tokens.tolist()) for tokens in ids], [text.prompt for text in texts_of]
         tasks = [judge.score(texts, prompts, timeout_s) for judge in self._services]
         if self._verifiers is not None:
             tasks.insert(0, self._verifiers.score_task(texts, prompts, timeout_s, answers))
@@ -151,7 +181,7 @@ class Scorer:
 
 
 class RewardWorkers:
-    """Scores whole batches, divided into tasks of `phases.reward.sequences`.
+    """Scores samples in tasks of `phases.reward.sequences`, as they arrive or a whole batch.
 
     `specs` is the recipe's `reward` list, `section` its `phases.reward`; `stop_token_ids` end a completion, as in the
     engines. With `local` the scorer lives in this process (its verifiers do not); otherwise in `section.workers` Ray actors
@@ -176,33 +206,61 @@ class RewardWorkers:
             self._runner.run(self._local.ready())
         else:
             self._actors, self._processes = _start_actors(arguments, section.workers)
+        self._idle = list(range(max(1, len(self._actors))))
+        self._waiting: deque[tuple[_Text, bool, asyncio.Future[TextScore]]] = deque()
+        self._sends_all = False  # tasks may be smaller until nothing waits
+        self._running: set[asyncio.Task[None]] = set()
+        self._done: list[TaskResult] = []  # since `take_tasks`
 
     def score(
         self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
     ) -> RewardResult:
         """Score samples 0 … num_sequences - 1; sample s answers prompts[s // group_size]. With `answers`, also read what
-        they answer.
+        they answer. Not to be called in an event loop. Raises as `score_group`."""
+
+        async def score_all() -> list[TextScore]:
+            work = [
+                self.score_group(payload, range(g * group_size, min((g + 1) * group_size, num_sequences)), prompt, answers)
+                for g, prompt in enumerate(prompts)
+            ]
+            tasks = [asyncio.ensure_future(part) for part in work]
+            await asyncio.sleep(0)  # now all samples wait
+            self.send_all()
+            return [score for part in await asyncio.gather(*tasks) for score in part]
+
+        scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
+        return self.join(scores, answers)
+
+    async def score_group(
+        self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False
+    ) -> list[TextScore]:
+        """Score some completions of a prompt. A task begins when enough samples wait, or after `send_all`.
 
         Raises ValueError for a prompt's answer that a verifier cannot compare with, TimeoutError if a worker is silent.
         """
-        for prompt in prompts:
-            check_answer(self._terms, prompt)
-        size = self._section.sequences
-        tasks = [range(first, min(first + size, num_sequences)) for first in range(0, num_sequences, size)]
-        arguments = [
-            (payload, list(task), [prompts[sample // group_size] for sample in task], self._section.timeout_s, answers)
-            for task in tasks
-        ]
-        if self._local is not None:
-            results = [self._runner.run(self._local.score_task(*argument)) for argument in arguments]
-        else:
-            results = self._score_remotely(arguments)
-        scores = [score for result in results for score in result.scores]
-        result = self._join(scores, tuple(len(result.scores) for result in results))
+        check_answer(self._terms, prompt)
+        futures: list[asyncio.Future[TextScore]] = [asyncio.get_running_loop().create_future() for _ in samples]
+        for sample, future in zip(samples, futures, strict=True):
+            self._waiting.append((_Text(payload, sample, prompt), answers, future))
+        self._send()
+        return list(await asyncio.gather(*futures))
+
+    def send_all(self) -> None:
+        """Score all samples that wait, even if they do not fill a task."""
+        self._sends_all = True
+        self._send()
+
+    def join(self, scores: list[TextScore], answers: bool = False) -> RewardResult:
+        """Return the rewards of samples in order, with the tasks that ended since the last call."""
+        tasks, self._done = self._done, []
+        result = self._join(scores, tuple(sorted((len(task.scores) for task in tasks), reverse=True)))
         if answers and reads_answers(self._terms):
             result = replace(result, answers=[score.answer for score in scores])
-        busy_s = sum(result.busy_s for result in results)
-        return replace(result, busy_s=busy_s, num_workers=max(1, len(self._actors)))
+        return replace(result, busy_s=sum(task.busy_s for task in tasks), num_workers=max(1, len(self._actors)))
+
+    def total(self, score: TextScore) -> float:
+        """Return the reward of a sample, NaN if it is masked."""
+        return np.nan if score.parts is None else weighted_sum(self._terms, score.parts)
 
     def close(self) -> None:
         """Stop every scorer."""
@@ -216,28 +274,49 @@ class RewardWorkers:
                 ray.kill(actor)
             self._actors = []
 
-    def _score_remotely(self, arguments: list[tuple]) -> list[TaskResult]:
-        import ray
+    def _send(self) -> None:
+        """Give each idle worker a task."""
+        size = self._section.sequences
+        while self._idle and self._waiting and (self._sends_all or len(self._waiting) >= size):
+            batch = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+            task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), batch))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        if not self._waiting:
+            self._sends_all = False
 
-        num_workers = len(self._actors)
-        references = [self._actors[i % num_workers].score_task.remote(*argument) for i, argument in enumerate(arguments)]
-        rounds = -(-len(references) // num_workers)
-        deadline_s = rounds * (self._section.timeout_s + TASK_GRACE_S)
+    async def _run(self, worker: int, batch: list[tuple[_Text, bool, asyncio.Future[TextScore]]]) -> None:
+        arguments = [text for text, _, _ in batch], self._section.timeout_s, any(answers for _, answers, _ in batch)
+        deadline_s = self._section.timeout_s + TASK_GRACE_S
         try:
-            results: list[TaskResult] = ray.get(references, timeout=deadline_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(
-                f"phase reward: {len(references)} tasks on {num_workers} workers gave no answer within {deadline_s:.0f} s"
-            ) from error
-        for i, result in enumerate(results):  # Ray starts a worker again without a word, and gives it its tasks once more
-            worker, before = i % num_workers, self._processes[i % num_workers]
-            if result.process != before:
-                logger.warning(
-                    "phase reward: the process %d of reward worker %d was lost; process %d took its place and did its tasks "
-                    "(at most %d times)", before, worker, result.process, MAX_WORKER_RESTARTS,
-                )  # fmt: skip
-            self._processes[worker] = result.process
-        return results
+            if self._local is not None:
+                result = await self._local.score_task(*arguments)
+            else:
+                result = await asyncio.wait_for(self._actors[worker].score_task.remote(*arguments), deadline_s)
+                self._note_process(worker, result.process)
+        except TimeoutError:
+            error = TimeoutError(
+                f"phase reward: a task of {len(batch)} sequences on worker {worker} gave no answer within {deadline_s:.0f} s"
+            )
+            _fail(batch, error)
+        except Exception as error:
+            _fail(batch, error)
+        else:
+            self._done.append(result)
+            for (_, _, future), score in zip(batch, result.scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
+        self._idle.append(worker)
+        self._send()
+
+    def _note_process(self, worker: int, process: int) -> None:
+        """Warn of a worker that Ray started again, without a word, and gave its task once more."""
+        before, self._processes[worker] = self._processes[worker], process
+        if process != before:
+            logger.warning(
+                "phase reward: the process %d of reward worker %d was lost; process %d took its place and did its tasks "
+                "(at most %d times)", before, worker, process, MAX_WORKER_RESTARTS,
+            )  # fmt: skip
 
     def _join(self, scores: list[TextScore], task_sequences: tuple[int, ...]) -> RewardResult:
         num = len(scores)
@@ -267,6 +346,12 @@ class RewardWorkers:
                 logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
+
+
+def _fail(batch: Sequence[tuple[Any, bool, asyncio.Future[TextScore]]], error: Exception) -> None:
+    for _, _, future in batch:
+        if not future.done():
+            future.set_exception(error)
 
 
 def _start_actors(arguments: tuple[Any, ...], workers: int) -> tuple[list[Any], list[int]]:

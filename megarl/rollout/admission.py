@@ -74,6 +74,11 @@ class Admission:
         self._begin_round()
 
     @property
+    def num_rounds(self) -> int:
+        """Batches of groups that this step has started."""
+        return self._rounds
+
+    @property
     def is_sampled(self) -> bool:
         """Whether the next step waits for no completion any more, but for rewards at most."""
         waiting = list(self._waiting.values())
@@ -100,7 +105,9 @@ class Admission:
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain values. Groups that did not finish start again in their place."""
-        groups = [vars(group) | ({} if group.finished is not None else {"is_sampled": False}) for group in self._waiting.values()]
+        groups = [
+            vars(group) | ({} if group.finished is not None else {"is_sampled": False}) for group in self._waiting.values()
+        ]
         return {
             "steps": self.steps, "num_started": self.num_started, "num_finished": self._num_finished,
             "removed": dict(self.removed), "waiting": groups,
@@ -138,7 +145,11 @@ class Admission:
         candidates = [group for group in waiting if group.finished is None or group.is_informative]
         ready = [group for group in candidates[: self._window] if group.finished is not None]
         ready.sort(key=lambda group: (0, group.number) if self._is_due(group) else (1, group.finished))
-        if len(ready) < self._per_step and not self.num_to_start() and not any(group.finished is None for group in candidates):
+        if (
+            len(ready) < self._per_step
+            and not self.num_to_start()
+            and not any(group.finished is None for group in candidates)
+        ):
             # No more can come: groups without information fill the batch.
             ready += [group for group in waiting if not group.is_informative]
         return ready[: self._per_step] if len(ready) >= self._per_step else None

@@ -34,8 +34,9 @@ from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.sizes import with_engine_sizes
 from megarl.reward.service import services_of
 from megarl.reward.verifiers import check_answer, load_terms
-from megarl.reward.workers import RewardWorkers, add_episodes
-from megarl.rollout.pool import Sampling, open_pool
+from megarl.reward.workers import RewardWorkers
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stream import Resync, RolloutStream, Sampling, open_stream
 from megarl.telemetry.clock import span
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
@@ -142,23 +143,15 @@ class HeldOut:
         # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
         self._at_a_time = max(1, recipe.num_sequences // self.section.completions)
 
-    def go_on(
-        self,
-        judged: Judged,
-        rollouts: Any,
-        rewards: Any,
-        step: int,
-        resync: Callable[[Sequence[int]], None] | None = None,
-    ) -> bool:
+    def go_on(self, judged: Judged, stream: RolloutStream, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
         whether prompts are left. Raises what rollouts and rewards raise."""
         completions = self.section.completions
         prompts = self.prompts[judged.num_prompts : judged.num_prompts + self._at_a_time]
         with span("wait_engines"):
-            batch = rollouts.generate(prompts, step, resync, Sampling(completions, DRAW, self.section.temperature))
-        with span("wait_rewards"):
-            scored = rewards.score(batch.payload, prompts, len(batch), completions, answers=completions > 1)
-            scored = add_episodes(scored, batch.episodes)
+            sampling = Sampling(completions, DRAW, self.section.temperature)
+            batch, scored = stream.sample(prompts, sampling, resync, answers=completions > 1)
+        assert scored is not None, "the stream of an evaluation has rewards"
         judged.failures += [(judged.num_prompts + sample // completions, why) for sample, why in scored.failures.items()]
         judged.num_prompts += len(prompts)
         judged.rewards += list(scored.rewards.reshape(len(prompts), completions))
@@ -166,7 +159,6 @@ class HeldOut:
         judged.reasons += batch.finish_reasons
         if scored.answers is not None:
             judged.answers += [scored.answers[first : first + completions] for first in range(0, len(batch), completions)]
-        rollouts.take_times()  # drop them: they belong to no step
         return judged.num_prompts < len(self.prompts)
 
     def result(self, judged: Judged) -> Evaluation:
@@ -225,13 +217,14 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
         _, stream, stops = open_data(recipe, directory, started)
         held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))
         places = engine_places(recipe, platform.num_devices)
-        rollouts = open_pool(recipe, str(directory), stops, recipe.run.seed, places=places)
-        stack.callback(rollouts.shutdown)
-        rollouts.start()
+        pool = EnginePool(recipe, str(directory), stops, recipe.run.seed, places=places)
+        stack.callback(pool.shutdown)
+        pool.start()
         rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=False)
         stack.callback(rewards.close)
+        rollouts = open_stream(recipe, pool, str(directory), stops, None, rewards, stack)
         judged = Judged()
-        while held_out.go_on(judged, rollouts, rewards, 0):
+        while held_out.go_on(judged, rollouts):
             print(f"{judged.num_prompts} of {len(held_out.prompts)} prompts", file=sys.stderr, flush=True)
         return held_out.result(judged)
 

@@ -101,6 +101,10 @@ class EpisodeFacts:
     def select(self, samples: Sequence[int]) -> EpisodeFacts:
         return EpisodeFacts(**{name: column[samples] for name, column in vars(self).items()})
 
+    @classmethod
+    def joined(cls, parts: Sequence[EpisodeFacts]) -> EpisodeFacts:
+        return cls(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+
     def metrics(self) -> dict[str, float]:
         """Shares of episodes; an episode that is neither done nor failed was truncated."""
         return {
@@ -159,21 +163,16 @@ class StoredPayload:
 
 
 @dataclass(frozen=True)
-class JoinedPayload:
-    """Samples of several batches: sample s is sample `sources[s][1]` of payload `sources[s][0]`."""
+class GroupPayload:
+    """Samples of one group by the reference of its tokens; for calls inside Ray only."""
 
-    payloads: tuple[Payload, ...]
-    sources: tuple[tuple[int, int], ...]
+    tokens: Any
+    timeout_s: float
 
     def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
-        requested = list(sample_ids)
-        samples: dict[int, Sample] = {}
-        for number, payload in enumerate(self.payloads):
-            positions = {self.sources[s][1]: s for s in requested if self.sources[s][0] == number}
-            if positions:
-                fetched = payload.fetch(sorted(positions))
-                samples |= {positions[position]: sample for position, sample in fetched.items()}
-        return samples
+        """Raises ray.exceptions.GetTimeoutError at the deadline."""
+        result: GroupResult = ray.get(self.tokens, timeout=self.timeout_s)
+        return {member: result.sample(member) for member in sample_ids}
 
 
 COLUMNS = ("groups", "prompt_lengths", "completion_lengths", "own_lengths", "first_version", "last_version")
@@ -223,7 +222,9 @@ class RolloutBatch:
         return self.prompt_lengths + self.completion_lengths
 
     @classmethod
-    def of(cls, facts: Sequence[GroupFacts], payload: Payload, executed: RolloutExecuted) -> RolloutBatch:
+    def of(
+        cls, facts: Sequence[GroupFacts], payload: Payload, executed: RolloutExecuted, metrics: dict[str, float]
+    ) -> RolloutBatch:
         """Join groups in the order of their prompts."""
         members = [len(group.lengths) for group in facts]
 
@@ -239,6 +240,7 @@ class RolloutBatch:
             first_version=flat(group.first_versions for group in facts),
             last_version=flat(group.last_versions for group in facts),
             executed=executed,
+            metrics=metrics,
             own_lengths=flat(group.own_lengths for group in facts),
         )
 
@@ -267,29 +269,6 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/observation_tokens": observed,
         "rollout/observation_share": observed / int(lengths.sum()),
     }  # fmt: skip
-
-
-def join_rollouts(batches: Sequence[RolloutBatch], samples: Sequence[int]) -> RolloutBatch:
-    """Return a batch of chosen samples of several batches, numbered through all of them; the samples must be whole groups.
-    `executed` and `metrics` are those of the last batch."""
-    positions = [(number, sample) for number, batch in enumerate(batches) for sample in range(len(batch))]
-    chosen = list(samples)
-    columns = {name: np.concatenate([getattr(batch, name) for batch in batches])[chosen] for name in COLUMNS}
-    reasons = [reason for batch in batches for reason in batch.finish_reasons]
-    last = batches[-1]
-    episodes = None
-    if last.episodes is not None:
-        facts = [vars(batch.episodes) for batch in batches]
-        joined = {name: np.concatenate([part[name] for part in facts]) for name in facts[0]}
-        episodes = EpisodeFacts(**joined).select(chosen)
-    return RolloutBatch(
-        payload=JoinedPayload(tuple(batch.payload for batch in batches), tuple(positions[sample] for sample in chosen)),
-        finish_reasons=[reasons[sample] for sample in chosen],
-        executed=last.executed,
-        metrics=last.metrics,
-        episodes=episodes,
-        **columns,
-    )
 
 
 def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:

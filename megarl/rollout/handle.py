@@ -154,7 +154,7 @@ class EngineHandle:
         return self._get(reference, "weight_sync", max(0.0, deadline - time.monotonic()), rule)
 
     async def answer(self, reference: Any) -> Any:
-        """Return the answer of a call in an event loop, without a deadline. Raises EngineDied for a dead engine, and otherwise
+        """Return the answer of a call in an event loop, without a deadline. Raises EngineDied for a dead engine, otherwise
         what the engine raised."""
         with _errors():
             return await reference

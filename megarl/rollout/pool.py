@@ -1,15 +1,14 @@
-"""The engines of a run, seen from rank 0: sends prompts out, restarts dead engines, and leads the engines through a sync."""
+"""The engines of a run, seen from rank 0: starts them, starts dead engines again, and leads all through a sync."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import queue
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import ray
@@ -23,59 +22,18 @@ from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sizes import engines_of
-from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
-from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout import EngineDied, EngineSilent, RolloutError
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
-from megarl.rollout.episodes import Environments, Episodes
 from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutExecuted, StoredPayload
 from megarl.rollout.handle import EngineHandle
-from megarl.rollout.replay import ReplayPool
-from megarl.telemetry.progress import advance_work, begin_work
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 logger = logging.getLogger(__name__)
-References = TypeVar("References", bound=Collection[Any])
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample completions that no step trains on. The same `draw` gives the same completions under the same weights;
-    a `temperature` of None takes the recipe's."""
-
-    completions: int
-    draw: int
-    temperature: float | None = None
-
-
-class Arrivals:
-    """References of calls in the order in which their answers arrive.
-
-    `ray.wait` looks at every reference at each call: for thousands of answers it would look at millions of references. Here
-    Ray reports each answer once, from its own thread.
-    """
-
-    def __init__(self) -> None:
-        self._answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def expect(self, references: References) -> References:
-        """Wait for these references as well, each once, and return them."""
-        for reference in references:
-            reference.future().add_done_callback(lambda _, answered=reference: self._answered.put(answered))
-        return references
-
-    def next(self, timeout_s: float) -> Any:
-        """Return the reference of a call that answered or failed; None if no answer arrived in time."""
-        try:
-            return self._answered.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
 
 
 class EnginePool:
-    """vLLM engines behind Ray actors; used on rank 0 only. The same seed, step and prompts give the same completions,
-    bit for bit, on fresh engines with the same weights.
-    """
+    """vLLM engines behind Ray actors; used on rank 0 only. A `RolloutStream` samples with them."""
 
     def __init__(
         self,
@@ -96,9 +54,7 @@ class EnginePool:
         assert sizes is not None, "a pool of engines needs a recipe without rollout.replay"
         self._vocab = shape.vocab
         self._model_path, self._stops = str(model_path), tuple(int(token) for token in stop_token_ids)
-        self._environments: Environments | None = None  # set by `start` if the recipe has an environment
         self._version: int | None = None  # the last version that was published
-        self._resync: Callable[[Sequence[int]], None] | None = None
         self._manifest: WeightManifest | AdapterManifest  # of the current sync
         self._sync_begun = 0.0  # on the monotonic clock
         self._pausing: dict[int, Any] = {}  # engine -> its call of `pause` in the current sync
@@ -106,15 +62,14 @@ class EnginePool:
         self._reports: dict[int, dict[str, float]] = {}  # engine -> its metrics of the last version
         self._refusals: dict[int, int] = {}
         self._num_batches = 0
-        self._deadline = 0.0  # of the current rollout, on the monotonic clock
-        self._with_greedy = recipe.algorithm.advantage == "remax"
+        self._max_concurrent = 0
         self._store: Any = None
         self._store_name = f"rollouts-{secrets.token_hex(8)}"  # a cluster may serve several runs
         self._owns_cluster = False
         self.address: str | None = None
         rollout = recipe.rollout
         places = places or place_engines(recipe, one_machine(recipe))
-        self._engines = [
+        self.engines = [
             EngineHandle(
                 EngineSettings(
                     index=index,
@@ -143,7 +98,8 @@ class EnginePool:
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
-                max_calls=2 * recipe.num_sequences + 16,  # one per group, and an evaluation may have groups of one
+                # One a group, and an evaluation may have groups of one.
+                max_calls=(2 + rollout.max_staleness) * recipe.num_sequences + 16,
             )
             for index, place in enumerate(places)
         ]
@@ -152,80 +108,35 @@ class EnginePool:
         """Start Ray, and all engines at the same time. Raises RolloutError naming an engine that did not start."""
         self._owns_cluster = not ray.is_initialized()
         self.address = start_cluster(self._ray_address)
-        algorithm = self._recipe.algorithm
-        rounds = 1 if algorithm.dynamic_sampling is None else algorithm.dynamic_sampling.max_rounds
-        batches = rounds * (2 if self._with_greedy else 1)
+        batches = 2 if self._recipe.algorithm.advantage == "remax" else 1  # a step's
         # On rank 0's node: the loss of another node loses no rollouts.
         store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=node_share(0))
         self._store = store.remote(1 + batches)
-        if self._recipe.environment is not None:
-            self._environments = Environments(self._recipe, self._model_path, self._vocab, self._stops, self._seed)
-        started = [(engine, engine.begin_start()) for engine in self._engines]
+        started = [(engine, engine.begin_start()) for engine in self.engines]
         for engine, reference in started:
             try:
                 engine.finish_start(reference)
             except EngineDied as error:
                 raise RolloutError(f"{engine.name} died while it started: {error}") from error
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        step: int,
-        resync: Callable[[Sequence[int]], None] | None = None,
-        sampling: Sampling | None = None,
-    ) -> RolloutBatch:
-        """Sample a group for each prompt, by default as a training step does. `resync` sends the weights to the engines with
-        the given numbers after a restart. Raises ValueError for a prompt that no engine may see, RolloutError if engines
-        cannot finish."""
-        self._check(prompts)
-        self._resync = resync
-        with_greedy = self._with_greedy and sampling is None
-        sampling = sampling or Sampling(self._recipe.algorithm.group_size, draw=step)
-        groups = [(prompt, sampling.completions, sampling.temperature) for prompt in prompts]
-        groups += [(prompt, 1, 0.0) for prompt in prompts] if with_greedy else []
-        work: dict[int, dict[int, GroupRequest]] = {engine.settings.index: {} for engine in self._engines}
-        episodes = None
-        if self._environments is None:
-            for position, (prompt, size, temperature) in enumerate(groups):
-                seeds = tuple(request_seed(self._seed, sampling.draw, prompt.index, member) for member in range(size))
-                ids = np.asarray(prompt.token_ids, dtype=np.int32)
-                request = GroupRequest(position, prompt.index, ids, seeds, temperature)
-                work[position % len(prompts) % len(self._engines)][position] = request
-            facts, tokens = self._run(work, step)
-        else:
-            episodes = Episodes(self._environments, groups, sampling.draw, len(self._engines))
-            try:
-                self._run(work, step, episodes)
-            finally:
-                episodes.close()
-            results = episodes.results()
-            facts = {position: GroupFacts.of(result) for position, result in results.items()}
-            tokens = {position: ray.put(result) for position, result in results.items()}
-        batches = []
-        for first in range(0, len(groups), len(prompts)):
-            positions = range(first, first + len(prompts))
-            batch = self._store_batch(positions, groups[first][1], facts, tokens, step)
-            batches.append(batch if episodes is None else replace(batch, episodes=episodes.facts(positions)))
-        batches[0].metrics["rollout/num_restarts"] = sum(engine.restarts for engine in self._engines)
-        return replace(batches[0], greedy=batches[1]) if with_greedy else batches[0]
-
-    def _store_batch(
-        self, positions: range, size: int, facts: dict[int, GroupFacts], tokens: dict[int, Any], step: int
-    ) -> RolloutBatch:
-        """Return a batch of the groups of `size` at some positions; their tokens stay in the object store."""
+    async def store_batch(self, facts: Sequence[GroupFacts], tokens: Sequence[Any]) -> RolloutBatch:
+        """Return a batch of groups of one size; their tokens stay in the object store."""
         self._num_batches += 1
-        name = f"{step}-{self._num_batches}"
-        stored = self._store.add.remote(name, [tokens[position] for position in positions])
-        ray.get(stored, timeout=self._recipe.rollout.timeout_s)
-        processes = [engine.process for engine in self._engines if engine.process is not None]
-        executed = RolloutExecuted(len(positions), size, max(process.max_concurrent for process in processes))
+        name, size = str(self._num_batches), len(facts[0].lengths)
+        await asyncio.wait_for(self._store.add.remote(name, list(tokens)), self._recipe.rollout.timeout_s)
+        # A dead engine has no process, and all engines run the same number of sequences.
+        self._max_concurrent = max(
+            [self._max_concurrent, *(engine.process.max_concurrent for engine in self.engines if engine.process is not None)]
+        )
+        executed = RolloutExecuted(len(facts), size, self._max_concurrent)
         payload = StoredPayload(self._store_name, name, size, self._recipe.rollout.timeout_s)
-        return RolloutBatch.of([facts[position] for position in positions], payload, executed)
+        metrics: dict[str, float] = {"rollout/num_restarts": sum(engine.restarts for engine in self.engines)}
+        return RolloutBatch.of(facts, payload, executed, metrics)
 
     def take_times(self) -> list[EngineReport]:
         """Return what each engine did since the last call, in the order of their numbers; nothing of a dead engine."""
         reports = []
-        for engine in self._engines:
+        for engine in self.engines:
             try:
                 reports.append(engine.report())
             except EngineDied:
@@ -234,7 +145,7 @@ class EnginePool:
 
     def rest(self) -> None:
         """After a step's rollouts: engines that share GPUs with the trainer sleep until the next sync."""
-        calls = [(engine, engine.call("sleep")) for engine in self._engines if engine.settings.takes_turns]
+        calls = [(engine, engine.call("sleep")) for engine in self.engines if engine.settings.takes_turns]
         for engine, call in calls:
             with contextlib.suppress(EngineDied):  # its memory is free as well, and the sync restarts it
                 engine.get(call, "rollout")
@@ -244,7 +155,7 @@ class EnginePool:
         sleeping engine is left to `pause`: it wakes to the memory of its weights, which a rank may still occupy. So is an
         engine without an actor, which `pause` restarts."""
         self._pausing = self._call_pause(
-            (index for index in engines if not self._engines[index].settings.takes_turns), version
+            (index for index in engines if not self.engines[index].settings.takes_turns), version
         )
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[int]:
@@ -259,7 +170,7 @@ class EnginePool:
         calls, self._pausing = self._pausing, {}
         calls |= self._call_pause((index for index in engines if index not in calls), version)
         for index in engines:
-            engine = self._engines[index]
+            engine = self.engines[index]
             while True:
                 try:
                     call = calls.pop(index, None) or engine.call("pause", version, section.in_flight)
@@ -268,21 +179,21 @@ class EnginePool:
                 except (EngineDied, RolloutError) as error:
                     if isinstance(error, RolloutError) and section.in_flight == "wait":
                         raise
-                    self._restart(engine, "weight_sync", error)
+                    self.restart(engine, "weight_sync", error)
             earlier = self._reports.get(index, {"pause_s": 0.0, "in_flight": 0.0})
             self._reports[index] = {
                 "pause_s": earlier["pause_s"] + report["pause_s"],
                 # Completions that an earlier attempt kept or aborted are counted again in this one.
                 "in_flight": max(earlier["in_flight"], report["in_flight"]),
             }
-        return [engine.restarts for engine in self._engines]
+        return [engine.restarts for engine in self.engines]
 
     def _call_pause(self, engines: Iterable[int], version: int) -> dict[int, Any]:
         """Return the calls by engine, without engines that have no actor."""
         calls = {}
         for index in engines:
             with contextlib.suppress(EngineDied):
-                calls[index] = self._engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
+                calls[index] = self.engines[index].call("pause", version, self._recipe.weight_sync.in_flight)
         return calls
 
     def begin(self, manifest: WeightManifest | AdapterManifest) -> None:
@@ -293,7 +204,7 @@ class EnginePool:
             method, argument = "receive_adapter", ray.put(manifest)
         else:
             method, argument = "receive", manifest.as_dict()
-        self._receiving = {index: self._engines[index].call(method, argument) for index in manifest.engines}
+        self._receiving = {index: self.engines[index].call(method, argument) for index in manifest.engines}
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         """Wait for the engines that receive. Returns the engines that need another attempt, and the metrics of all others.
@@ -307,14 +218,14 @@ class EnginePool:
         failure: Exception | None = None
         deadline = self._sync_begun + self._manifest.report_waits * self._manifest.timeout_s
         for index, call in self._receiving.items():
-            engine = self._engines[index]
+            engine = self.engines[index]
             try:
                 self._reports[index] |= engine.get_received(call, deadline, self._manifest)
             except (EngineDied, RolloutError) as error:
                 restarted.add(index)
                 again.append(index)
                 try:
-                    self._restart(engine, "weight_sync", error)
+                    self.restart(engine, "weight_sync", error)
                 except RolloutError as final_error:
                     failure = failure or final_error
             except SyncError as error:
@@ -327,7 +238,7 @@ class EnginePool:
             self._refusals[index] = self._refusals.get(index, 0) + 1
             if self._refusals[index] > self._recipe.weight_sync.retries:
                 kind = SyncLate if isinstance(refused[index], SyncLate) else SyncError
-                failure = failure or kind(f"{self._engines[index].name}, phase weight_sync: {refused[index]}")
+                failure = failure or kind(f"{self.engines[index].name}, phase weight_sync: {refused[index]}")
         if failure is not None:  # raised only after the others have received what they can
             raise failure
         reports = [report for report in self._reports.values() if "received_bytes" in report]
@@ -343,123 +254,27 @@ class EnginePool:
         """Return what each engine, or each of some, computes for token sequences (`RolloutEngine.score`), without engines
         that died: a rollout restarts them."""
         calls, scores = {}, {}
-        for index in range(len(self._engines)) if engines is None else engines:
+        for index in range(len(self.engines)) if engines is None else engines:
             with contextlib.suppress(EngineDied):
-                calls[index] = self._engines[index].call("score", sequences)
+                calls[index] = self.engines[index].call("score", sequences)
         for index, call in calls.items():
             with contextlib.suppress(EngineDied):
-                scores[index] = self._engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
+                scores[index] = self.engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
         return scores
 
     def shutdown(self) -> None:
         """End all engines, and Ray if `start` started it; safe after a failure and more than once."""
         if self.address is None:
             return
-        for engine in self._engines:
+        for engine in self.engines:
             engine.stop()
-        if self._environments is not None:
-            self._environments.close()
         if self._store is not None:
             ray.kill(self._store)
         if self._owns_cluster:
             stop_cluster()
         self.address = None
 
-    def _run(
-        self, work: dict[int, dict[int, GroupRequest]], step: int, episodes: Episodes | None = None
-    ) -> tuple[dict[int, GroupFacts], dict[int, Any]]:
-        """Return facts and token reference of every position. `work` has the requests by engine and position; an engine that
-        dies is restarted and gets its requests again. With `episodes` the requests come turn by turn: an engine's next turn
-        begins when all its environments have answered."""
-        facts: dict[int, GroupFacts] = {}
-        tokens: dict[int, Any] = {}
-        sequences = sum(len(request.seeds) for requests in work.values() for request in requests.values())
-        begin_work("sequences", sequences if episodes is None else len(episodes.episodes))
-        arrivals = Arrivals()
-        environment_calls = set() if episodes is None else set(arrivals.expect(episodes.begin()))
-        calls: dict[Any, tuple[EngineHandle, int, Any]] = {}
-        for engine in self._engines:
-            calls |= arrivals.expect(self._submit(engine, work[engine.settings.index]))
-        self._renew_deadline()
-        while calls or environment_calls:
-            answered = arrivals.next(max(0.0, self._deadline - time.monotonic()))
-            if answered is None:
-                late = sorted({engine.name for engine, _, _ in calls.values()})
-                late = late or [f"environments of {len(environment_calls)} episodes"]
-                raise EngineSilent(
-                    f"{', '.join(late)}: {len(calls)} of {sum(map(len, work.values()))} groups of step {step} not "
-                    f"finished in phase rollout within rollout.timeout_s = {self._recipe.rollout.timeout_s:g}"
-                )
-            if answered in environment_calls:
-                assert episodes is not None, "only episodes call environments"
-                environment_calls.remove(answered)
-                calls |= arrivals.expect(self._next_turn(episodes, episodes.answered(answered), work))
-                continue
-            if answered not in calls:
-                continue  # a call to an engine that was restarted since
-            engine, position, token_reference = calls.pop(answered)
-            try:
-                facts[position] = engine.get(answered, "rollout")
-                tokens[position] = token_reference
-                result: Any = None if episodes is None else engine.get(token_reference, "rollout")
-                del work[engine.settings.index][position]
-                if episodes is None:
-                    advance_work(len(facts[position].lengths))
-                else:
-                    environment_calls.update(arrivals.expect(episodes.sampled(position, result)))
-                    calls |= arrivals.expect(self._next_turn(episodes, engine.settings.index, work))
-            except EngineDied as error:
-                self._revive(engine, error)
-                calls = {reference: call for reference, call in calls.items() if call[0] is not engine}
-                calls |= arrivals.expect(self._submit(engine, work[engine.settings.index]))
-            except RolloutError as error:
-                raise type(error)(f"{engine.name}, phase rollout, step {step}: {error}") from error
-        return facts, tokens
-
-    def _next_turn(
-        self, episodes: Episodes, index: int, work: dict[int, dict[int, GroupRequest]]
-    ) -> dict[Any, tuple[EngineHandle, int, Any]]:
-        """Submit an engine's next turn once its last one is over and all its environments have answered. As `_submit`."""
-        if work[index] or episodes.waits(index):
-            return {}
-        advance_work(episodes.take_num_ended())
-        work[index] = episodes.requests(index)
-        continues = any(episode.turns for episode in episodes.episodes if episode.engine == index)
-        return self._submit(self._engines[index], work[index], continues)
-
-    def _submit(
-        self, engine: EngineHandle, requests: dict[int, GroupRequest], continues: bool = False
-    ) -> dict[Any, tuple[EngineHandle, int, Any]]:
-        """Queue an engine's groups. Returns engine, position and token reference by the reference of a group's facts.
-        `continues` as in `RolloutEngine.submit`."""
-        if not requests:
-            return {}
-        while True:
-            try:
-                engine.get(engine.call("submit", list(requests.values()), continues), "rollout")
-                break
-            except EngineDirty as error:
-                raise RolloutError(f"{engine.name} refuses phase rollout: {error}") from error
-            except EngineDied as error:
-                self._revive(engine, error)
-        calls = {}
-        for position in requests:
-            facts, tokens = engine.call("result", position, num_returns=2)
-            calls[facts] = (engine, position, tokens)
-        return calls
-
-    def _revive(self, engine: EngineHandle, cause: Exception) -> None:
-        """Restart an engine during a rollout and send it the published weights; the deadline begins again."""
-        self._restart(engine, "rollout", cause)
-        if self._version is not None:
-            assert self._resync is not None, "generate() needs `resync` once a version was published"
-            self._resync([engine.settings.index])
-        self._renew_deadline()
-
-    def _renew_deadline(self) -> None:
-        self._deadline = time.monotonic() + self._recipe.rollout.timeout_s
-
-    def _restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
+    def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
         """Start a fresh engine, without the published weights. Raises RolloutError if the engine was restarted too often."""
         limit = self._recipe.rollout.max_restarts
         while True:
@@ -486,10 +301,8 @@ class EnginePool:
             logger.warning("%s runs again after %.0f s", engine.name, time.monotonic() - begun)
             return
 
-    def _check(self, prompts: Sequence[Prompt]) -> None:
+    def check(self, prompts: Sequence[Prompt]) -> None:
         """Refuse prompts that no engine may see: a token id outside the vocabulary would end vLLM's engine process."""
-        if not prompts:
-            raise ValueError("no prompts to generate for")
         longest = self._recipe.data.max_prompt_tokens
         for prompt in prompts:
             ids = np.asarray(prompt.token_ids)
@@ -508,27 +321,3 @@ def takes_turns(recipe: Recipe) -> bool:
     """Say whether engines sleep, without weights, while the trainer works. On CPUs they do not: there is no device memory to
     hand over, and vLLM for CPUs cannot sleep."""
     return recipe.rollout.placement == "colocated" and platform.num_devices is not None
-
-
-def open_pool(
-    recipe: Recipe,
-    model_path: str,
-    stop_token_ids: Sequence[int],
-    seed: int,
-    ray_address: str | None = None,
-    places: Sequence[EnginePlace] = (),
-    bound_ranks: int | None = None,
-) -> EnginePool | ReplayPool:
-    """Make the engines, or the replay that the recipe names instead; `start` starts them. Arguments as in `EnginePool`."""
-    if recipe.rollout.replay is None:
-        return EnginePool(recipe, model_path, stop_token_ids, seed, ray_address, places, bound_ranks)
-    max_concurrent = recipe.phases.rollout.max_concurrent
-    assert max_concurrent is not None, "loading a recipe with a replay sets it"
-    return ReplayPool(
-        recipe.rollout.replay,
-        recipe.algorithm.group_size,
-        max_concurrent,
-        routed=recipe.actor.router_replay,
-        greedy=recipe.algorithm.advantage == "remax",
-        played=recipe.environment is not None,
-    )

@@ -3,14 +3,14 @@ one step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megarl.data.sample import Completion, Prompt, Sample
-from megarl.rollout.engine_report import EngineReport
+from megarl.recipe.recipe import Recipe
 from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
@@ -91,8 +91,6 @@ class ReplayPool:
     episodes if `played`.
     """
 
-    address: str | None = None
-
     def __init__(
         self,
         directory: str,
@@ -107,6 +105,20 @@ class ReplayPool:
         self._routed, self._played = routed, played
         self._greedy = ReplayPool(str(greedy_folder(directory)), 1, max_concurrent, played=played) if greedy else None
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> ReplayPool:
+        """Return the replay that a recipe names."""
+        max_concurrent = recipe.phases.rollout.max_concurrent
+        assert recipe.rollout.replay is not None and max_concurrent is not None, "loading a recipe with a replay sets it"
+        return cls(
+            recipe.rollout.replay,
+            recipe.algorithm.group_size,
+            max_concurrent,
+            routed=recipe.actor.router_replay,
+            greedy=recipe.algorithm.advantage == "remax",
+            played=recipe.environment is not None,
+        )
+
     def start(self) -> None:
         """Raises ValueError for a directory without dumps, or with dumps that lack what the recipe needs."""
         if self._greedy is not None:
@@ -120,9 +132,7 @@ class ReplayPool:
         with np.load(files[0]) as dump:
             self._check_columns(files[0], dump.files)
 
-    def generate(
-        self, prompts: Sequence[Prompt], step: int, resync: Callable[[Sequence[int]], None] | None = None
-    ) -> RolloutBatch:
+    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
         """Return the dumped rollouts of a step. Raises ValueError if the file is missing or has other prompts."""
         file = dump_file(self._directory, step)
         if not file.is_file():
@@ -139,16 +149,6 @@ class ReplayPool:
             episodes=EpisodeFacts(**episodes) if self._played else None,
             **{name: columns[name] for name in COLUMNS},
         )
-
-    def rest(self) -> None:
-        """There is no engine to put to sleep."""
-
-    def take_times(self) -> list[EngineReport]:
-        """There is no engine that reports."""
-        return []
-
-    def shutdown(self) -> None:
-        """There is nothing to end."""
 
     def _check_columns(self, file: Path, names: Iterable[str]) -> None:
         if self._played != ("episode_rewards" in names):

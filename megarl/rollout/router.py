@@ -66,8 +66,8 @@ class Router:
     def __init__(
         self, pool: Engines, timeout_s: float, max_tokens: int, depth: int | None, on_unserved: Callable[[], None]
     ) -> None:
-        """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, more wait here for the engine that
-        has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left."""
+        """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, others wait here for the engine
+        that has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left."""
         self._pool, self._timeout_s, self._max_tokens, self._depth = pool, timeout_s, max_tokens, depth
         self._on_unserved = on_unserved
         self._lanes = {engine.settings.index: _Lane(engine) for engine in pool.engines}
@@ -89,8 +89,8 @@ class Router:
     def sample(
         self, request: GroupRequest, step: int, session: Any = None, is_last: bool = False, continues: bool = False
     ) -> asyncio.Future[tuple[GroupFacts, Any]]:
-        """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request in
-        errors; requests that come together go out together, those with `is_last` behind all others. `continues` as in
+        """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request
+        in errors; requests that come together go out together, those with `is_last` behind all others. `continues` as in
         `RolloutEngine.submit`."""
         request = replace(request, position=self._next_position)
         self._next_position += 1
@@ -162,10 +162,14 @@ class Router:
         size = len(entry.request.seeds)
         # With one engine there is nothing to choose: vLLM's own queue serves best.
         limit = None if len(self._lanes) == 1 else self._depth
-        free = {i: lane for i, lane in live.items() if limit is None or not lane.entries or lane.num_sequences + size <= limit}
+        free = [
+            (lane.tokens, index)
+            for index, lane in live.items()
+            if limit is None or not lane.entries or lane.num_sequences + size <= limit
+        ]
         if not free:
             return None
-        chosen = min(free, key=lambda index: (free[index].tokens, index))
+        _, chosen = min(free)
         if entry.session is not None:
             self._sessions[entry.session] = chosen
         return chosen

@@ -1,0 +1,468 @@
+"""The stream of rollouts: groups are admitted, sampled, scored, and taken by the step that trains on them.
+
+One event loop, on a thread of rank 0, runs it while the trainer works. The trainer's thread calls the methods of
+`RolloutStream` that are no coroutines. With `rollout.max_staleness: 0` a step's groups start when the step begins and the
+trainer waits for all of them; above 0 the same code has groups of later steps under way (admission.py has the bound).
+
+- Every admitted group is trained on once, or counted with its reason.
+- A group's requests survive their engine (router.py) and a weight sync (engine.py); nothing is sampled twice unless its
+  engine died.
+- An error of an engine, an environment or a reward ends the next call of the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from megarl.algorithm.advantage import informative_groups
+from megarl.data.prompts import PromptStream
+from megarl.data.sample import Prompt
+from megarl.models import ModelShape
+from megarl.recipe.recipe import Recipe
+from megarl.reward.verifiers import TextScore
+from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
+from megarl.rollout.admission import Admission
+from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.episodes import Environments, Episode, Episodes
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, RolloutBatch
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.replay import ReplayPool
+from megarl.rollout.router import Router
+from megarl.telemetry.progress import advance_work, begin_work
+
+Resync = Callable[[Sequence[int]], None]
+# Sequences that an engine holds for each that it decodes, so that it never waits for the next one.
+QUEUED = 1.25
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample completions that no step trains on. The same `draw` gives the same completions under the same weights;
+    a `temperature` of None takes the recipe's."""
+
+    completions: int
+    draw: int
+    temperature: float | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt and its completions so far. `step` is the one that started it, and a part of every sampling seed."""
+
+    prompt: Prompt
+    size: int
+    step: int
+    temperature: float | None = None
+    number: int = -1  # of `Admission`; -1 for a group that no step trains on
+    greedy: Group | None = None
+    facts: GroupFacts | None = None
+    tokens: Any = None  # reference of a GroupResult
+    episodes: EpisodeFacts | None = None
+    scores: list[TextScore] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Group]:
+        return [self] if self.greedy is None else [self, self.greedy]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step trains on, and metrics of the groups that it passed over."""
+
+    rollouts: RolloutBatch
+    rewards: RewardResult
+    greedy_rewards: RewardResult | None
+    metrics: dict[str, float]
+
+
+class RolloutStream:
+    """Samples with the engines of a pool; without `prompts` only what `sample` is asked for, without `rewards` unscored."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        pool: EnginePool,
+        seed: int,
+        prompts: PromptStream | None = None,
+        rewards: RewardWorkers | None = None,
+        environments: Environments | None = None,
+    ) -> None:
+        self._recipe, self._pool, self._seed = recipe, pool, seed
+        self._prompts, self._rewards, self._environments = prompts, rewards, environments
+        algorithm, rollout = recipe.algorithm, recipe.rollout
+        dynamic = algorithm.dynamic_sampling
+        self._filters = dynamic is not None
+        self._per_step, self._size = recipe.phases.rollout.prompts, algorithm.group_size
+        self._with_greedy = algorithm.advantage == "remax"
+        self._masks_truncated = algorithm.overlong is not None and algorithm.overlong.mask
+        self._is_synchronous = rollout.max_staleness == 0
+        max_rounds = 1 if dynamic is None else dynamic.max_rounds
+        self._admission = Admission(self._per_step, rollout.max_staleness, window_of(recipe), max_rounds)
+        self._groups: dict[int, Group] = {}  # by number
+        self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
+        self._num_sampling = 0  # groups, those of an evaluation included
+        self._num_lost = 0
+        self._step = self._version = 0
+        self._error: BaseException | None = None
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout stream", daemon=True)
+        self._thread.start()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._router = self._call(self._make_router())
+
+    # For the trainer --------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Start the groups that may start once the steps before `step` are over."""
+        self._step = step
+        begin_work("sequences", self._per_step * self._size)
+        self._call(self._admit())
+
+    def wait_sampled(self, resync: Resync) -> None:
+        """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
+        engine is left. Raises what engines and environments raise."""
+        self._call(self._until(lambda: self._admission.is_sampled), resync)
+
+    def take(self) -> Taken | None:
+        """Take the next step's groups as soon as they have their rewards; None if more must be sampled in place of groups
+        without information."""
+        return self._call(self._take())
+
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, resync: Resync | None = None, answers: bool = False
+    ) -> tuple[RolloutBatch, RewardResult | None]:
+        """Sample and score groups that no step trains on. Raises ValueError for a prompt that no engine may see."""
+        self._pool.check(prompts)
+        groups = [Group(prompt, sampling.completions, sampling.draw, sampling.temperature) for prompt in prompts]
+        return self._call(self._sample_all(groups, answers), resync)
+
+    def pause(self) -> None:
+        """Send nothing to engines until `resume`: they change their weights."""
+        self._call(self._router.pause())
+
+    def resume(self, version: int, engines: Sequence[int] | None) -> None:
+        """Go on with engines that have received a version, all if None."""
+
+        async def resume() -> None:
+            self._version = version
+            self._router.resume(engines)
+
+        self._call(resume())
+
+    def prompt_metrics(self) -> dict[str, float]:
+        """Return the metrics `data/...`."""
+        assert self._prompts is not None
+
+        async def read() -> dict[str, float]:
+            return self._prompts.metrics()  # type: ignore[union-attr]
+
+        return self._call(read())
+
+    def close(self) -> None:
+        """End the loop; engines, environments and rewards are their owners' to end."""
+
+        async def cancel() -> None:
+            for task in [*self._tasks]:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._router.close()
+
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
+        """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
+        wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        before, self._wakes = self._wakes, wakes  # `resync` calls, too
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future.add_done_callback(lambda _: wakes.put(True))
+            while True:
+                if resync is not None and (engines := self._router.unserved):
+                    resync(engines)
+                if wakes.get():
+                    return future.result()
+        finally:
+            self._wakes = before
+
+    # In the loop ------------------------------------------------------------------------------------------------------
+
+    async def _make_router(self) -> Router:
+        rollout = self._recipe.rollout
+        max_concurrent = self._recipe.phases.rollout.max_concurrent
+        depth = None if self._is_synchronous or max_concurrent is None else int(QUEUED * max_concurrent)
+        return Router(self._pool, rollout.timeout_s, rollout.max_new_tokens, depth, lambda: self._wakes.put(False))
+
+    async def _admit(self) -> None:
+        """Start as many groups as may start."""
+        assert self._prompts is not None
+        prompts = self._prompts.take(self._admission.num_to_start())
+        self._pool.check(prompts)
+        for prompt in prompts:
+            group = Group(prompt, self._size, self._step, number=self._admission.start())
+            if self._with_greedy:
+                group.greedy = Group(prompt, 1, self._step, temperature=0.0)
+            self._groups[group.number] = group
+            self._to_learn.append(group.number)
+            self._num_sampling += 1
+            task = self._loop.create_task(self._run(group))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, group: Group) -> None:
+        """Sample and score a group, from its start until it waits for a step."""
+        try:
+            try:
+                await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
+            finally:
+                self._num_sampling -= 1
+            self._admission.sampled(group.number)
+            advance_work(group.size)
+            self._changed.set()
+            await self._score(group)
+            self._admission.finish(group.number, not self._filters or self._is_informative(group))
+            self._learn()
+            await self._admit()
+        except Exception as error:
+            self._error = self._error or error
+        self._changed.set()
+
+    async def _sample(self, group: Group, is_last: bool = False) -> None:
+        """Let an engine complete a group, in turns with environments if there are any."""
+        if self._environments is None:
+            prompt = group.prompt
+            seeds = tuple(request_seed(self._seed, group.step, prompt.index, member) for member in range(group.size))
+            request = GroupRequest(0, prompt.index, np.asarray(prompt.token_ids, np.int32), seeds, group.temperature)
+            group.facts, group.tokens = await self._router.sample(request, group.step, is_last=is_last)
+            return
+        episodes = Episodes(self._environments, group.prompt, group.size, group.temperature, group.step)
+
+        async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
+            continues = episode.turns > 0
+            _, tokens = await self._router.sample(request, group.step, episode.number, continues=continues)
+            result: GroupResult = await tokens
+            return result
+
+        try:
+            await episodes.play(generate)
+        finally:
+            for episode in episodes.episodes:
+                self._router.end_session(episode.number)
+        result, group.episodes = episodes.result(), episodes.facts()
+        group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
+
+    async def _score(self, group: Group, answers: bool = False) -> None:
+        """Let the reward workers score a group. Without staleness tasks are full but for the last one, whoever is first."""
+        if self._rewards is None:
+            return
+        timeout_s = self._recipe.rollout.timeout_s
+        scored = [
+            asyncio.ensure_future(
+                self._rewards.score_group(GroupPayload(part.tokens, timeout_s), range(part.size), part.prompt, answers)
+            )
+            for part in group.parts
+        ]
+        await asyncio.sleep(0)  # now they wait in the workers' queue
+        if not self._is_synchronous or not self._num_sampling:
+            self._rewards.send_all()
+        for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
+            part.scores = scores
+
+    async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
+        self._num_sampling += len(groups)
+
+        async def run(group: Group) -> None:
+            try:
+                await self._sample(group)
+            finally:
+                self._num_sampling -= 1
+            await self._score(group, answers)
+
+        await asyncio.gather(*(run(group) for group in groups))
+        return await self._join(groups, answers)
+
+    async def _take(self) -> Taken | None:
+        taken: tuple[list[int], list[int]] | None = None
+
+        def is_over() -> bool:
+            nonlocal taken
+            taken = self._admission.take()
+            return taken is not None or not self._admission.is_sampled
+
+        num_rounds = self._admission.num_rounds
+        await self._until(is_over)
+        if taken is None:
+            return None
+        chosen = [self._groups.pop(number) for number in taken[0]]
+        passed_over = [self._groups.pop(number) for number in taken[1]]
+        stale = max(self._version - min(group.facts.first_versions) for group in chosen if group.facts is not None)
+        limit = self._recipe.rollout.max_staleness
+        assert stale <= limit, f"a token is {stale} versions old, and rollout.max_staleness = {limit}"
+        assert self._rewards is not None
+        # In the order of all, as the metrics of what was passed over are of all.
+        ordered = sorted([*chosen, *passed_over], key=lambda group: group.number)
+        rewards = _rewards_of(self._rewards, ordered)
+        samples = [n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)]
+        rollouts, _ = await self._join(chosen)
+        greedy = [group.greedy for group in chosen if group.greedy is not None]
+        greedy_rewards = None
+        if greedy:
+            greedy_rewards = _rewards_of(self._rewards, greedy)
+            rollouts = replace(rollouts, greedy=(await self._join(greedy))[0])
+        metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
+        return Taken(rollouts, rewards.select(samples), greedy_rewards, metrics)
+
+    async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
+        """Return finished groups as one batch, with their rewards if they were scored for an evaluation."""
+        facts = [group.facts for group in groups if group.facts is not None]
+        batch = await self._pool.store_batch(facts, [group.tokens for group in groups])
+        if groups[0].episodes is not None:
+            batch = replace(batch, episodes=_episodes_of(groups))
+        is_trained = any(group.number >= 0 for group in groups)
+        if self._rewards is None or is_trained or not groups[0].scores:
+            return batch, None
+        return batch, _rewards_of(self._rewards, groups, answers)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while self._error is None and not condition():
+            self._changed.clear()
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _is_informative(self, group: Group) -> bool:
+        """Whether the rewards of a group differ, so that its advantages are not all 0."""
+        assert self._rewards is not None and group.facts is not None
+        rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
+        if group.episodes is not None:
+            rewards = rewards + group.episodes.rewards
+        counted = np.isfinite(rewards)
+        if self._masks_truncated:
+            counted &= np.array([reason != "length" for reason in group.facts.finish_reasons])
+        return bool(informative_groups(torch.from_numpy(rewards)[None], torch.from_numpy(counted)[None])[0])
+
+    def _learn(self) -> None:
+        """Tell the curriculum the rewards of groups in their order, so that it does not matter which finished first."""
+        assert self._prompts is not None and self._rewards is not None
+        while self._to_learn:
+            group = self._groups.get(self._to_learn[0])
+            if group is not None and not group.scores:
+                return
+            self._to_learn.popleft()
+            if group is not None:
+                rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
+                if group.episodes is not None:
+                    rewards = rewards + group.episodes.rewards
+                self._prompts.learn([group.prompt], rewards, ~np.isnan(rewards))
+
+    def _passed_over_metrics(
+        self, ordered: Sequence[Group], chosen: Sequence[Group], rewards: RewardResult, num_rounds: int
+    ) -> dict[str, float]:
+        """Return what dynamic sampling cost: groups without information, and groups and tokens that nobody trains on."""
+        num_informative = sum(map(self._is_informative, ordered))
+        num_used = sum(map(self._is_informative, chosen))
+        tokens, used = (
+            sum(sum(group.facts.own_lengths) for group in groups if group.facts is not None) for groups in (ordered, chosen)
+        )
+        metrics = {
+            "rollout/rounds": num_rounds,
+            "rollout/extra_prompts": len(ordered) - self._per_step,
+            "rollout/uninformative_groups": len(ordered) - num_informative,
+            "rollout/surplus_groups": num_informative - num_used,
+            "rollout/filler_groups": len(chosen) - num_used,
+            "rollout/discarded_tokens": tokens - used,
+            "reward/sampled_mean": float(rewards.rewards[rewards.valid].mean()),
+        }
+        if ordered[0].episodes is not None:
+            episodes = _episodes_of(ordered)
+            metrics["rollout/sampled_failed_share"] = float((episodes.failures != "").mean())
+            metrics["rollout/sampled_malformed_calls"] = int(episodes.malformed.sum())
+        return metrics
+
+
+def open_stream(
+    recipe: Recipe,
+    pool: EnginePool,
+    model_path: str,
+    stop_token_ids: Sequence[int],
+    prompts: PromptStream | None,
+    rewards: RewardWorkers,
+    stack: ExitStack,
+) -> RolloutStream:
+    """Return the stream of a started pool, with environments if the recipe has them; `stack` closes both."""
+    environments = None
+    if recipe.environment is not None:
+        num_tokens = ModelShape.from_directory(model_path).vocab
+        environments = Environments(recipe, model_path, num_tokens, stop_token_ids, recipe.run.seed)
+        stack.callback(environments.close)
+    stream = RolloutStream(recipe, pool, recipe.run.seed, prompts, rewards, environments)
+    stack.callback(stream.close)
+    return stream
+
+
+def window_of(recipe: Recipe) -> int:
+    prompts = recipe.phases.rollout.prompts
+    return recipe.rollout.window or prompts * min(2, 1 + recipe.rollout.max_staleness)
+
+
+def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:
+    return EpisodeFacts.joined([group.episodes for group in groups if group.episodes is not None])
+
+
+def _rewards_of(workers: RewardWorkers, groups: Sequence[Group], answers: bool = False) -> RewardResult:
+    scored = workers.join([score for group in groups for score in group.scores], answers)
+    return scored if groups[0].episodes is None else add_episodes(scored, _episodes_of(groups))
+
+
+class ReplayStream:
+    """Answers as `RolloutStream` does, from the rollouts of a `ReplayPool`."""
+
+    def __init__(self, recipe: Recipe, pool: ReplayPool, prompts: PromptStream, rewards: RewardWorkers) -> None:
+        self._recipe, self._pool, self._prompts, self._rewards = recipe, pool, prompts, rewards
+        self._step = 0
+        self._batch: tuple[list[Prompt], RolloutBatch] | None = None
+
+    def begin(self, step: int) -> None:
+        """Choose the rollouts of a step."""
+        self._step = step
+
+    def wait_sampled(self, resync: Resync) -> None:
+        """Read them. Raises ValueError if they are missing or have other prompts."""
+        prompts = self._prompts.take(self._recipe.phases.rollout.prompts)
+        self._batch = prompts, self._pool.generate(prompts, self._step)
+
+    def take(self) -> Taken:
+        """Score them."""
+        assert self._batch is not None, "wait_sampled comes first"
+        prompts, rollouts = self._batch
+        rewards, greedy = self._score(rollouts, prompts), None
+        self._prompts.learn(prompts, rewards.rewards, rewards.valid)
+        if rollouts.greedy is not None:
+            greedy = self._score(rollouts.greedy, prompts)
+        return Taken(rollouts, rewards, greedy, {})
+
+    def prompt_metrics(self) -> dict[str, float]:
+        """Return the metrics `data/...`."""
+        return self._prompts.metrics()
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
+        rewards = self._rewards.score(rollouts.payload, prompts, len(rollouts), rollouts.executed.group_size)
+        return add_episodes(rewards, rollouts.episodes)
