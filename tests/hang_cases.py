@@ -271,7 +271,7 @@ def _strike(fault: Fault, folder: Path, pipeline: Any) -> None:
     elif fault.process == VERIFIERS:
         (folder / "gate").touch()
     else:
-        actor = pipeline.parts.rewards._actors[0] if fault.process == WORKER else pool._engines[0]._actor
+        actor = pipeline.parts.rewards._actors[0] if fault.process == WORKER else pool.engines[0]._actor
         does = {CORE: _put_core_to_sleep, ACTOR: _put_loop_to_sleep, WORKER: _fall_asleep}[fault.process]
         asked = actor.__ray_call__.remote(does)
         if fault.process != WORKER:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +24,7 @@ from megarl.weight_sync.mapped import local_box
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 
 if TYPE_CHECKING:
+    from megarl.rollout.groups import RolloutBatch
     from megarl.rollout.pool import EnginePool
 
 VOCAB = 131
@@ -249,9 +250,35 @@ def prompts(count: int = 4, start: int = 0) -> list[Prompt]:
     return made
 
 
+def generate(
+    pool: EnginePool,
+    asked: Sequence[Prompt],
+    step: int,
+    resync: Callable[[Sequence[int]], None] | None = None,
+    completions: int | None = None,
+    temperature: float | None = None,
+) -> RolloutBatch:
+    """Sample groups with a pool, as a training step does."""
+    from megarl.rollout.stream import RolloutStream, Sampling
+
+    stream = RolloutStream(pool._recipe, pool, pool._seed)
+
+    def resumes(engines: Sequence[int]) -> None:
+        assert resync is not None, "engines died"
+        stream.pause()
+        resync(engines)
+        stream.resume(0, engines)
+
+    try:
+        size = pool._recipe.algorithm.group_size if completions is None else completions
+        return stream.sample(asked, Sampling(size, step, temperature), resumes)[0]
+    finally:
+        stream.close()
+
+
 def samples(pool: EnginePool, step: int) -> dict[int, Sample]:
     """Four groups of four."""
-    return pool.generate(prompts(), step).payload.fetch(range(16))
+    return generate(pool, prompts(), step).payload.fetch(range(16))
 
 
 def distance(model: Path, drawn: dict[int, Sample], temperature: float = 1.0) -> float:

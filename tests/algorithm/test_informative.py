@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megarl.rollout.dynamic_sampling import SampledRounds
 
 from megarl.algorithm import group_advantages
 from megarl.algorithm.advantage import choose_groups, informative_groups
 from megarl.data.sample import Completion, Sample
 from megarl.reward.workers import RewardResult
-from megarl.rollout.dynamic_sampling import SampledRounds
 from megarl.rollout.groups import RolloutBatch, RolloutExecuted
 
 members = st.tuples(st.sampled_from([0.0, 0.25, 1.0, math.nan]), st.booleans())

@@ -34,8 +34,8 @@ class Engines:
         """Return a pool of some of the engines, which sample as this recipe says. A dead engine is started again."""
         pool = copy(self._pool)
         pool._recipe = self._recipe(prompt_tokens, new_tokens, engines=len(which), **rollout)
-        pool._engines = [self._pool._engines[engine] for engine in which]
-        for index, engine in enumerate(pool._engines):
+        pool.engines = [self._pool.engines[engine] for engine in which]
+        for index, engine in enumerate(pool.engines):
             engine.restarts = 0  # of this pool
             engine.settings = replace(engine.settings, index=index, max_new_tokens=new_tokens, stop_token_ids=stops)
             if engine._actor is None:

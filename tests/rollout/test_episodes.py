@@ -162,11 +162,11 @@ def run(given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: 
     given.workers.ask = lambda *question: Reference(ask(*question))
     given.workers.reply = lambda reference: reply(reference.said)
     pool: Any = EnginePool.__new__(EnginePool)
-    pool._recipe, pool._engines = given.recipe, [Sampler(index, policy) for index in range(2)]
+    pool._recipe, pool.engines = given.recipe, [Sampler(index, policy) for index in range(2)]
     episodes = Episodes(given, groups, DRAW, engines=2)
     pool._run({0: {}, 1: {}}, 1, episodes)
     asked = [{number: (one.seeds, one.prompt_ids.tolist()) for number, one in turn.items()}
-             for engine in pool._engines for turn in engine.turns]  # fmt: skip
+             for engine in pool.engines for turn in engine.turns]  # fmt: skip
     return episodes, asked
 
 

@@ -64,7 +64,7 @@ def pools(tmp_path: Path) -> Pools:
         pool = EnginePool(recipe(model, max_restarts=2), str(model), (), seed=0)
         chosen = pool._recipe.weight_sync.model_copy(update={"retries": 0} | section)
         pool._recipe = pool._recipe.model_copy(update={"weight_sync": chosen})
-        pool._engines = list(engines)
+        pool.engines = list(engines)
         return pool
 
     return of
@@ -149,8 +149,8 @@ def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools
 
     pool = pools(Answering(0, [], []))
     pool._deadline = 0.0
-    calls = pool._submit(pool._engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
-    assert list(calls) == ["facts"] and pool._engines[0].restarts == 1
+    calls = pool._submit(pool.engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
+    assert list(calls) == ["facts"] and pool.engines[0].restarts == 1
     assert pool._deadline > time.monotonic(), "the one before has passed while it was started again"
 
 
@@ -162,7 +162,7 @@ def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr("megarl.rollout.pool.platform", device)
         monkeypatch.setattr("megarl.cluster.engine_nodes.platform", device)
         pool = EnginePool(recipe(model, placement=placement, engines=2), str(model), (), seed=0)
-        return [engine.settings.takes_turns for engine in pool._engines]
+        return [engine.settings.takes_turns for engine in pool.engines]
 
     assert turns("colocated", 4) == [True, True]
     assert turns("separate", 4) == turns("colocated", None) == [False, False]

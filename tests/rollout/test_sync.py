@@ -24,6 +24,7 @@ from tests.rollout_cases import (
     Publisher,
     corrupt,
     distance,
+    generate,
     huggingface_logprobs,
     prompts,
     recipe,
@@ -64,8 +65,8 @@ def test_each_worker_takes_its_shards(
     publisher, whole = (Publisher(new, layout, mode=mode) for mode in ("reshard", "checkpoint"))
     pool = EnginePool(recipe(old, **asdict(layout)), str(old), STOP, seed=3)
     pool.start()
-    assert pool._engines[0].process is not None
-    shared_files = [Path(file) for file in pool._engines[0].process.shared_files]
+    assert pool.engines[0].process is not None
+    shared_files = [Path(file) for file in pool.engines[0].process.shared_files]
     try:
         before = samples(pool, 1)
         assert distance(old, before) < 1e-4
@@ -118,7 +119,7 @@ def test_checkpoint_mode_gives_the_engine_the_same_weights(running: Running) -> 
 
 def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Running) -> None:
     pool, _, new, _ = running
-    batch = pool.generate(prompts(), 5)
+    batch = generate(pool, prompts(), 5)
     drawn = batch.payload.fetch(range(16))
     assert distance(new, drawn) < 1e-4
     assert batch.groups.tolist() == np.repeat([0, 1, 2, 3], 4).tolist()
@@ -159,14 +160,14 @@ def test_wrong_prompts_never_reach_the_engine(running: Running) -> None:
     ]:
         wrong = type(good)(9, np.array(ids, dtype=np.int32), "", "", {})
         with pytest.raises(ValueError, match=rf"prompt 9 .*{rule}"):
-            pool.generate([good, wrong], 1)
-    assert len(pool.generate([good], 1)) == 4
+            generate(pool, [good, wrong], 1)
+    assert len(generate(pool, [good], 1)) == 4
 
 
 def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
     import psutil
 
-    for engine in running[0]._engines:
+    for engine in running[0].engines:
         assert engine.process is not None
         for pid, _ in engine.process.pids:
             names = psutil.Process(pid).environ().keys()
@@ -179,7 +180,7 @@ def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) ->
     import sys
 
     pool = running[0]
-    batch = pool.generate(prompts(), 2)
+    batch = generate(pool, prompts(), 2)
     (tmp_path / "payload").write_bytes(pickle.dumps((pool.address, batch.payload)))
     code = (
         "import pickle, sys\nfrom pathlib import Path\nfrom megarl.cluster.ray_cluster import join_cluster\n"
@@ -195,12 +196,11 @@ def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) ->
 
 
 def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
-    from megarl.rollout.pool import open_pool
-    from megarl.rollout.replay import dump_rollout
+    from megarl.rollout.replay import ReplayPool, dump_rollout
 
-    batch = running[0].generate(prompts(), 4)
+    batch = generate(running[0], prompts(), 4)
     dump_rollout(tmp_path, 4, batch)
-    replay = open_pool(recipe(running[2], replay=str(tmp_path)), "unused", STOP, seed=3)
+    replay = ReplayPool.of(recipe(running[2], replay=str(tmp_path)))
     replay.start()
     again = replay.generate(prompts(), 4)
     assert same(batch.payload.fetch(range(16)), again.payload.fetch(range(16)))
@@ -219,10 +219,10 @@ def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -
     with pytest.raises(SyncError, match=r"rollout engine \d, phase weight_sync: .*wrong bytes in piece 0"):
         publisher.publish(3, new, pool)
     with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
-        pool.generate(prompts(), 1)
+        generate(pool, prompts(), 1)
     with pytest.raises(EngineDirty, match="version 3"):
         pool.score(canary_sequences(VOCAB, 1, 8))
     publisher.publish(4, new, pool)
-    batch = pool.generate(prompts(), 1)
+    batch = generate(pool, prompts(), 1)
     assert set(batch.first_version) == set(batch.last_version) == {4}
     assert distance(new, batch.payload.fetch(range(16))) < 1e-4

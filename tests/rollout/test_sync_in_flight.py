@@ -18,7 +18,7 @@ from megarl.rollout import RolloutError
 from megarl.rollout.groups import RolloutBatch
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout.conftest import Engines
-from tests.rollout_cases import VOCAB, Publisher, corrupt, huggingface_logprobs, same
+from tests.rollout_cases import VOCAB, Publisher, corrupt, generate, huggingface_logprobs, same
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 
@@ -59,7 +59,7 @@ class Flight:
 
     def generate(self) -> RolloutBatch:
         ids = [np.random.default_rng(index).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32) for index in range(4)]
-        return self.pool.generate([Prompt(index, one, "", "", {}) for index, one in enumerate(ids)], STEP)
+        return generate(self.pool, [Prompt(index, one, "", "", {}) for index, one in enumerate(ids)], STEP)
 
     def in_the_middle(self, in_flight: str, sync: Callable[[], float]) -> tuple[Future[RolloutBatch], int]:
         """A rollout that decoded for a while under the old weights until `sync` came, before any group was complete, and the
@@ -87,7 +87,7 @@ class Flight:
 
     def _worked_s(self) -> float:
         """Seconds that the engine's busiest process has worked."""
-        facts = self.pool._engines[0].process
+        facts = self.pool.engines[0].process
         assert facts is not None
         return max(sum(psutil.Process(pid).cpu_times()[:2]) for pid, _ in facts.pids[1:])
 
@@ -177,7 +177,7 @@ def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> N
 
 
 def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:
-    engine, said = flight.pool._engines[0], []
+    engine, said = flight.pool.engines[0], []
     impatient = copy(engine)
     impatient._timeout_s = 0.01
 

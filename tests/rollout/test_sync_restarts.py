@@ -21,7 +21,7 @@ from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.transport import NUM_BUCKETS
 from tests.rollout.conftest import Engines
-from tests.rollout_cases import Publisher, huggingface_logprobs, prompts, same
+from tests.rollout_cases import Publisher, generate, huggingface_logprobs, prompts, same
 
 pytestmark = [pytest.mark.hang, pytest.mark.slow]
 
@@ -48,12 +48,12 @@ def change_rollout(pool: EnginePool, **values: object) -> None:
 
 def generate(faulty: Faulty, step: int) -> RolloutBatch:
     pool, publisher, _ = faulty
-    return pool.generate(prompts(), step, publisher.resync)
+    return generate(pool, prompts(), step, publisher.resync)
 
 
 def processes(pool: EnginePool) -> list[psutil.Process]:
     """The actor, then vLLM's processes."""
-    facts = pool._engines[0].process
+    facts = pool.engines[0].process
     assert facts is not None
     return [psutil.Process(pid) for pid, _ in facts.pids]
 
@@ -82,11 +82,11 @@ def generate_killed(faulty: Faulty, step: int, victim: psutil.Process) -> Rollou
     """A rollout in whose middle a process of the engine is killed. On a busy machine it may have ended before: then the next
     one meets the dead engine."""
     pool = faulty[0]
-    restarts = pool._engines[0].restarts
+    restarts = pool.engines[0].restarts
     killer = interrupt(victim, busiest_child(pool), signal.SIGKILL)
     batch = generate(faulty, step)
     killer.join()
-    return batch if pool._engines[0].restarts > restarts else generate(faulty, step)
+    return batch if pool.engines[0].restarts > restarts else generate(faulty, step)
 
 
 def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
@@ -143,9 +143,9 @@ def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> Non
 def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None:
     pool, _, _ = faulty
     family = processes(pool)
-    restarts = pool._engines[0].restarts
+    restarts = pool.engines[0].restarts
     batch = generate_killed(faulty, 3, family[0])
-    assert pool._engines[0].restarts == restarts + 1 and len(batch) == 16
+    assert pool.engines[0].restarts == restarts + 1 and len(batch) == 16
     assert not [process for process in family if process.is_running()], "the dead actor's children live on"
 
 
@@ -164,7 +164,7 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
 ) -> None:
     """Before it is asked to pause, or while it takes buckets."""
     pool, publisher, new = faulty
-    family, restarts = processes(pool), pool._engines[0].restarts
+    family, restarts = processes(pool), pool.engines[0].restarts
     dying = family[0] if victim == "actor" else busiest_child(pool)
     if state == "pause":
         dying.kill()
@@ -174,7 +174,7 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
     figures = publisher.publish(version, new, pool)
     assert figures["sync/received_bytes"] > 0 and figures["sync/attempts"] == (1 if state == "pause" else 2)
     batch = generate(faulty, 1)
-    assert set(batch.first_version) == {version} and pool._engines[0].restarts == restarts + 1
+    assert set(batch.first_version) == {version} and pool.engines[0].restarts == restarts + 1
     assert_drawn_from(new, batch)
     assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
 
@@ -183,21 +183,21 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
 def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompts_too(faulty: Faulty) -> None:
     """What it computes with is broken, and not what the trainer would send: that is what the new engine gets."""
     pool, publisher, new = faulty
-    restarts = pool._engines[0].restarts
+    restarts = pool.engines[0].restarts
     broken = publisher.shards(new)
     broken["decoder.final_layernorm.weight"][0] = torch.nan
     version = publisher._last[0] + 1
     publisher.publish_shards(version, broken, pool)
     publisher._last = (version, publisher.shards(new), pool)
     batch = generate(faulty, 5)
-    assert pool._engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
+    assert pool.engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
     assert len(batch) == 16 and set(batch.first_version) == {version}
     assert_drawn_from(new, batch)
 
 
 def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_often_ends_the_run(faulty: Faulty) -> None:
     pool, _, _ = faulty
-    patient_s, restarts = pool._recipe.rollout.timeout_s, pool._engines[0].restarts
+    patient_s, restarts = pool._recipe.rollout.timeout_s, pool.engines[0].restarts
     change_rollout(pool, timeout_s=4.0)
     core = busiest_child(pool)
     said = generate_stopped(faulty, 1, core)
@@ -220,5 +220,5 @@ def test_an_engine_without_restarts_left_whose_logprobs_are_no_numbers_ends_the_
         r"rollout engine 1 died in phase rollout after 0 restarts .*: a log-probability of group \d is nan, under version 5"
     )
     with pytest.raises(RolloutError, match=rule):
-        pool.generate(prompts(), 1)
+        generate(pool, prompts(), 1)
     publisher.close()

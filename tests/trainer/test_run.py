@@ -17,11 +17,11 @@ from megarl.cluster.ray_cluster import stop_cluster
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.recipe import load_recipe
-from megarl.rollout.pool import open_pool
+from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import FilePayload, dump_file
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
-from tests.rollout_cases import same
+from tests.rollout_cases import generate, same
 from tests.runs import RUN_DEADLINE_S, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
@@ -229,10 +229,10 @@ def _assert_step_samples_as_the_export_does(folder, name, step, model):
     assert {sample.completion.first_version for sample in sampled.values()} == {step - 1}
     prompts = {sample.group: Prompt(sample.group, sample.prompt_ids, "", "", {}) for sample in sampled.values()}
     recipe = load_recipe(folder / f"{name}.yaml")
-    pool = open_pool(recipe, str(model), stop_token_ids(str(model), load_tokenizer(str(model))), recipe.run.seed)
+    pool = EnginePool(recipe, str(model), stop_token_ids(str(model), load_tokenizer(str(model))), recipe.run.seed)
     try:
         pool.start()
-        loaded = pool.generate(list(prompts.values()), step).payload.fetch(range(16))
+        loaded = generate(pool, list(prompts.values()), step).payload.fetch(range(16))
     finally:
         pool.shutdown()
         stop_cluster()

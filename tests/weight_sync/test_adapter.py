@@ -23,14 +23,14 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.role_sections import LoraSection
 from megarl.rollout import RolloutError
-from megarl.rollout.pool import EnginePool, Sampling
+from megarl.rollout.pool import EnginePool
 from megarl.telemetry.run_directory import latest_checkpoint
 from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.manifest import AdapterManifest, SyncError
 from tests.engine_cases import engine, start
 from tests.lora_cases import LORA, train_lora
 from tests.ranks import run_ranks
-from tests.rollout_cases import STOP, VOCAB, distance, megatron_shards, prompts, recipe, same, samples, save_model
+from tests.rollout_cases import STOP, VOCAB, distance, generate, megatron_shards, prompts, recipe, same, samples, save_model
 from tests.runs import tiny_recipe
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -55,7 +55,7 @@ def open_pool(made: Recipe, model: Path, stops: Sequence[int] = STOP) -> EngineP
 
 
 def greedy(pool: EnginePool) -> dict[int, Sample]:
-    batch = pool.generate(prompts(), 1, sampling=Sampling(1, draw=1, temperature=0.0))
+    batch = generate(pool, prompts(), 1, completions=1, temperature=0.0)
     return batch.payload.fetch(range(4))
 
 
@@ -197,7 +197,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, pool: EnginePool, times: int) -> No
 
 
 def drawn(pool: EnginePool, publisher: Publisher, step: int) -> dict[int, Sample]:
-    return pool.generate(prompts(), step, publisher.resync).payload.fetch(range(16))
+    return generate(pool, prompts(), step, publisher.resync).payload.fetch(range(16))
 
 
 def test_wrong_bytes_are_sent_again_and_silence_the_engines_if_they_stay_wrong(
@@ -215,7 +215,7 @@ def test_wrong_bytes_are_sent_again_and_silence_the_engines_if_they_stay_wrong(
     with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
         drawn(pool, publisher, 1)
     publisher.publish(4, OLD, pool)
-    batch = pool.generate(prompts(), 1)
+    batch = generate(pool, prompts(), 1)
     assert set(batch.first_version) == set(batch.last_version) == {4}
     assert distance(merged[OLD], batch.payload.fetch(range(16))) < 1e-4
 
@@ -232,10 +232,10 @@ def test_a_restarted_engine_gets_the_current_adapters_and_the_other_keeps_them(r
     pool, publisher, merged = running
     publisher.publish(6, NEW, pool)
     before = drawn(pool, publisher, 2)
-    restarts = [one.restarts for one in pool._engines]
-    pool._engines[1].kill()
+    restarts = [one.restarts for one in pool.engines]
+    pool.engines[1].kill()
     after = drawn(pool, publisher, 2)
-    assert [one.restarts for one in pool._engines] == [restarts[0], restarts[1] + 1]
+    assert [one.restarts for one in pool.engines] == [restarts[0], restarts[1] + 1]
     assert same(before, after) and distance(merged[NEW], after) < 1e-4
 
 
@@ -246,4 +246,4 @@ def test_no_request_reads_a_prefix_that_the_last_adapters_computed(running: Runn
     asked = [Prompt(index, np.array(one, dtype=np.int32), "", "", {}) for index, one in enumerate(ids)]
     for version, seed in ((7, OLD), (8, NEW), (9, OLD)):
         publisher.publish(version, seed, pool)
-        assert distance(merged[seed], pool.generate(asked, 1).payload.fetch(range(16))) < 1e-4
+        assert distance(merged[seed], generate(pool, asked, 1).payload.fetch(range(16))) < 1e-4
