@@ -46,7 +46,7 @@ def change_rollout(pool: EnginePool, **values: object) -> None:
     pool._recipe = pool._recipe.model_copy(update={"rollout": section})
 
 
-def generate(faulty: Faulty, step: int) -> RolloutBatch:
+def sample(faulty: Faulty, step: int) -> RolloutBatch:
     pool, publisher, _ = faulty
     return generate(pool, prompts(), step, publisher.resync)
 
@@ -84,9 +84,9 @@ def generate_killed(faulty: Faulty, step: int, victim: psutil.Process) -> Rollou
     pool = faulty[0]
     restarts = pool.engines[0].restarts
     killer = interrupt(victim, busiest_child(pool), signal.SIGKILL)
-    batch = generate(faulty, step)
+    batch = sample(faulty, step)
     killer.join()
-    return batch if pool.engines[0].restarts > restarts else generate(faulty, step)
+    return batch if pool.engines[0].restarts > restarts else sample(faulty, step)
 
 
 def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
@@ -94,7 +94,7 @@ def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
     for _ in range(TRIES):
         stopper = interrupt(core, core, signal.SIGSTOP)
         try:
-            generate(faulty, step)
+            sample(faulty, step)
         except RolloutError as error:
             return str(error)
         finally:
@@ -128,7 +128,7 @@ def assert_drawn_from(model: Path, batch: RolloutBatch) -> None:
 
 def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> None:
     pool, _, new = faulty
-    first = generate(faulty, 1)
+    first = sample(faulty, 1)
     undisturbed = first.payload.fetch(range(16))
 
     batch = generate_killed(faulty, 2, busiest_child(pool))
@@ -136,7 +136,7 @@ def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> Non
     assert set(batch.first_version) == set(first.first_version)
     assert_drawn_from(new, batch)
 
-    assert same(undisturbed, generate(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
+    assert same(undisturbed, sample(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
 
 
 @pytest.mark.nightly  # in CI a core is killed, in a rollout and in a sync
@@ -173,7 +173,7 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
     version = publisher._last[0] + 1
     figures = publisher.publish(version, new, pool)
     assert figures["sync/received_bytes"] > 0 and figures["sync/attempts"] == (1 if state == "pause" else 2)
-    batch = generate(faulty, 1)
+    batch = sample(faulty, 1)
     assert set(batch.first_version) == {version} and pool.engines[0].restarts == restarts + 1
     assert_drawn_from(new, batch)
     assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
@@ -189,7 +189,7 @@ def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompt
     version = publisher._last[0] + 1
     publisher.publish_shards(version, broken, pool)
     publisher._last = (version, publisher.shards(new), pool)
-    batch = generate(faulty, 5)
+    batch = sample(faulty, 5)
     assert pool.engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
     assert len(batch) == 16 and set(batch.first_version) == {version}
     assert_drawn_from(new, batch)
@@ -207,7 +207,7 @@ def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_oft
     core.kill()
     rule = rf"rollout engine 0 died in phase rollout after {restarts} restarts.*max_restarts = {restarts}"
     with pytest.raises(RolloutError, match=rule):
-        generate(faulty, 4)
+        sample(faulty, 4)
 
 
 def test_an_engine_without_restarts_left_whose_logprobs_are_no_numbers_ends_the_run(engines: Engines) -> None:
