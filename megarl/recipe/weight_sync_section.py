@@ -63,8 +63,8 @@ class WeightSyncSection(Section):
     """How often weights that arrive with wrong bytes are sent to an engine again before the run ends."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     """Completions that an engine still generates when new weights come. `wait`: finish them first, within
-    `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: generate incomplete groups
-    again under the new weights. A step waits for all of its rollouts before it updates, so nothing is in flight yet."""
+    `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: end their requests and
+    continue them from their tokens in new ones, with both versions. A step waits for all of its rollouts before it updates, so nothing is in flight yet."""
     canary: CanarySection | None = CanarySection()
     """Fixed tokens that the actor and every engine score after a sync. An engine whose log-probabilities differ from the
     actor's by more than rounding has drifted. `null`: none."""

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
+from megarl.rollout.plugin import UNRECORDED
+
 
 def complete(worker: Any) -> None:
     """Add what vLLM lacks to a worker of an engine with several; call it once in each. Does nothing on a GPU."""
@@ -99,7 +101,6 @@ class RoutingRecorder:
         self._runner, self._execute = runner, runner.execute_model
         self._chosen: dict[int, torch.Tensor] = {}  # layer -> [rows, experts a token], of the current forward pass
         self._requests: dict[str, list[tuple[int, np.ndarray]]] = {}  # first token, [tokens, layers, experts a token]
-        self._batch = ""
         for module in runner.get_model().modules():
             if isinstance(module, MoERunner):
                 assert isinstance(module.router, BaseRouter), f"{type(module.router).__name__} has no capture function"
@@ -121,6 +122,10 @@ class RoutingRecorder:
             whole[start : start + len(part)] = part[: covered - start]
         return whole.tobytes(), whole.shape
 
+    def drop(self, request: str) -> None:
+        """Forget a request that was aborted."""
+        self._requests.pop(request, None)
+
     def _run(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self._chosen.clear()
         result = self._execute(scheduled, *args, **kwargs)
@@ -137,9 +142,8 @@ class RoutingRecorder:
         first_row = 0
         for request in self._runner.input_batch.req_ids:  # the order of the rows
             count = scheduled.num_scheduled_tokens[request]
-            name = "-".join(request.split("-")[:3])  # batch-position-member, without vLLM's random suffix
-            if (batch := name.split("-")[0]) != self._batch:
-                self._batch, self._requests = batch, {}  # nobody takes what is left of the last batch
-            self._requests.setdefault(name, []).append((starts[request], rows[first_row : first_row + count]))
+            name = request.rsplit("-", 1)[0]  # without vLLM's random suffix
+            if not name.startswith(UNRECORDED):
+                self._requests.setdefault(name, []).append((starts[request], rows[first_row : first_row + count]))
             first_row += count
         assert first_row == len(rows), f"{first_row} tokens scheduled, {len(rows)} routed"

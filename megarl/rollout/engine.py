@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ from megarl.rollout.engine_settings import (
     sampling_parameters,
     scoring_parameters,
 )
-from megarl.rollout.groups import GroupFacts, GroupResult
+from megarl.rollout.groups import GroupFacts, GroupResult, Partial
+from megarl.rollout.plugin import UNRECORDED
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
@@ -48,8 +49,9 @@ GREEDY = -1  # the sample number of a greedy completion, which is in no batch
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """One prompt and the sampling seed of each of its completions. `temperature` and `max_new_tokens` replace the engine's
-    unless they are None."""
+    """One prompt and the sampling seed of each of its completions, under a `position` that no other group of the engine
+    has. `temperature` and `max_new_tokens` replace the engine's unless they are None. `partials`, if any, are what each
+    completion has already; the result holds the whole completions."""
 
     position: int
     group: int
@@ -57,6 +59,7 @@ class GroupRequest:
     seeds: tuple[int, ...]
     temperature: float | None = None
     max_new_tokens: int | None = None
+    partials: tuple[Partial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,42 +73,36 @@ class EngineProcess:
     max_concurrent: int
 
 
+@dataclass(eq=False)
 class PendingGroup:
-    """A group that an engine works on. `result` survives a sync that aborts the requests and submits them again."""
+    """A group that an engine works on. `result` survives a sync that aborts its requests, which `partials` continue."""
 
-    def __init__(self, request: GroupRequest) -> None:
-        self.request = request
-        self.result: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
-        self.stopped = True
-        self._collecting: asyncio.Task[GroupResult] | None = None
+    request: GroupRequest
+    first_rank: int  # the data-parallel rank of member 0; the others follow in turn
+    partials: list[Partial]  # by member
+    result: asyncio.Future[GroupResult]
+    attempt: int = 0  # how often its unfinished members were queued
+    collecting: asyncio.Task[None] | None = None  # waits for queued requests; None if none are queued
+    is_cut: bool = False  # whether its requests are aborted on purpose
 
-    def start(self, collect: Coroutine[Any, Any, GroupResult]) -> None:
-        """Wait for the completions in a task."""
-        self.stopped = False
-        self._collecting = asyncio.create_task(collect)
-        self._collecting.add_done_callback(self._set_result)
+    @property
+    def is_queued(self) -> bool:
+        return self.collecting is not None and not self.result.done()
 
-    def stop(self) -> None:
-        """Accept no more completions, not even those that vLLM has ready."""
-        self.stopped = True
-        if self._collecting is not None:
-            self._collecting.cancel()
+    def name(self, member: int) -> str:
+        """Return the name of a member's current request."""
+        return f"{self.request.position}-{member}-{self.attempt}"
 
-    def _set_result(self, collecting: asyncio.Task[GroupResult]) -> None:
-        if collecting is not self._collecting or self.stopped:
-            return
-        error = collecting.exception()
-        if error is not None:
-            self.result.set_exception(error)
-        else:
-            self.result.set_result(collecting.result())
+    def unfinished(self) -> list[int]:
+        return [member for member, partial in enumerate(self.partials) if not partial.finish_reason]
 
 
 class RolloutEngine:
-    """An AsyncLLM that schedules the same work in the same order, so that a fresh engine repeats it bit for bit.
+    """An AsyncLLM that takes groups of requests at any time.
 
-    All requests are queued while generation is paused and the prefix cache is empty; the scheduler then sees the same
-    queue in the same state each time. (Requests that arrive one by one would give batches, and so roundings, by chance.)
+    Groups that an idle engine receives together are repeated bit for bit by a fresh engine: they are queued while generation
+    is paused and the prefix cache is empty, so the scheduler sees the same queue in the same state each time. Groups that
+    join others join batches, and so get roundings, by chance.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -114,7 +111,8 @@ class RolloutEngine:
         self._engine: AsyncLLM | None = None
         self._on_cpu = True
         self._groups: dict[int, PendingGroup] = {}  # by position, in the order of their requests
-        self._num_batches = 0
+        self._num_queued = 0  # completions since the engine was idle
+        self._num_scored = 0
         self._version = 0  # the checkpoint's weights
         self._adapter: LoRARequest | None = None  # of the version, if a sync sends adapters
         self._dirty: str | None = None
@@ -172,25 +170,58 @@ class RolloutEngine:
         return EngineProcess(platform.node(), pids, shared_files, max_concurrent)
 
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
-        """Drop what is left of the last batch, queue a new one and generate. A batch that `continues` the sequences of the
-        last one may use the prefix cache, which holds the same in every run, as all before was the same. Raises EngineDirty,
-        EngineDied."""
+        """Queue groups and generate; groups that are under way go on. On an idle engine the groups are queued while
+        generation is paused, with an empty prefix cache unless they continue sequences of the groups before them: the cache
+        then holds the same in every run, as all before was the same. Raises EngineDirty, EngineDied, ValueError for a
+        position that the engine still has."""
         async with self._exclusive:
             engine = self._clean()
-            for group in self._groups.values():
-                group.stop()
-                group.result.cancel()
-            await self._pause_scheduler("abort", clear_cache=not continues)
-            self._groups = {request.position: PendingGroup(request) for request in requests}
-            await self._queue(list(self._groups.values()))
-            await self._utility(engine.resume_generation())
+            if taken := sorted({request.position for request in requests} & self._groups.keys()):
+                raise ValueError(f"the engine still has groups at the positions {taken}; take or drop them first")
+            is_idle = all(group.result.done() for group in self._groups.values())
+            if is_idle:
+                await self._pause_scheduler("abort", clear_cache=not continues)
+                self._num_queued = 0
+            groups = []
+            for request in requests:
+                partials = list(request.partials) or [Partial.empty() for _ in request.seeds]
+                groups.append(PendingGroup(request, self._num_queued, partials, asyncio.get_running_loop().create_future()))
+                self._num_queued += len(request.seeds)
+            self._groups |= {group.request.position: group for group in groups}
+            await self._queue(groups)
+            if is_idle:
+                await self._utility(engine.resume_generation())
 
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
-        """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them."""
-        groups = self._groups
-        result = await groups[position].result
-        del groups[position]
+        """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them.
+        Raises RolloutError for a group that was dropped."""
+        group = self._groups.get(position)
+        if group is not None:
+            await asyncio.wait([group.result])
+        if group is None or group.result.cancelled():
+            raise RolloutError(f"the engine has no group at position {position}; it was dropped, or never submitted")
+        self._groups.pop(position, None)
+        result = group.result.result()
         return GroupFacts.of(result), result
+
+    async def drop(self, positions: Sequence[int]) -> None:
+        """Abort and forget groups; positions that the engine does not have are ignored."""
+        async with self._exclusive:
+            dropped = [self._groups.pop(position) for position in positions if position in self._groups]
+            await self._cut(dropped)
+            for group in dropped:
+                group.result.cancel()
+
+    async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
+        """Return what each group has sampled so far, finished or not, and continue the unfinished ones. For all groups that
+        the engine has, or some."""
+        async with self._exclusive:
+            groups = [group for position, group in self._groups.items() if positions is None or position in positions]
+            await self._cut(groups)
+            partials = {group.request.position: tuple(group.partials) for group in groups}
+            if self._dirty is None:  # else `receive` continues them
+                await self._queue([group for group in groups if not group.result.done()])
+            return partials
 
     async def score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
         """Return the log-probabilities, at temperature 1, of all tokens but the first of sequences of one length, from every
@@ -201,8 +232,8 @@ class RolloutEngine:
             ranks, collectors = self._settings.layout.data, []
             for number, tokens in enumerate([*sequences] * ranks):
                 prompt: Any = {"type": "token", "prompt_token_ids": tokens.tolist()}
-                # No batch of its own, for which workers would drop the experts that they recorded for the last one.
-                name, rank = f"{self._num_batches}-canary{number}-0", number // len(sequences)
+                self._num_scored += 1
+                name, rank = f"{UNRECORDED}-{self._num_scored}", number // len(sequences)
                 parameters, adapter = scoring_parameters(), self._adapter
                 added = engine.add_request(name, prompt, parameters, data_parallel_rank=rank, lora_request=adapter)
                 collectors.append(await self._guard(added))
@@ -220,6 +251,7 @@ class RolloutEngine:
         the weights in the host's memory."""
         async with self._exclusive:
             self._dirty = "it sleeps, without weights, until the next sync"
+            await self._cut(list(self._groups.values()))
             self._asleep = True
             await self._utility(self._alive().sleep(level=2 if self._settings.adapter is None else 1))
 
@@ -229,7 +261,7 @@ class RolloutEngine:
         loaded the version: an engine that misses a sync must not answer with old weights.
 
         `in_flight` is the recipe's. vLLM computes the keys of kept requests again when it resumes, so that none attends to
-        keys of old weights. `receive` submits aborted requests again.
+        keys of old weights. `receive` continues aborted requests from the tokens that they had.
         """
         begun = time.perf_counter()
         async with self._exclusive:
@@ -241,8 +273,7 @@ class RolloutEngine:
                 # vLLM's own wait covers running requests only, not waiting or preempted ones.
                 await asyncio.wait([group.result for group in incomplete])
             if in_flight == "abort":
-                for group in incomplete:
-                    group.stop()
+                await self._cut(incomplete)
             await self._pause_scheduler(in_flight)
             if self._asleep:
                 await self._utility(self._alive().wake_up(["weights"]))
@@ -309,7 +340,7 @@ class RolloutEngine:
             received = time.perf_counter()
             # Set before generation resumes: completions from here on are of the new version.
             self._version, self._dirty = version, None
-            await self._queue([group for group in self._groups.values() if group.stopped])
+            await self._queue([group for group in self._groups.values() if not group.result.done() and not group.is_queued])
             await self._utility(engine.resume_generation())
             resumed = time.perf_counter()
             assert self._paused_at is not None, "an engine receives only after a pause"
@@ -331,72 +362,93 @@ class RolloutEngine:
         await self._utility(core.pause_scheduler_async(mode=mode, clear_cache=clear_cache))
 
     async def _queue(self, groups: Sequence[PendingGroup]) -> None:
-        """Queue all requests of some groups as a new batch, while generation is paused and nothing else is in flight."""
-        if not groups:
-            return
-        self._num_batches += 1
+        """Queue the unfinished members of groups that have no requests queued."""
         engine = self._alive()
-        collectors: list[RequestOutputCollector] = []
         for group in groups:
             request = group.request
-            prompt = {"type": "token", "prompt_token_ids": [int(token) for token in request.prompt_ids]}
-            for member, seed in enumerate(request.seeds):
-                sampling = sampling_parameters(self._settings, seed, request.temperature, request.max_new_tokens)
+            limit = self._settings.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+            group.attempt, group.is_cut = group.attempt + 1, False
+            collectors: dict[int, RequestOutputCollector] = {}
+            for member in group.unfinished():
+                partial, seed = group.partials[member], request.seeds[member]
+                prompt = {"type": "token", "prompt_token_ids": [*request.prompt_ids.tolist(), *partial.token_ids.tolist()]}
+                seed = continued_seed(seed, len(partial))
+                sampling = sampling_parameters(self._settings, seed, request.temperature, limit - len(partial))
                 # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
-                rank = len(collectors) % self._settings.layout.data
-                name = self._request_name(request, member)
-                added = engine.add_request(name, prompt, sampling, data_parallel_rank=rank, lora_request=self._adapter)
-                collectors.append(await self._guard(added))
-        for group in groups:
-            size = len(group.request.seeds)
-            group.start(self._collect(group.request, collectors[:size]))
-            del collectors[:size]
+                rank, adapter = (group.first_rank + member) % self._settings.layout.data, self._adapter
+                added = engine.add_request(
+                    group.name(member), prompt, sampling, data_parallel_rank=rank, lora_request=adapter
+                )
+                collectors[member] = await self._guard(added)
+            group.collecting = asyncio.create_task(self._collect(group, collectors))
 
-    async def _collect(self, request: GroupRequest, collectors: list[RequestOutputCollector]) -> GroupResult:
-        """Wait for a group's completions. Raises EngineDied for an engine that is broken, RolloutError for incomplete
-        outputs."""
-        with self._log.in_flight():
-            finished = [await self._guard(collector.get()) for collector in collectors]
-        outputs = [request_output.outputs[0] for request_output in finished]
-        for member, output in enumerate(outputs):
+    async def _cut(self, groups: Sequence[PendingGroup]) -> None:
+        """Abort the requests of groups, and wait until their partials hold all that vLLM answered."""
+        queued = [group for group in groups if group.is_queued]
+        if not queued:
+            return
+        for group in queued:
+            group.is_cut = True
+        await self._guard(self._alive().abort([group.name(member) for group in queued for member in group.unfinished()]))
+        await asyncio.wait([group.collecting for group in queued if group.collecting is not None])
+        for group in queued:
+            group.collecting = None
+
+    async def _collect(self, group: PendingGroup, collectors: dict[int, RequestOutputCollector]) -> None:
+        """Wait for the requests of a group, and set its result, or an error, unless it was cut."""
+        try:
+            with self._log.in_flight():
+                outputs = {member: await self._guard(collector.get()) for member, collector in collectors.items()}
+            await self._extend(group, outputs)
+            if not group.unfinished():
+                request = group.request
+                group.result.set_result(GroupResult.of(request.group, request.prompt_ids, group.partials))
+        except Exception as error:
+            group.result.set_exception(error)
+
+    async def _extend(self, group: PendingGroup, outputs: dict[int, Any]) -> None:
+        """Append what vLLM answered to a group's partials. Raises EngineDied for an engine that is broken, RolloutError for
+        incomplete outputs."""
+        request, finished = group.request, []
+        for member, request_output in outputs.items():
+            output = request_output.outputs[0]
             name = f"completion {member} of group {request.group}"
-            if output.finish_reason not in ("stop", "length"):
+            is_cut = group.is_cut and output.finish_reason == "abort"
+            if not is_cut and output.finish_reason not in ("stop", "length"):
                 raise EngineDied(f"{name} ended by {output.finish_reason!r}")
+            if is_cut and not output.token_ids:
+                continue
             if not output.token_ids or output.logprobs is None or not output.weight_versions:
                 raise RolloutError(f"{name} came back without tokens, log-probabilities or weight version")
-        logprobs = [
-            [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
-            for output in outputs
-        ]
-        versions = [token_versions(output.weight_versions) for output in outputs]
-        for member, request_output in enumerate(finished):
-            sample = GREEDY if request.temperature == 0.0 else request.position * len(finished) + member
-            self._log.add(sample, request_output, int(versions[member][-1]))
-        result = GroupResult(
-            group=request.group,
-            prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
-            token_ids=np.concatenate([np.asarray(output.token_ids, dtype=np.int32) for output in outputs]),
-            logprobs=np.concatenate([np.asarray(values, dtype=np.float32) for values in logprobs]),
-            lengths=np.array([len(output.token_ids) for output in outputs], dtype=np.int32),
-            finish_reasons=tuple(output.finish_reason for output in outputs),
-            versions=np.concatenate(versions),
-            routing=await self._routing(request, outputs) if self._settings.record_routing else None,
-        )
-        if not np.isfinite(result.logprobs).all():
-            token = int(np.flatnonzero(~np.isfinite(result.logprobs))[0])
-            # The trainer publishes only finite weights, so the engine is broken.
-            raise EngineDied(
-                f"it is broken: a log-probability of group {request.group} is {result.logprobs[token]}, under version "
-                f"{self._version} of the weights, which was finite when it was sent"
+            pairs = zip(output.token_ids, output.logprobs, strict=True)
+            sampled = Partial(
+                token_ids=np.asarray(output.token_ids, dtype=np.int32),
+                logprobs=np.array([step[token].logprob for token, step in pairs], dtype=np.float32),
+                versions=token_versions(output.weight_versions),
+                finish_reason="" if is_cut else output.finish_reason,
             )
-        return result
+            if not np.isfinite(sampled.logprobs).all():
+                token = int(np.flatnonzero(~np.isfinite(sampled.logprobs))[0])
+                # The trainer publishes only finite weights, so the engine is broken.
+                raise EngineDied(
+                    f"it is broken: a log-probability of group {request.group} is {sampled.logprobs[token]}, under version "
+                    f"{self._version} of the weights, which was finite when it was sent"
+                )
+            group.partials[member] = group.partials[member] + sampled
+            if not is_cut:
+                finished.append(member)
+            sample = GREEDY if request.temperature == 0.0 else request.position * len(request.seeds) + member
+            self._log.add(sample, request_output, int(sampled.versions[-1]))
+        if self._settings.record_routing:
+            await self._take_routing(group, finished, outputs)
 
-    async def _routing(self, request: GroupRequest, outputs: Sequence[Any]) -> np.ndarray:
-        """Return the experts that the group's tokens chose, in the rows of `GroupResult.routing`. Raises RolloutError for
+    async def _take_routing(self, group: PendingGroup, finished: Sequence[int], outputs: dict[int, Any]) -> None:
+        """Add the experts that the tokens of finished members chose to their partials, as `Completion.routing`. A request
+        that continues tokens computes them as its prompt, so its rows are of the whole sequence. Raises RolloutError for
         missing rows."""
         if self._on_cpu:
-            names = [self._request_name(request, member) for member in range(len(outputs))]
-            ranks: Any = await self._utility(self._alive().collective_rpc("megarl_take_routing", args=(names,)))
+            names = [group.name(member) for member in finished], [group.name(member) for member in outputs.keys() - finished]
+            ranks: Any = await self._utility(self._alive().collective_rpc("megarl_take_routing", args=names))
             # Tensor ranks route alike. The number format follows from the size: msgpack has no arrays.
             recorded = [
                 np.frombuffer(content, {1: np.uint8, 2: np.int16}[len(content) // int(np.prod(shape))]).reshape(shape)
@@ -404,23 +456,22 @@ class RolloutEngine:
             ]
             layers = None
         else:
-            recorded = [output.routed_experts for output in outputs]
+            recorded = [outputs[member].outputs[0].routed_experts for member in finished]
             model = ModelShape.from_directory(self._settings.model_path)
             layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
-        lengths = [len(request.prompt_ids) + len(output.token_ids) for output in outputs]
-        try:
-            return np.concatenate([routing_rows(*pair, layers) for pair in zip(recorded, lengths, strict=True)])
-        except ValueError as error:
-            raise RolloutError(f"group {request.group}: {error}") from error
+        for member, rows in zip(finished, recorded, strict=True):
+            partial = group.partials[member]
+            try:
+                routing = routing_rows(rows, len(group.request.prompt_ids) + len(partial), layers)
+            except ValueError as error:
+                raise RolloutError(f"group {group.request.group}: {error}") from error
+            group.partials[member] = replace(partial, routing=routing)
 
     async def _every_worker(self, method: str, *arguments: Any) -> list[Any]:
         """Return the answer of every worker in order; `collective_rpc` calls those of the first data-parallel rank only."""
         core: Any = self._alive().engine_core
         ranks = await core.call_utility_all_async("collective_rpc", method, None, arguments)
         return [answer for rank in ranks for answer in rank]
-
-    def _request_name(self, request: GroupRequest, member: int) -> str:
-        return f"{self._num_batches}-{request.position}-{member}"
 
     def _clean(self) -> AsyncLLM:
         if self._dirty is not None:
@@ -455,7 +506,16 @@ class RolloutEngine:
 def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> int:
     """Return the sampling seed of one completion, or of one turn of an episode. It depends on what is sampled, not on when
     or where."""
-    names = [run_seed, step, prompt, member, *([turn] if turn else [])]
+    return vllm_seed([run_seed, step, prompt, member, *([turn] if turn else [])])
+
+
+def continued_seed(seed: int, num_tokens: int) -> int:
+    """Return the sampling seed of a completion that has some tokens already, so that it does not repeat the random numbers
+    of its beginning."""
+    return seed if num_tokens == 0 else vllm_seed([seed, num_tokens])
+
+
+def vllm_seed(names: Sequence[int]) -> int:
     state = np.random.SeedSequence(names).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
 

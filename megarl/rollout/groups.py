@@ -21,6 +21,35 @@ from megarl.recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False)
+class Partial:
+    """What was sampled of one completion so far, as in `Completion`; `finish_reason` is empty while it is unfinished.
+    `routing` is recorded for finished completions only: the engine that continues an unfinished one computes it again."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str = ""
+    routing: np.ndarray | None = None
+
+    @classmethod
+    def empty(cls) -> Partial:
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __add__(self, more: Partial) -> Partial:
+        """Return this part followed by `more`, which continued it."""
+        return Partial(
+            np.concatenate([self.token_ids, more.token_ids]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            np.concatenate([self.versions, more.versions]),
+            more.finish_reason,
+            more.routing,
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class GroupResult:
     """All completions of one prompt, as flat arrays.
 
@@ -37,6 +66,21 @@ class GroupResult:
     versions: np.ndarray
     routing: np.ndarray | None = None
     own: np.ndarray | None = None  # None: the policy sampled all tokens
+
+    @classmethod
+    def of(cls, group: int, prompt_ids: np.ndarray, members: Sequence[Partial]) -> GroupResult:
+        """Join finished completions of one prompt; either all or none have recorded experts."""
+        routing = [member.routing for member in members if member.routing is not None]
+        return cls(
+            group=group,
+            prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+            token_ids=np.concatenate([member.token_ids for member in members]),
+            logprobs=np.concatenate([member.logprobs for member in members]),
+            lengths=np.array([len(member) for member in members], dtype=np.int32),
+            finish_reasons=tuple(member.finish_reason for member in members),
+            versions=np.concatenate([member.versions for member in members]),
+            routing=np.concatenate(routing) if routing else None,
+        )
 
     def sample(self, member: int) -> Sample:
         start = int(self.lengths[:member].sum())

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from megarl.telemetry.stacks import mark_from_environment
 
+UNRECORDED = "canary"  # the start of the names of requests whose experts nobody takes
 BACKEND = "megarl"
 
 

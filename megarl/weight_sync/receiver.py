@@ -368,5 +368,8 @@ class WorkerReport:
         """Record the experts that tokens choose, until they are taken."""
         self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
 
-    def megarl_take_routing(self, requests: list[str]) -> list[tuple[bytes, tuple[int, ...]]]:
+    def megarl_take_routing(self, requests: list[str], aborted: list[str]) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Return the experts of finished requests (`RoutingRecorder.take`), and forget those of aborted ones."""
+        for request in aborted:
+            self.megarl_routing.drop(request)
         return [self.megarl_routing.take(request) for request in requests]

@@ -4,7 +4,8 @@ weights, wakes in the order that a sync needs its memory, and reports the failur
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class Core:
         self.generates, self.version = False, 0
         self.generated: list[int] = []  # the version at each resumption
         self.reached, self.go_on, self.takes = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._requests = 0
+        self.in_flight: dict[str, asyncio.Future[Any]] = {}
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await self._meet("pause")
@@ -39,12 +40,18 @@ class Core:
 
     async def add_request(self, *arguments: Any, **options: Any) -> Any:
         await self._meet("add")
-        self._requests += 1
-        return SimpleNamespace(get=asyncio.Event().wait)  # no completion ever ends
+        aborted: asyncio.Future[Any] = asyncio.Future()
+        self.in_flight[arguments[0]] = aborted
+        return SimpleNamespace(get=lambda: aborted)  # no completion ever ends by itself
+
+    async def abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            output = SimpleNamespace(finish_reason="abort", token_ids=[])
+            self.in_flight.pop(name).set_result(SimpleNamespace(outputs=[output]))
 
     async def resume_generation(self) -> None:
         await self._meet("resume")
-        self.generates = self._requests > 0
+        self.generates = len(self.in_flight) > 0
         self.generated.append(self.version)
 
     async def call_utility_all_async(self, *arguments: Any) -> Any:
@@ -70,7 +77,9 @@ async def let_go_on() -> None:
 
 
 def an_engine(held_up: str) -> tuple[RolloutEngine, Core]:
-    settings: Any = SimpleNamespace(index=0, layout=RolloutLayout(), temperature=1.0, max_new_tokens=4, stop_token_ids=())
+    settings: Any = SimpleNamespace(
+        index=0, layout=RolloutLayout(), temperature=1.0, max_new_tokens=4, stop_token_ids=(), record_routing=False
+    )
     engine, core = RolloutEngine(settings), Core(held_up)
     engine._engine = core  # type: ignore[assignment]
     return engine, core
@@ -101,14 +110,13 @@ def test_a_batch_that_a_sync_overtakes_generates_nothing_before_the_new_weights(
         assert said["in_flight"] == 4.0
         resumed = len(core.generated)
         receive = begin(engine.receive({"version": 3}))
-        late = begin(engine.submit(BATCH))
+        late = begin(engine.submit([replace(request, position=request.position + 2) for request in BATCH]))
         await let_go_on()
         assert not core.generates and not late.done()
         core.takes.set()
         await asyncio.gather(receive, late)
-        assert core.generates and core.generated[resumed:] == [3, 3]
-        for group in engine._groups.values():
-            group.stop()
+        assert core.generates and core.generated[resumed:] == [3]
+        assert len(core.in_flight) == 8, "the late batch joins the first, of which nothing is lost"
 
     asyncio.run(overtaken())
 

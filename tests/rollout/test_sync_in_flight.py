@@ -1,4 +1,5 @@
-"""New weights in the middle of a rollout: what is in flight is waited for, kept or aborted, as the recipe says."""
+"""New weights in the middle of a rollout: what is in flight is waited for, kept, or aborted and
+continued, as the recipe says."""
 
 from __future__ import annotations
 
@@ -107,34 +108,20 @@ def drawn(batch: RolloutBatch) -> dict[int, Sample]:
     return batch.payload.fetch(range(16))
 
 
-def tokens_before_switch(flight: Flight, samples: dict[int, Sample]) -> dict[int, int]:
-    """For each completion how many tokens the old weights gave it; all others have the log-probabilities that the new ones
-    alone give them."""
-    by_model = [huggingface_logprobs(model, samples, 1.0) for model in flight.models]
-    switches = {}
-    for s, sample in samples.items():
-        old, new = (np.abs(logprobs[s] - sample.completion.logprobs) < 1e-4 for logprobs in by_model)
-        switches[s] = int(np.argmin(old)) if not old.all() else len(old)
-        assert new[switches[s] :].all(), f"completion {s} has tokens of neither weights"
-    return switches
-
-
-def assert_kept(flight: Flight, batch: RolloutBatch, first: int, last: int) -> None:
-    """What ran at the pause went on under the new weights, and what had not begun is all theirs."""
+def assert_continued(flight: Flight, batch: RolloutBatch, first: int, last: int) -> None:
+    """What ran at the pause went on under the new weights, and what had not begun is all theirs: every token has the
+    log-probability of the weights of its version."""
     samples = drawn(batch)
-    switches = tokens_before_switch(flight, samples)
-    mixed = [s for s, tokens in switches.items() if 0 < tokens < NEW_TOKENS]
+    old, new = (huggingface_logprobs(model, samples, 1.0) for model in flight.models)
+    switches = {s: int((sample.completion.versions == first).sum()) for s, sample in samples.items()}
+    mixed = [s for s, tokens in switches.items() if tokens]
     assert 0 < len(mixed) <= 7, switches  # seven run, of which the last ones may have had no token yet
     for s, sample in samples.items():
-        versions = (sample.completion.first_version, sample.completion.last_version)
-        assert versions == ((first, last) if s in mixed else (last, last)), s
-        before, undisturbed = slice(switches[s]), flight.undisturbed[OLD][s].completion
-        assert np.array_equal(sample.completion.token_ids[before], undisturbed.token_ids[before])
-
-
-def assert_repeated(flight: Flight, batch: RolloutBatch, version: int) -> None:
-    assert same(drawn(batch), flight.undisturbed[NEW])
-    assert set(batch.first_version) == set(batch.last_version) == {version}
+        completion, before = sample.completion, slice(switches[s])
+        assert completion.versions.tolist() == [first] * switches[s] + [last] * (NEW_TOKENS - switches[s]), s
+        expected = np.where(completion.versions == first, old[s], new[s])
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, err_msg=f"completion {s}, {switches[s]} old")
+        assert np.array_equal(completion.token_ids[before], flight.undisturbed[OLD][s].completion.token_ids[before])
 
 
 def test_completions_that_are_waited_for_have_the_weights_they_began_with(flight: Flight) -> None:
@@ -146,15 +133,10 @@ def test_completions_that_are_waited_for_have_the_weights_they_began_with(flight
     assert same(drawn(flight.generate()), flight.undisturbed[NEW])
 
 
-def test_kept_completions_go_on_under_the_new_weights(flight: Flight) -> None:
-    rollout, begun = flight.in_the_middle("keep", lambda: flight.publish(NEW)["sync/in_flight"])
-    assert_kept(flight, rollout.result(), begun, flight.version)
-    assert same(drawn(flight.generate()), flight.undisturbed[NEW])
-
-
-def test_aborted_groups_are_those_of_an_engine_that_had_only_the_new_weights(flight: Flight) -> None:
-    rollout, _ = flight.in_the_middle("abort", lambda: flight.publish(NEW)["sync/in_flight"])
-    assert_repeated(flight, rollout.result(), flight.version)
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_completions_go_on_under_the_new_weights(flight: Flight, in_flight: str) -> None:
+    rollout, begun = flight.in_the_middle(in_flight, lambda: flight.publish(NEW)["sync/in_flight"])
+    assert_continued(flight, rollout.result(), begun, flight.version)
     assert same(drawn(flight.generate()), flight.undisturbed[NEW])
 
 
@@ -170,10 +152,7 @@ def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> N
     rollout, begun = flight.in_the_middle(in_flight, torn)
     assert not rollout.done()
     flight.publish(NEW)
-    if in_flight == "keep":
-        assert_kept(flight, rollout.result(), begun, flight.version)
-    else:
-        assert_repeated(flight, rollout.result(), flight.version)
+    assert_continued(flight, rollout.result(), begun, flight.version)
 
 
 def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:

@@ -1,0 +1,206 @@
+"""vLLM engines take groups at any time, and continue what was cut: in the same engine, or in another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.sample import Sample
+from megarl.rollout import RolloutError
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.groups import GroupResult, Partial
+from megarl.rollout.handle import EngineHandle
+from megarl.rollout.pool import EnginePool
+from tests.rollout.conftest import Engines
+from tests.rollout_cases import VOCAB, Publisher, huggingface_logprobs, recipe, save_model
+
+pytestmark = [pytest.mark.sync, pytest.mark.slow]
+
+VERSION = 50  # of the weights `engines.old`, which all engines here have
+PROMPT_TOKENS = 20
+NEW_TOKENS = 100
+TRIES = 200
+
+
+class Client:
+    """Calls one engine as rank 0 does, under positions that nothing else uses."""
+
+    positions = itertools.count(1000)
+
+    def __init__(self, engine: EngineHandle) -> None:
+        self._engine = engine
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self._engine.get(self._engine.call(method, *arguments), "rollout")
+
+    def request(self, members: int = 2, **more: Any) -> GroupRequest:
+        position = next(self.positions)
+        ids = np.random.default_rng(position).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32)
+        return GroupRequest(position, position, ids, tuple(range(position, position + members)), **more)
+
+    def take(self, requests: Sequence[GroupRequest]) -> list[GroupResult]:
+        calls = [self._engine.call("result", request.position, num_returns=2)[1] for request in requests]
+        return [self._engine.get(call, "rollout") for call in calls]
+
+    def sample(self, *requests: GroupRequest) -> list[GroupResult]:
+        self.call("submit", requests)
+        return self.take(requests)
+
+    def cut_in_the_middle(self, request: GroupRequest) -> tuple[Partial, ...]:
+        """Submit a group and cut it until all its members have tokens; it goes on."""
+        self.call("submit", [request])
+        for _ in range(TRIES):
+            partials = self.call("cut", [request.position])[request.position]
+            if all(len(partial) for partial in partials):
+                assert not any(partial.finish_reason for partial in partials), "it ended before it was cut"
+                return partials
+        raise AssertionError(f"no tokens after {TRIES} cuts")
+
+
+@pytest.fixture(scope="module")
+def clients(engines: Engines) -> Iterator[tuple[Client, Client]]:
+    pool = engines.pool(0, 1, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, stops=())
+    publisher = Publisher(engines.old, engines=2)
+    publisher.publish(VERSION, engines.old, pool)
+    yield Client(pool._engines[0]), Client(pool._engines[1])
+    publisher.close()
+
+
+def samples(*groups: GroupResult) -> dict[int, Sample]:
+    members = [group.sample(member) for group in groups for member in range(len(group.lengths))]
+    return dict(enumerate(members))
+
+
+def assert_sampled(model: Path, *groups: GroupResult, num_tokens: int = NEW_TOKENS) -> None:
+    """Every completion is whole, and has the log-probabilities of transformers."""
+    made = samples(*groups)
+    expected = huggingface_logprobs(model, made, 1.0)
+    for s, sample in made.items():
+        assert len(sample.completion.token_ids) == num_tokens and sample.completion.finish_reason == "length"
+        np.testing.assert_allclose(sample.completion.logprobs, expected[s], atol=1e-4)
+
+
+def assert_same(first: GroupResult, second: GroupResult) -> None:
+    for name in ("token_ids", "logprobs", "versions", "lengths"):
+        assert np.array_equal(getattr(first, name), getattr(second, name)), name
+
+
+def test_groups_that_come_while_others_run_drop_nothing(engines: Engines, clients: tuple[Client, Client]) -> None:
+    client, _ = clients
+    requests = [client.request(members=3) for _ in range(6)]
+    client.call("submit", requests[:3])
+    for request in requests[3:]:
+        client.call("submit", [request])
+        client.call("cut", [requests[0].position])
+    assert_sampled(engines.old, *client.take(requests))
+
+
+def test_a_batch_on_an_idle_engine_repeats_bit_for_bit(clients: tuple[Client, Client]) -> None:
+    client, other = clients
+    batch = [client.request(members=3) for _ in range(4)]
+    first = client.sample(*batch)
+    client.cut_in_the_middle(late := client.request())
+    client.take([late])
+    for again in (client, other):
+        for before, after in zip(first, again.sample(*batch), strict=True):
+            assert_same(before, after)
+
+
+def test_a_greedy_completion_that_was_cut_equals_the_uninterrupted_one(clients: tuple[Client, Client]) -> None:
+    """Continued by the engine that was cut, and by another."""
+    client, other = clients
+    request = client.request(members=1, temperature=0.0)
+    [whole] = client.sample(request)
+    [partial] = client.cut_in_the_middle(request)
+    assert 0 < len(partial) < NEW_TOKENS
+    [here] = client.take([request])
+    [there] = other.sample(replace(request, partials=(partial,)))
+    for continued in (here, there):
+        assert np.array_equal(continued.token_ids, whole.token_ids)
+        assert np.array_equal(continued.versions, np.full(NEW_TOKENS, VERSION))
+        np.testing.assert_allclose(continued.logprobs, whole.logprobs, atol=1e-4)
+
+
+def test_what_was_sampled_is_kept_and_what_follows_draws_anew(engines: Engines, clients: tuple[Client, Client]) -> None:
+    client, _ = clients
+    request = client.request()
+    [whole] = client.sample(request)
+    done, other = (whole.sample(member).completion for member in range(2))
+    finished = Partial(done.token_ids, done.logprobs, done.versions, "length")
+    begun = Partial(other.token_ids[:10], other.logprobs[:10], np.full(10, 7))
+    [continued] = client.sample(replace(request, partials=(finished, begun)))
+    assert_sampled(engines.old, continued)
+    for name in ("token_ids", "logprobs", "versions"):
+        assert np.array_equal(getattr(continued.sample(0).completion, name), getattr(done, name)), name
+    after = continued.sample(1).completion
+    assert np.array_equal(after.token_ids[:10], begun.token_ids) and np.array_equal(after.logprobs[:10], begun.logprobs)
+    assert after.versions.tolist() == [7] * 10 + [VERSION] * 90
+    # The same prompt and tokens, as a prompt: the seed's first random numbers come here, and not in the continued group.
+    prompt = np.concatenate([request.prompt_ids, begun.token_ids])
+    seeds = request.seeds[1:]
+    [fresh] = client.sample(replace(client.request(), prompt_ids=prompt, seeds=seeds, max_new_tokens=90))
+    assert not np.array_equal(fresh.token_ids, after.token_ids[10:])
+
+
+def test_a_dropped_group_is_forgotten_and_others_go_on(engines: Engines, clients: tuple[Client, Client]) -> None:
+    client, _ = clients
+    kept, dropped, finished = (client.request() for _ in range(3))
+    client.sample(client.request())
+    client.call("submit", [finished])
+    client.call("submit", [kept, dropped])
+    with pytest.raises(ValueError, match=f"still has groups at the positions \\[{kept.position}\\]"):
+        client.call("submit", [kept])
+    waiting = client._engine.call("result", dropped.position, num_returns=2)[0]
+    client.call("drop", [dropped.position, next(Client.positions)])
+    with pytest.raises(RolloutError, match=f"no group at position {dropped.position}"):
+        client._engine.get(waiting, "rollout")
+    assert_sampled(engines.old, *client.take([kept]))
+    client.call("drop", [finished.position])
+    assert client.call("cut") == {}
+
+
+def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: None, tmp_path: Path) -> None:
+    """They are those of transformers, whether a completion was cut or had finished when its group was."""
+    model = save_model(tmp_path, "qwen3_moe", True, 0)
+    values = recipe(model, max_new_tokens=40).model_dump()
+    values["data"]["max_prompt_tokens"], values["actor"]["router_replay"] = PROMPT_TOKENS, True
+    pool = EnginePool(recipe(model).model_validate(values), str(model), (), seed=3)
+    pool.start()
+    try:
+        client = Client(pool._engines[0])
+        request = client.request(members=3)
+        client.cut_in_the_middle(request)
+        [first] = client.take([request])
+        whole = [first.sample(member).completion for member in range(3)]
+        finished = Partial(
+            *(getattr(whole[0], name) for name in ("token_ids", "logprobs", "versions")), "length", whole[0].routing
+        )
+        begun = [Partial(done.token_ids[:9], done.logprobs[:9], done.versions[:9]) for done in whole[1:]]
+        [second] = client.sample(replace(request, partials=(finished, *begun)))
+        for sample in samples(first, second).values():
+            assert np.array_equal(sorted_experts(sample.completion.routing), huggingface_experts(model, sample))
+    finally:
+        pool.shutdown()
+
+
+def sorted_experts(routing: np.ndarray | None) -> np.ndarray:
+    assert routing is not None
+    return np.sort(routing[:, 0], axis=-1)
+
+
+def huggingface_experts(path: Path, sample: Sample) -> np.ndarray:
+    """The two experts of each token but the last, sorted, in the only layer with experts."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        [logits] = model(ids[None], output_router_logits=True).router_logits
+    return logits[:-1].topk(2).indices.sort(-1).values.numpy()
