@@ -258,6 +258,7 @@ def write_dump(
         "prompt_ids": np.concatenate(questions).astype(np.int32),
         "token_ids": np.concatenate(answers).astype(np.int32),
         "logprobs": np.where(sampled, logprobs, 0).astype(np.float32),
+        "versions": np.full(len(sampled), step - 1),
         "own": sampled,
     }
     columns |= {name: np.array([facts[name] for _, _, facts in made]) for name in made[0][2]}

@@ -48,7 +48,7 @@ def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> B
     samples = {}
     for index, (prompt, completion) in enumerate(lengths):
         tokens = generator.integers(2, vocab, prompt + completion).astype(np.int32)
-        sampled = Completion(tokens[prompt:], np.zeros(completion, np.float32), "stop", 0, 0)
+        sampled = Completion(tokens[prompt:], np.zeros(completion, np.float32), "stop", np.zeros(completion, np.int64))
         samples[index] = Sample(index, tokens[:prompt], sampled)
     count = len(lengths)
     return Batch(

@@ -102,7 +102,8 @@ def fake_rollouts(
                 length = int(generator.integers(1, longest + 1)) if draw is None else draw(generator)
                 tokens = generator.integers(2, 97, length).astype(np.int32)
                 logprobs = np.full(length, -4.0, np.float32)
-                samples.append(Sample(prompt.index, prompt.token_ids, Completion(tokens, logprobs, "stop", 0, 0)))
+                completion = Completion(tokens, logprobs, "stop", np.zeros(length, np.int64))
+                samples.append(Sample(prompt.index, prompt.token_ids, completion))
         batch = RolloutBatch(
             payload=InMemory(samples),
             groups=np.array([sample.group for sample in samples]),

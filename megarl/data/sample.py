@@ -31,8 +31,8 @@ class Completion:
 
     `token_ids` is int32 [completion tokens] and includes sampled stop tokens; `own` is bool of the same length, True for
     sampled tokens (None: all). `logprobs` is float32 of the same length, under the sampling distribution, and 0 for
-    observations. `finish_reason` is the engine's ("stop", "length", "abort") or the episode's; the versions are the weight
-    versions of the first and last token.
+    observations. `finish_reason` is the engine's ("stop", "length") or the episode's. `versions` is int64 of the same
+    length: the weight version that sampled each token; an observation has the version of the turn before it.
 
     `routing`, if recorded, holds the experts of each token but the last, which passed no layer: integers [prompt and
     completion tokens - 1, layers with experts, experts a token].
@@ -41,8 +41,7 @@ class Completion:
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
-    first_version: int
-    last_version: int
+    versions: np.ndarray
     routing: np.ndarray | None = None
     own: np.ndarray = None  # type: ignore[assignment]
     versions: np.ndarray = None  # type: ignore[assignment]
@@ -57,6 +56,19 @@ class Completion:
         if len(self.token_ids) != len(self.logprobs):
             counts = f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities"
             raise ValueError(f"completion: {counts}; one log-probability for each token is needed")
+        if len(self.token_ids) != len(self.versions):
+            counts = f"{len(self.token_ids)} token ids but {len(self.versions)} weight versions"
+            raise ValueError(f"completion: {counts}; one version for each token is needed")
+
+    @property
+    def first_version(self) -> int:
+        """The weight version that sampled the first token."""
+        return int(self.versions[0])
+
+    @property
+    def last_version(self) -> int:
+        """The weight version that sampled the last token."""
+        return int(self.versions[-1])
 
     @property
     def final_ids(self) -> np.ndarray:

@@ -36,6 +36,7 @@ from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError,
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import WeightVersionSpan
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -367,10 +368,10 @@ class RolloutEngine:
             [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
             for output in outputs
         ]
-        versions = [[int(span.version) for span in output.weight_versions] for output in outputs]
+        versions = [token_versions(output.weight_versions) for output in outputs]
         for member, request_output in enumerate(finished):
             sample = GREEDY if request.temperature == 0.0 else request.position * len(finished) + member
-            self._log.add(sample, request_output, versions[member][-1])
+            self._log.add(sample, request_output, int(versions[member][-1]))
         result = GroupResult(
             group=request.group,
             prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
@@ -378,8 +379,7 @@ class RolloutEngine:
             logprobs=np.concatenate([np.asarray(values, dtype=np.float32) for values in logprobs]),
             lengths=np.array([len(output.token_ids) for output in outputs], dtype=np.int32),
             finish_reasons=tuple(output.finish_reason for output in outputs),
-            first_versions=np.array([spans[0] for spans in versions], dtype=np.int64),
-            last_versions=np.array([spans[-1] for spans in versions], dtype=np.int64),
+            versions=np.concatenate(versions),
             routing=await self._routing(request, outputs) if self._settings.record_routing else None,
         )
         if not np.isfinite(result.logprobs).all():
@@ -458,6 +458,11 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int =
     names = [run_seed, step, prompt, member, *([turn] if turn else [])]
     state = np.random.SeedSequence(names).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
+
+
+def token_versions(spans: Sequence[WeightVersionSpan]) -> np.ndarray:
+    """Return the weight version of each token, int64 [tokens], from vLLM's spans of tokens."""
+    return np.repeat(np.array([int(span.version) for span in spans], np.int64), [span.end - span.start for span in spans])
 
 
 def prompt_scores(output: Any) -> np.ndarray:

@@ -34,8 +34,8 @@ ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's
 
 @dataclass
 class Episode:
-    """One sample in progress. `ids`, `own` and `logprobs` follow the prompt, with one piece per turn and per observation;
-    `ended` is the finish reason."""
+    """One sample in progress. `ids`, `own`, `logprobs` and `versions` follow the prompt, with one piece per turn and per
+    observation; `ended` is the finish reason."""
 
     prompt: Prompt
     group: int
@@ -47,14 +47,13 @@ class Episode:
     ids: list[np.ndarray] = field(default_factory=list)
     own: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
     turns: int = 0
     malformed: int = 0
     reward: float = 0.0
     failure: str = ""
     cause: str = ""  # of the failure, if the policy's turn can be the cause
     ended: str = ""
-    first_version: int = 0
-    last_version: int = 0
     routing: np.ndarray | None = None
 
     @property
@@ -62,9 +61,10 @@ class Episode:
         """Tokens after the prompt."""
         return sum(map(len, self.ids))
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray | None) -> None:
-        """Append a turn of the policy, or an observation, which has no `logprobs`."""
+    def append(self, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
+        """Append a turn of the policy, or an observation, which has no `logprobs`, and the version of the turn before."""
         self.ids.append(ids)
+        self.versions.append(np.full(len(ids), self.versions[-1][-1]) if versions is None else versions)
         self.own.append(np.full(len(ids), logprobs is not None))
         self.logprobs.append(np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs)
 
@@ -170,11 +170,8 @@ class Episodes:
     def sampled(self, number: int, result: GroupResult) -> list[Any]:
         """Append a turn to an episode, exactly as it was sampled; return the references to wait for before its next turn."""
         episode = self.episodes[number]
-        if not episode.turns:
-            episode.first_version = int(result.first_versions[0])
-        episode.last_version = int(result.last_versions[0])
         episode.turns += 1
-        episode.append(result.token_ids, result.logprobs)
+        episode.append(result.token_ids, result.logprobs, result.versions)
         episode.routing = result.routing  # of the whole sequence so far, as the turn's prompt includes it
         if not episode.begun:  # its environment failed in reset: the sample has one turn, which does not count
             episode.ended = "failed"
@@ -218,8 +215,7 @@ class Episodes:
                 logprobs=np.concatenate([piece for episode in members for piece in episode.logprobs]),
                 lengths=np.array([episode.num_tokens for episode in members], dtype=np.int32),
                 finish_reasons=tuple(episode.ended for episode in members),
-                first_versions=np.array([episode.first_version for episode in members], dtype=np.int64),
-                last_versions=np.array([episode.last_version for episode in members], dtype=np.int64),
+                versions=np.concatenate([piece for episode in members for piece in episode.versions]),
                 routing=np.concatenate(routing) if routing else None,
                 own=np.concatenate([piece for episode in members for piece in episode.own]),
             )

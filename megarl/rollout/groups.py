@@ -24,8 +24,8 @@ from megarl.recipe import Recipe
 class GroupResult:
     """All completions of one prompt, as flat arrays.
 
-    `token_ids` int32, `logprobs` float32 and `own` bool (as in `Completion`) are [completion tokens of all members], split
-    by `lengths` int32 [members]. `routing` has the rows of `Completion.routing`, one member after the other.
+    `token_ids` int32, `logprobs` float32, `versions` int64 and `own` bool (as in `Completion`) are [completion tokens of all
+    members], split by `lengths` int32 [members]. `routing` has the rows of `Completion.routing`, one member after the other.
     """
 
     group: int
@@ -34,8 +34,7 @@ class GroupResult:
     logprobs: np.ndarray
     lengths: np.ndarray
     finish_reasons: tuple[str, ...]
-    first_versions: np.ndarray
-    last_versions: np.ndarray
+    versions: np.ndarray
     routing: np.ndarray | None = None
     own: np.ndarray | None = None  # None: the policy sampled all tokens
 
@@ -48,8 +47,7 @@ class GroupResult:
             token_ids=self.token_ids[part],
             logprobs=self.logprobs[part],
             finish_reason=self.finish_reasons[member],
-            first_version=int(self.first_versions[member]),
-            last_version=int(self.last_versions[member]),
+            versions=self.versions[part],
             routing=None if self.routing is None else self.routing[first_row : first_row + int(rows[member])],
             own=None if self.own is None else self.own[part],  # type: ignore[arg-type]
         )
@@ -70,14 +68,15 @@ class GroupFacts:
 
     @classmethod
     def of(cls, result: GroupResult) -> GroupFacts:
+        completions = [result.sample(member).completion for member in range(len(result.lengths))]
         return cls(
             result.group,
             len(result.prompt_ids),
-            tuple(map(int, result.lengths)),
-            tuple(int(result.sample(member).completion.own.sum()) for member in range(len(result.lengths))),
+            tuple(len(completion.token_ids) for completion in completions),
+            tuple(int(completion.own.sum()) for completion in completions),
             result.finish_reasons,
-            tuple(map(int, result.first_versions)),
-            tuple(map(int, result.last_versions)),
+            tuple(completion.first_version for completion in completions),
+            tuple(completion.last_version for completion in completions),
         )
 
 

@@ -46,6 +46,7 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
             prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
             token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
             logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
+            versions=np.concatenate([sample.completion.versions for sample in ordered]),
             own=np.concatenate([sample.completion.own for sample in ordered]),
             **{name: getattr(batch, name) for name in COLUMNS},
             **({"routing": np.concatenate(routing)} if routing else {}),
@@ -65,7 +66,7 @@ class FilePayload:
         with np.load(self.file) as dump:
             columns = {name: dump[name] for name in dump.files}
         prompt_lengths, lengths = columns["prompt_lengths"], columns["completion_lengths"]
-        counts = {"prompt_ids": prompt_lengths} | dict.fromkeys(("token_ids", "logprobs", "own"), lengths)
+        counts = {"prompt_ids": prompt_lengths} | dict.fromkeys(("token_ids", "logprobs", "versions", "own"), lengths)
         if "routing" in columns:
             counts["routing"] = prompt_lengths + lengths - 1  # the last token of a sequence chose no experts
         pieces = {name: np.split(columns[name], np.cumsum(count)[:-1]) for name, count in counts.items()}
@@ -75,8 +76,7 @@ class FilePayload:
                 token_ids=pieces["token_ids"][s],
                 logprobs=pieces["logprobs"][s],
                 finish_reason=str(columns["finish_reasons"][s]),
-                first_version=int(columns["first_version"][s]),
-                last_version=int(columns["last_version"][s]),
+                versions=pieces["versions"][s],
                 routing=pieces["routing"][s] if "routing" in pieces else None,
                 own=pieces["own"][s],
             )

@@ -127,8 +127,8 @@ class SampleTable:
             "prompt_tokens": len(rollout.prompt_ids),
             "completion_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
-            "version": int(completion.last_version),
-            "first_version": int(completion.first_version),
+            "version": completion.last_version,
+            "first_version": completion.first_version,
         }
 
 

@@ -64,7 +64,7 @@ def actor_scores(actor: Role, sequences: Sequence[np.ndarray]) -> np.ndarray:
     count = -(-len(sequences) // unit) * unit
     repeated, unread = [sequences[number % len(sequences)] for number in range(count)], np.zeros(length - 1, np.float32)
     samples = {
-        number: Sample(number, tokens[:1], Completion(tokens[1:], unread, "length", 0, 0))
+        number: Sample(number, tokens[:1], Completion(tokens[1:], unread, "length", np.zeros(len(unread), np.int64)))
         for number, tokens in enumerate(repeated)
     }
     ones, completions = np.ones(count, int), np.full(count, length - 1)

@@ -58,7 +58,8 @@ class InMemory:
 
     def _sample(self, s: int) -> Sample:
         tokens = np.full(1 + s % SIZE, 1000 * self.number + s, np.int32)
-        return Sample(s // SIZE, np.ones(2, np.int32), Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0, 0))
+        logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), self.number)
+        return Sample(s // SIZE, np.ones(2, np.int32), Completion(tokens, logprobs, "stop", versions))
 
 
 def a_round(number: int, rewards: list[float], reasons: list[str] | None = None) -> tuple[RolloutBatch, RewardResult]:

@@ -1,4 +1,4 @@
-"""The records of a step stay light, and a completion's tokens and log-probabilities go together."""
+"""The records of a step stay light, and a completion has one log-probability and one version a token."""
 
 import subprocess
 import sys
@@ -15,9 +15,12 @@ def test_records_need_numpy_alone():
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
 
 
-def test_a_completion_has_one_log_probability_a_token():
+def test_a_completion_has_one_log_probability_and_one_version_a_token():
     ids = np.arange(3, dtype=np.int32)
     with pytest.raises(ValueError, match="3 token ids but 2 log-probabilities"):
-        Completion(ids, np.zeros(2, dtype=np.float32), "stop", 0, 0)
-    completion = Completion(ids, np.zeros(3, dtype=np.float32), "stop", 0, 0)
+        Completion(ids, np.zeros(2, dtype=np.float32), "stop", np.zeros(3, dtype=np.int64))
+    with pytest.raises(ValueError, match="3 token ids but 1 weight versions"):
+        Completion(ids, np.zeros(3, dtype=np.float32), "stop", np.zeros(1, dtype=np.int64))
+    completion = Completion(ids, np.zeros(3, dtype=np.float32), "stop", np.array([4, 5, 5]))
+    assert (completion.first_version, completion.last_version) == (4, 5)
     assert Sample(0, np.arange(4, dtype=np.int32), completion).num_tokens == 7

@@ -25,7 +25,8 @@ def batch():
     for index, (prompt, completion) in enumerate(LENGTHS):
         tokens = np.arange(prompt + completion, dtype=np.int32)
         logprobs = np.full(completion, -1.5, np.float32)
-        samples[index] = Sample(index, tokens[:prompt], Completion(tokens[prompt:], logprobs, "stop", 0, 0))
+        sampled = Completion(tokens[prompt:], logprobs, "stop", np.zeros(completion, np.int64))
+        samples[index] = Sample(index, tokens[:prompt], sampled)
 
     def field(scale):
         return [torch.randn(completion, generator=generator) * scale for _, completion in LENGTHS]

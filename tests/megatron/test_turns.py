@@ -46,7 +46,7 @@ def batch_of(vocab: int, own: list[str]) -> Batch:
         mask = np.array([mark == "1" for mark in marks])
         logprobs = np.where(mask, -np.log(vocab) + 0.1 * generator.standard_normal(len(mask)), -1e3).astype(np.float32)
         given = batch.samples[index].completion
-        made = Completion(given.token_ids, logprobs, "stop", 0, 0, own=mask)
+        made = Completion(given.token_ids, logprobs, "stop", given.versions, own=mask)
         batch.samples[index] = replace(batch.samples[index], completion=made)
     own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own))])
     batch = replace(batch, own_lengths=own_lengths)

@@ -89,7 +89,8 @@ class Payload:
     def fetch(self, sample_ids):
         def sample(i):
             ids = self.token_ids[i]
-            completion = Completion(ids, np.zeros(len(ids), dtype=np.float32), "stop", 0, 0)
+            logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
+            completion = Completion(ids, logprobs, "stop", versions)
             return Sample(i // 2, np.zeros(1, dtype=np.int32), completion)
 
         return {i: sample(i) for i in sample_ids}

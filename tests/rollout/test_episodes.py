@@ -95,11 +95,10 @@ def prompts(tokenizer: Any, count: int = 2) -> list[Prompt]:
 def result(request: GroupRequest, tokens: Sequence[int], version: int = 0) -> GroupResult:
     """What an engine gives for a request of one; the log-probabilities tell turns and tokens apart."""
     logprobs = np.array([-0.01 * token - len(request.prompt_ids) for token in tokens], np.float32)
-    reason, versions = "stop" if tokens[-1] == END else "length", np.array([version])
+    reason, versions = "stop" if tokens[-1] == END else "length", np.full(len(tokens), version)
     return GroupResult(
-        request.group, request.prompt_ids, np.array(tokens, np.int32), logprobs, np.array([len(tokens)]), (reason,),
-        versions, versions,
-    )  # fmt: skip
+        request.group, request.prompt_ids, np.array(tokens, np.int32), logprobs, np.array([len(tokens)]), (reason,), versions
+    )
 
 
 def play(
@@ -226,7 +225,7 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
             said = [-0.01 * token - start for start, turn in zip(starts, sampled, strict=True) for token in sampled[turn]]
             np.testing.assert_allclose(completion.logprobs[completion.own], said, rtol=1e-6)
             assert not completion.logprobs[~completion.own].any()
-            assert (completion.first_version, completion.last_version) == (0, 2)
+            assert completion.versions.tolist() == [0] * 7 + [1] * 6 + [2] * 2, "an observation has that of the turn before"
     for turn, requests in enumerate(given.requests):
         behind = [[], whole[:7], whole[:13]][turn]
         for number, request in requests.items():

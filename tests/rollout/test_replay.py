@@ -1,4 +1,4 @@
-"""Recorded experts survive the way from groups over a dump back to samples."""
+"""Recorded experts and each token's version survive the way from groups over a dump back to samples."""
 
 from types import SimpleNamespace
 
@@ -20,8 +20,7 @@ def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Gen
         logprobs=np.zeros(tokens, np.float32),
         lengths=np.array(lengths, dtype=np.int32),
         finish_reasons=("stop",) * members,
-        first_versions=np.zeros(members, np.int64),
-        last_versions=np.zeros(members, np.int64),
+        versions=np.sort(generator.integers(group, group + 3, tokens)),
         routing=generator.integers(0, 8, (rows, 3, 2)).astype(np.uint8),
     )
 
@@ -31,7 +30,7 @@ def _routing(sample: Sample) -> np.ndarray:
     return sample.completion.routing
 
 
-def test_a_dump_brings_every_sample_its_own_choices(tmp_path):
+def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
     generator = np.random.default_rng(0)
     groups = [_group(4, 5, [3, 1], generator), _group(9, 1, [1, 7], generator)]
     samples = {2 * position + member: group.sample(member) for position, group in enumerate(groups) for member in range(2)}
@@ -45,6 +44,11 @@ def test_a_dump_brings_every_sample_its_own_choices(tmp_path):
     for s, sample in samples.items():
         assert np.array_equal(_routing(found[s]), _routing(sample)), s
         assert _routing(found[s]).dtype == np.uint8
+        assert np.array_equal(found[s].completion.versions, sample.completion.versions), s
+    versions = [(batch.first_version[s], batch.last_version[s]) for s in range(4)]
+    assert versions == [
+        (sample.completion.versions[0], sample.completion.versions[-1]) for _, sample in sorted(samples.items())
+    ]
     ReplayPool(str(tmp_path), 2, 4, routed=True).start()
 
 

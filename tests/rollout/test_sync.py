@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.sync, pytest.mark.slow]
 def assert_scores(model: Path, pool: EnginePool, layout: RolloutLayout) -> None:
     """Every data-parallel rank gives the log-probabilities of transformers, also the second time."""
     sequences = canary_sequences(VOCAB, 3, 30)
-    completions = [Completion(ids[1:], np.zeros(29, np.float32), "length", 0, 0) for ids in sequences]
+    completions = [Completion(ids[1:], np.zeros(29, np.float32), "length", np.zeros(29, np.int64)) for ids in sequences]
     drawn = {number: Sample(0, sequences[number][:1], completion) for number, completion in enumerate(completions)}
     expected = np.stack([*huggingface_logprobs(model, drawn, 1.0).values()])
     first, second = (pool.score(sequences)[0] for _ in range(2))

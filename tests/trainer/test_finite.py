@@ -121,7 +121,8 @@ def test_broken_weights_are_named_on_every_rank_and_never_saved(folder: Path, be
 def batch_of(count: int) -> Batch:
     def sample(number: int) -> Sample:
         tokens = np.full(3, 7, np.int32)
-        return Sample(number, tokens, Completion(tokens, np.full(3, -1.0, np.float32), "stop", 0, 0))
+        completion = Completion(tokens, np.full(3, -1.0, np.float32), "stop", np.zeros(3, np.int64))
+        return Sample(number, tokens, completion)
 
     return Batch(
         prompt_lengths=np.full(count, 3),

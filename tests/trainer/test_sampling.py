@@ -43,9 +43,8 @@ class Drawn:
     def sample(self, s: int) -> Sample:
         prompt = self.prompts[s // SIZE]
         tokens = draw(self.step, prompt.index, s % SIZE)
-        return Sample(
-            prompt.index, prompt.token_ids, Completion(tokens, np.full(len(tokens), -4.0, np.float32), "stop", 0, 0)
-        )
+        logprobs, versions = np.full(len(tokens), -4.0, np.float32), np.zeros(len(tokens), np.int64)
+        return Sample(prompt.index, prompt.token_ids, Completion(tokens, logprobs, "stop", versions))
 
 
 def draw(step: int, prompt: int, member: int) -> np.ndarray:
