@@ -45,7 +45,7 @@ def stale_batch(vocab: int) -> Batch:
         versions = np.array([VERSION if mark == "." else int(mark) for mark in marks])
         behavior = np.where(own, generator.uniform(-2.0, -1.0, len(own)), 0.0).astype(np.float32)
         given = batch.samples[index].completion
-        completion = Completion(given.token_ids, behavior, "stop", 0, 0, own=own, versions=versions)
+        completion = Completion(given.token_ids, behavior, "stop", versions, own=own)
         batch.samples[index] = replace(batch.samples[index], completion=completion)
         logprobs.append(torch.from_numpy(generator.uniform(-2.0, -1.0, int(own.sum())).astype(np.float32)))
     own_lengths = np.array([len(proximal) for proximal in logprobs])
