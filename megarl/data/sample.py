@@ -44,13 +44,10 @@ class Completion:
     versions: np.ndarray
     routing: np.ndarray | None = None
     own: np.ndarray = None  # type: ignore[assignment]
-    versions: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.own is None:
             object.__setattr__(self, "own", np.ones(len(self.token_ids), dtype=bool))
-        if self.versions is None:
-            object.__setattr__(self, "versions", np.full(len(self.token_ids), self.first_version))
         if len(self.own) != len(self.token_ids):
             raise ValueError(f"completion: {len(self.token_ids)} token ids, and {len(self.own)} marks of the policy's own")
         if len(self.token_ids) != len(self.logprobs):
