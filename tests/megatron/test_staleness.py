@@ -23,7 +23,7 @@ from tests.tiny_models import save_tiny_model
 
 LENGTHS = [(5, 4), (1, 3), (6, 5), (3, 1)]
 # The weight version of each completion token; `.` marks an observation. Version 5 is trained.
-VERSIONS = ["33.5", "444", "3.345", "5"]
+VERSIONS = ["44.5", "444", "3.345", "5"]
 VERSION, MOST, CAP, FLOOR = 5, 3, 2.0, 0.6
 MASKED = 1
 SETTINGS = AlgorithmSection.model_validate(
