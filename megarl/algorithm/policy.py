@@ -1,4 +1,4 @@
-"""Policy losses, and the correction for the mismatch between the engine and the trainer.
+"""Policy losses, and the importance weights of tokens that another policy sampled.
 
 Each loss returns the loss of each token, unreduced, and which tokens lost their gradient to a bound. Sequence-level ratios
 are spread over the tokens, so that `sequence_mean` gives the mean over sequences of the paper. The log-ratio is clamped to
@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.algorithm.loss import MAX_LOG_RATIO
 from megarl.recipe.algorithm_section import (
     FunctionLossSection,
+    MismatchSection,
     PolicyLossSection,
 )
 from megarl.recipe.own_code import load_marked, mark
@@ -163,25 +164,29 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: f
 
 
 def mismatch_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: tuple[int, ...], correction: str, level: str, cap: float
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: tuple[int, ...], section: MismatchSection
 ) -> tuple[Tensor, Tensor]:
-    """Return the importance weights of the tokens' losses, and which tokens are beyond `cap`.
+    """Return the importance weights of the tokens' losses, corrected and uncorrected.
 
-    Engine and trainer compute the same weights with different kernels, so that their policies differ slightly.
-    old_logprobs [tokens] of the trainer before the first update, rollout_logprobs [tokens] of the engine, `lengths` the
-    tokens of each sequence; returns (weights [tokens], beyond [tokens] bool), neither with a gradient.
-        w = old / rollout of a token, or at level `sequence` the product over its sequence
+    The engine samples with other kernels than the trainer's, and with older weights if `rollout.max_staleness` allows it.
+    old_logprobs [tokens] of the proximal policy (the trainer's before the first update), rollout_logprobs [tokens] of the
+    behavior policy (the engine's), `lengths` the tokens of each sequence; returns two times [tokens], without a gradient.
+        w = old / rollout of a token, or of its sequence: the product (level `sequence`), the geometric mean (`geometric`)
         truncate  min(w, cap)
-        mask      w, and 0 where w > cap
+        clip      w clamped to [floor, cap]
+        mask      w, and 0 outside [floor, cap]
+    A loss bounds the ratio new / old, and w corrects for the policy that sampled: the decoupled objective of Hilton et al.
+    2021 (arXiv:2110.00641), for language models Fu et al. 2025 (AReaL, arXiv:2505.24298).
     Sources: token level and truncation: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"; sequence level and masks: Liu et al. 2025, "When speed kills stability". After Ionides 2008, truncated
-    importance sampling.
+    training", after Ionides 2008, truncated importance sampling; sequence and geometric level, and masks: Liu et al. 2025,
+    "When speed kills stability", parts 2 and 3; masks with a lower bound: IcePop, in Ring-1T (arXiv:2510.18855).
     """
-    ratio = (old_logprobs - rollout_logprobs).detach()
-    if level == "sequence":
-        ratio = sequence_sums(ratio, lengths)
-    weights = torch.exp(ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    beyond = weights > cap
-    if correction == "truncate":
-        return weights.clamp(max=cap), beyond
-    return torch.where(beyond, 0.0, weights), beyond
+    log_weights = (old_logprobs - rollout_logprobs).detach()
+    if section.level == "sequence":
+        log_weights = sequence_sums(log_weights, lengths)
+    elif section.level == "geometric":
+        log_weights = sequence_means(log_weights, lengths)
+    weights = torch.exp(log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if section.correction == "mask":
+        return torch.where((weights < section.floor) | (weights > section.cap), 0.0, weights), weights
+    return weights.clamp(section.floor, section.cap), weights

@@ -43,20 +43,32 @@ class PolicyObjective:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
         names = [name for name in ("advantages", "logprobs", "reference_logprobs") if name in self.batch.fields]
         sampled = [self.batch.samples[sample].completion for sample in micro.samples]
-        from_engine = np.concatenate([completion.logprobs[completion.own] for completion in sampled])
-        weight, kept, rollout, *columns = _columns(self, micro, names, logprobs.device, from_engine)
-        fields = dict(zip(names, columns, strict=True))
+        known = {"rollout": np.concatenate([completion.logprobs[completion.own] for completion in sampled])}
+        if self.batch.max_staleness:
+            versions = np.concatenate([completion.versions[completion.own] for completion in sampled])
+            known["staleness"] = self.batch.version - versions
+        weight, kept, *columns = _columns(self, micro, names, logprobs.device, *known.values())
+        fields = dict(zip([*known, *names], columns, strict=True))
+        rollout = fields["rollout"]
         # With one update per batch there is no actor_logprob phase; its results would equal these.
         old = fields.get("logprobs", logprobs.detach())
         tokens = PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths)
         losses, clipped = self._loss(tokens)
+        difference = (old - rollout).abs() * kept
         correction: Sums = {}
+        corrected = torch.zeros_like(kept)
         if (mismatch := self.settings.mismatch) is not None:
-            options = mismatch.correction, mismatch.level, mismatch.cap
-            ratio, beyond = mismatch_weights(old, rollout, micro.own_lengths, *options)
+            ratio, uncorrected = mismatch_weights(old, rollout, micro.own_lengths, mismatch)
             losses = ratio * losses
             correction = {"mismatch_weight_sum": (ratio * kept).sum(), "mismatch_weight_max": (ratio * kept).max()}
-            correction["mismatch_beyond_sum"] = (beyond * kept).sum()
+            correction["mismatch_beyond_sum"] = ((uncorrected > mismatch.cap) * kept).sum()
+            if mismatch.floor or self.batch.max_staleness:
+                corrected = (ratio != uncorrected) * kept
+                correction["mismatch_corrected_sum"] = corrected.sum()
+                correction["mismatch_weight_square_sum"] = (ratio.square() * kept).sum()
+        if (most := self.batch.max_staleness) > 0:
+            of_tokens = {"tokens": kept, "logprob": difference, "corrected": corrected}
+            correction |= staleness_sums(fields["staleness"], kept, most, of_tokens)
         loss = (weight * losses).sum()
         sums = {"policy_loss": loss.detach()}
         if self.settings.entropy_coefficient:
@@ -69,7 +81,6 @@ class PolicyObjective:
         if (stop := self.settings.early_stop) is not None:
             moved = kl(old, logprobs.detach(), stop.estimator)  # the old policy sampled the tokens
             sums["moved_kl_sum"] = (moved * kept).sum()
-        difference = (old - rollout).abs() * kept
         # Before the first update the weights are those of `old`: any drift comes from different micro-batches (shapes,
         # kernels, order of sums).
         ratio_drift = log_ratio(tokens).detach().expm1().abs() * kept
@@ -85,6 +96,20 @@ class PolicyObjective:
             "tokens": kept.sum(),
         }
         return loss, sums | correction
+
+
+def staleness_sums(staleness: Tensor, kept: Tensor, most: int, columns: dict[str, Tensor]) -> Sums:
+    """Return the sum and maximum of the tokens' staleness, and the sums of `columns` over the tokens of each staleness.
+
+    `staleness` [tokens] in weight versions, from 0 to `most`; `kept` and the columns [tokens] are 0 where a token does not
+    count.
+    """
+    sums = {"staleness_sum": (staleness * kept).sum(), "staleness_max": (staleness * kept).max()}
+    of_staleness = staleness[:, None] == torch.arange(most + 1, device=staleness.device)  # [tokens, most + 1]
+    for name, column in columns.items():
+        parts = (of_staleness * column[:, None]).sum(0).unbind()
+        sums |= {f"staleness/{number}/{name}": part for number, part in enumerate(parts)}
+    return sums
 
 
 @dataclass

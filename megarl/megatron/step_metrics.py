@@ -70,6 +70,19 @@ def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Plac
             metrics["mismatch/weight_max"] = max(sums["mismatch_weight_max"] for sums in largest)
             metrics["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens
             metrics["mismatch/beyond_cap_share"] = total.pop("mismatch_beyond_sum") / tokens
+        if "mismatch_corrected_sum" in total:
+            metrics["mismatch/corrected_share"] = total.pop("mismatch_corrected_sum") / tokens
+            squares = total.pop("mismatch_weight_square_sum")  # 0 if every token is masked
+            mean = metrics["mismatch/weight_mean"]
+            metrics["mismatch/effective_sample_share"] = mean * mean * tokens / squares if squares else 0.0
+        if "staleness_sum" in total:
+            metrics["staleness/mean"] = total.pop("staleness_sum") / tokens
+            metrics["staleness/max"] = max(sums["staleness_max"] for sums in largest)
+        for key in [key for key in total if key.endswith("/tokens")]:
+            staleness, count = key.removesuffix("/tokens"), total.pop(key)
+            metrics[f"{staleness}/token_share"] = count / tokens
+            metrics[f"{staleness}/logprob_mean"] = total.pop(f"{staleness}/logprob") / max(count, 1.0)
+            metrics[f"{staleness}/corrected_share"] = total.pop(f"{staleness}/corrected") / max(count, 1.0)
         total.pop("ratio_drift_sum")
         # Only of the first update: later the ratio differs from 1 because the policy learns.
         if first_counts and per_update[0]["tokens"]:

@@ -175,12 +175,24 @@ class EarlyStopSection(Section):
 
 
 class MismatchSection(Section):
-    correction: Literal["truncate", "mask"]
-    """Weight tokens by the trainer's probability over the engine's, at most `cap`; or leave out tokens above `cap`."""
-    level: Literal["token", "sequence"] = "token"
-    """One weight a token, or one a sequence: the product of its tokens' weights."""
+    correction: Literal["truncate", "mask", "clip"]
+    """Weight tokens by the trainer's probability before the step's first update over the engine's: `truncate` at most by
+    `cap`, `clip` within `floor` and `cap`; `mask` leaves out tokens whose weight is below `floor` or above `cap`."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One weight a token, or one a sequence: the product of its tokens' weights, or their geometric mean."""
     cap: Annotated[float, Field(ge=1)] = 2.0
     """The largest weight."""
+    floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The smallest weight; 0 for no such bound."""
+
+    @field_validator("floor")
+    @classmethod
+    def _bounds_weights(cls, floor: float, info: ValidationInfo) -> float:
+        if floor and info.data.get("correction") == "truncate":
+            raise broken_rule(
+                "algorithm.mismatch.correction = truncate has no lower bound", "0, or correction: clip or mask"
+            )
+        return floor
 
 
 class AlgorithmSection(Section):
@@ -215,7 +227,8 @@ class AlgorithmSection(Section):
     early_stop: EarlyStopSection | None = None
     """End the actor's updates of a step once the policy has moved far; null runs all updates."""
     mismatch: MismatchSection | None = None
-    """Correct the difference between the engine's and the trainer's probabilities by importance sampling; null does not."""
+    """Correct the difference between the engine's and the trainer's probabilities by importance sampling; null does not.
+    Required with `rollout.max_staleness` above 0, where older weights than the trainer's sample."""
     max_ratio_drift: Above = 0.1
     """Before the first update of a step every policy ratio should be 1. Warn when one is further off than this:
     `actor_logprob` and `actor_update` have different micro-batches, whose kernels may round differently."""
@@ -229,10 +242,14 @@ def algorithm_rules(recipe: Recipe) -> Violations:
         # A geometric mean has one advantage and one weight a sequence; its tokens share one loss.
         if algorithm.mismatch is not None and algorithm.mismatch.level == "token":
             rule = "weights each token's loss, and with algorithm.policy_loss.kind = gmpo each is the whole sequence's"
-            yield Violation("algorithm.mismatch.level", "token", rule, "sequence")
+            yield Violation("algorithm.mismatch.level", "token", rule, "sequence or geometric")
         if algorithm.advantage in OF_TOKENS:
             rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
             yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
+    if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None:
+        rule = f"required with rollout.max_staleness = {staleness}: older weights than the trainer's sample the tokens"
+        nearest = "mismatch: {correction: truncate}, or rollout.max_staleness: 0"
+        yield Violation("algorithm.mismatch", MISSING, rule, nearest)
     if (section := algorithm.overlong) is not None:
         longest, episodes = recipe.max_own_tokens, recipe.environment
         if section.buffer > longest:

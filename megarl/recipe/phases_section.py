@@ -85,7 +85,8 @@ class PhasesSection(Section):
     reward_model: ForwardPhaseSection | None = None
     """Scores of the reward model; runs with one."""
     actor_logprob: ForwardPhaseSection | None = None
-    """Log-probabilities before the first update; runs with more than one update per batch or a KL term in the reward."""
+    """Log-probabilities before the first update; runs with more than one update per batch, a KL term in the reward, or
+    `rollout.max_staleness` above 0."""
     reference_logprob: ForwardPhaseSection | None = None
     """Log-probabilities under the reference; runs with a KL term."""
     critic_value: ForwardPhaseSection | None = None
@@ -137,7 +138,7 @@ SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
 REASONS = {
     "reward_model": "it runs with a reward_model",
     "reference_logprob": "it runs with algorithm.kl, which reads the reference",
-    "actor_logprob": "it runs with several updates per batch, or algorithm.kl.place: reward",
+    "actor_logprob": "it runs with several updates per batch, rollout.max_staleness > 0, or algorithm.kl.place: reward",
     "critic_value": "it runs with algorithm.advantage: gae (PPO)",
     "critic_update": "it runs with algorithm.advantage: gae (PPO)",
 }

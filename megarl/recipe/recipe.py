@@ -242,8 +242,9 @@ class Recipe(Section):
         """A phase that nothing needs does not run."""
         kl = self.algorithm.kl
         if phase == "actor_logprob":
-            # With one update per batch the training forward itself gives the old log-probabilities.
-            return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1
+            # With one update per batch the training forward itself gives the old log-probabilities; but where older weights
+            # sampled, the ratio's denominator is never left to it.
+            return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1 or self.rollout.max_staleness > 0
         if phase == "reference_logprob":
             return kl is not None
         if phase == "reward_model":

@@ -17,7 +17,6 @@ from megarl.algorithm.estimate import (
     explained_variance,
     overlong_penalties,
 )
-from megarl.algorithm.policy import mismatch_weights
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_section import AlgorithmSection, GaeSection, GroupSection
 
@@ -170,28 +169,6 @@ def test_an_advantage_of_the_user() -> None:
         estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:broken", group_size=2))
     with pytest.raises(RecipeError, match="algorithm.advantage = .* is not decorated"):
         check_advantage(AlgorithmSection(advantage=f"{__name__}:score", group_size=2))
-
-
-def test_mismatch_weights_by_hand() -> None:
-    ratios = torch.tensor([1.0, 3.0, 0.5, 0.25, 2.5], dtype=torch.float64)
-    old, rollout = ratios.log() - 1.0, torch.full((5,), -1.0, dtype=torch.float64)
-
-    def weights(correction: str, level: str) -> tuple[list[float], list[bool]]:
-        found, beyond = mismatch_weights(old, rollout, (2, 0, 3), correction, level, 2.0)
-        return found.tolist(), beyond.tolist()
-
-    assert weights("truncate", "token") == (pytest.approx([1.0, 2.0, 0.5, 0.25, 2.0]), [False, True, False, False, True])
-    assert weights("mask", "token") == (pytest.approx([1.0, 0.0, 0.5, 0.25, 0.0]), [False, True, False, False, True])
-    extreme = torch.tensor([25.0, -30.0], dtype=torch.float64) - 1.0
-    for correction, level, expected in (
-        ("truncate", "token", [2.0, math.exp(-20)]), ("mask", "token", [0.0, math.exp(-20)]),
-        ("truncate", "sequence", [math.exp(-5)] * 2), ("mask", "sequence", [math.exp(-5)] * 2),
-    ):  # fmt: skip
-        given, _ = mismatch_weights(extreme, torch.full((2,), -1.0, dtype=torch.float64), (2,), correction, level, 2.0)
-        assert given.tolist() == pytest.approx(expected, rel=1e-9)
-    product = 0.5 * 0.25 * 2.5
-    assert weights("truncate", "sequence") == (pytest.approx([2.0, 2.0] + [product] * 3), [True, True, False, False, False])
-    assert weights("mask", "sequence") == (pytest.approx([0.0, 0.0] + [product] * 3), [True, True, False, False, False])
 
 
 def test_the_overlong_penalty_grows_over_the_buffer() -> None:

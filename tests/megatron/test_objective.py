@@ -1,5 +1,8 @@
 """The losses of an update against their formulas written out, and their independence of the cut."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -154,6 +157,87 @@ def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, c
     assert sums["mismatch_weight_sum"].item() == pytest.approx((weight * COUNTED).sum().item(), rel=1e-5)
     assert sums["mismatch_weight_max"].item() == pytest.approx((weight * COUNTED).max().item(), rel=1e-5)
     assert sums["mismatch_beyond_sum"].item() == (beyond * COUNTED).sum().item()
+    assert not [name for name in sums if "staleness" in name or "square" in name], "nothing else without staleness"
+
+
+def decoupled(new, old, behavior, advantages, lengths, mismatch):
+    """The decoupled clipped objective of one batch, token by token, in fp64: [tokens]."""
+    losses = []
+    parts = zip(*(values.split(lengths) for values in (new, old, behavior, advantages)), strict=True)
+    for current, proximal, sampled, advantage in parts:
+        logs = proximal - sampled
+        if mismatch.level != "token":
+            logs = torch.full_like(logs, logs.mean() if mismatch.level == "geometric" else logs.sum())
+        for t, weight in enumerate(logs.exp().tolist()):
+            outside = not mismatch.floor <= weight <= mismatch.cap
+            bounded = 0.0 if mismatch.correction == "mask" and outside else min(max(weight, mismatch.floor), mismatch.cap)
+            ratio = torch.exp(current[t] - proximal[t])
+            surrogate = torch.minimum(ratio * advantage[t], ratio.clamp(0.8, 1.2) * advantage[t])
+            losses.append(-bounded * surrogate)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(("correction", "floor"), [("truncate", 0.0), ("mask", 0.4), ("clip", 0.4), ("clip", 0.0)])
+def test_under_staleness_the_gradient_is_that_of_the_decoupled_objective(batch, cut, level, correction, floor):
+    """The ratio is new over proximal, and the weight proximal over behavior."""
+    mismatch = MismatchSection(correction=correction, level=level, cap=1.3, floor=floor)
+    settings = AlgorithmSection(advantage="grpo", group_size=2, mismatch=mismatch)
+    generator = torch.Generator().manual_seed(5)
+    rollout = torch.cat(batch.fields["logprobs"]) + 0.6 * torch.randn(TOKENS, generator=generator)
+    batch = sampled_by(batch, rollout, [[3, 3, 4], [4], [2, 2, 3, 4, 4]], version=4, max_staleness=2)
+    logprobs = (torch.cat(batch.fields["logprobs"]) + 0.4 * torch.randn(TOKENS, generator=generator)).requires_grad_()
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    loss = _run(objective, batch, {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}, cut)
+    known = [torch.cat(batch.fields["logprobs"]), rollout, torch.cat(batch.fields["advantages"])]
+    lengths = [completion for _, completion in LENGTHS]
+    losses = decoupled(*(values.double() for values in (logprobs, *known)), lengths, mismatch)
+    expected = (losses * COUNTED).sum() / COUNTED.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    (wanted,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    assert found.any()
+
+
+def sampled_by(batch, rollout, versions, **more):
+    """The batch with the engine's log-probabilities [tokens], the weight version of each token, and further fields."""
+    parts = rollout.split([completion for _, completion in LENGTHS])
+    for index, (logprobs, given) in enumerate(zip(parts, versions, strict=True)):
+        sample = batch.samples[index]
+        completion = replace(sample.completion, logprobs=logprobs.numpy(), versions=np.array(given))
+        batch.samples[index] = replace(sample, completion=completion)
+    return replace(batch, **more)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_sums_of_each_staleness_by_hand(batch, cut):
+    """Trained is version 7; weights 2, 1, 1 | 8 | 1, 4, 0.5, 1, 0.25 of tokens that are 0, 1, 1 | 3 | 3, 0, 0, 1, 3 versions
+    old, held in [0.4, 3]; the second sequence does not count."""
+    weights = torch.tensor([2.0, 1.0, 1.0, 8.0, 1.0, 4.0, 0.5, 1.0, 0.25])
+    rollout = torch.cat(batch.fields["logprobs"]) - weights.log()
+    batch = sampled_by(batch, rollout, [[7, 6, 6], [4], [4, 7, 7, 6, 4]], version=7, max_staleness=3)
+    settings = AlgorithmSection(
+        advantage="grpo", group_size=2, mismatch=MismatchSection(correction="clip", cap=3.0, floor=0.4)
+    )
+    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
+    each = _sums(objective, batch, torch.cat(batch.fields["logprobs"]), cut)
+    found = {name: (max if name.endswith("_max") else sum)(sums[name].item() for sums in each) for name in each[0]}
+    ln2 = math.log(2)
+    wanted = {
+        "staleness_sum": 0 + 1 + 1 + 3 + 0 + 0 + 1 + 3, "staleness_max": 3,
+        "staleness/0/tokens": 3, "staleness/1/tokens": 3, "staleness/2/tokens": 0, "staleness/3/tokens": 2,
+        "staleness/0/logprob": ln2 + 2 * ln2 + ln2, "staleness/1/logprob": 0, "staleness/2/logprob": 0,
+        "staleness/3/logprob": 2 * ln2,
+        "staleness/0/corrected": 1, "staleness/1/corrected": 0, "staleness/2/corrected": 0, "staleness/3/corrected": 1,
+        "mismatch_corrected_sum": 2, "mismatch_beyond_sum": 1,
+        "mismatch_weight_sum": 2 + 1 + 1 + 1 + 3 + 0.5 + 1 + 0.4,
+        "mismatch_weight_square_sum": 4 + 1 + 1 + 1 + 9 + 0.25 + 1 + 0.16,
+    }  # fmt: skip
+    assert {name: value for name, value in found.items() if name in wanted or "stale" in name} == pytest.approx(
+        wanted, rel=1e-5, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -273,9 +273,22 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         ),
         {
             "algorithm.group": "how grpo compares", "algorithm.policy_loss.kind": "one advantage a sequence",
-            "algorithm.mismatch.level": "each is the whole sequence's",
+            "algorithm.mismatch.level": "each is the whole sequence's sequence or geometric",
             "algorithm.overlong.buffer": "rollout.max_new_tokens",
         },
+    ),
+    "stale tokens without importance weights, and without the proximal policy": (
+        edited(
+            ("rollout.max_staleness", 2), ("phases.actor_update.mini_batch", 16), ("phases.actor_logprob", ...),
+        ),
+        {
+            "algorithm.mismatch": "rollout.max_staleness = 2: older weights than the trainer's sample the tokens",
+            "phases.actor_logprob": "rollout.max_staleness > 0",
+        },
+    ),
+    "importance weights without a lower bound": (
+        edited(("algorithm.mismatch", {"correction": "truncate", "floor": 0.5})),
+        {"algorithm.mismatch.floor": "truncate has no lower bound 0, or correction: clip or mask"},
     ),
     "a pattern that is none, and a schema that is none": (
         edited(
