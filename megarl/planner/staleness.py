@@ -8,7 +8,7 @@ are left out. The load is even over the engines.
 
 The simulation follows the rules of the stream. A group starts while fewer than (version + 1 + S) * prompts groups have
 started; sequences wait for a slot and keep it to their end; a step takes the groups that finish first among the oldest
-`window`, and always those that would be too old for the next step; the trainer then works for the time of its phases, which
+`window`, as far as no other group becomes too old for that; the trainer then works for the time of its phases, which
 above S = 0 include actor_logprob; engines stop only during the sync. With S = 0 that is generation to the last completion,
 training and sync, one after the other.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -125,10 +126,13 @@ def balanced_devices(plan: Forecast) -> float | None:
     return known.full_s * plan.job.engines.workers / trainer_s
 
 
+NOT_STARTED = sys.maxsize
+
+
 @dataclass(eq=False)
 class _Group:
-    version: int  # at the start
-    left: int
+    left: int  # members that are not complete
+    version: int = NOT_STARTED  # of the first token
     tokens: int = 0
     versions: float = 0.0  # the sum of its tokens' versions
     end: int = -1  # the group's place in the order of completion
@@ -150,9 +154,11 @@ class _Engines:
     num_started: int = 0
     num_ended: int = 0
 
-    def fill(self) -> None:
+    def fill(self, version: int) -> None:
+        """Start waiting sequences in the free slots."""
         while self.waiting and len(self.running) < self.slots:
             length, group = self.waiting.popleft()
+            group.version = min(group.version, version)
             self.num_started += 1
             heapq.heappush(self.running, (self.ticks + length, self.num_started, self.ticks, self.versions, group))
 
@@ -188,20 +194,20 @@ def simulate(known: Rates, staleness: int, window: int, seed: int) -> StalenessR
     engines = _Engines(known, scale, max(1, round(known.engines * known.slots / scale)))
     train_s = known.train_s + (known.logprob_s if staleness else 0.0)
     generator = random.Random(f"{seed}/stream")
-    started: list[_Group] = []  # not taken, in the order of their start
+    untaken: list[_Group] = []  # in the order of their prompts
     now, version, begun, num_groups = 0.0, 0, 0.0, 0
     trained_at: float | None = None  # the end of the trainer's work on the groups of this version
     may_take = False  # since the last try a group has ended or a version has begun
     counted, stale, largest, tokens_before = 0, 0.0, 0, 0.0
     while version < WARMUP_STEPS + MEASURED_STEPS:
         while num_groups < (version + 1 + staleness) * prompts:
-            group = _Group(version, known.group_size)
-            started.append(group)
+            group = _Group(known.group_size)
+            untaken.append(group)
             engines.waiting.extend((length, group) for length in generator.choices(known.completions, k=known.group_size))
             num_groups += 1
-        engines.fill()
-        if trained_at is None and may_take and (taken := _taken(started[:window], prompts, version - staleness)):
-            started = [group for group in started if group not in taken]
+        engines.fill(version)
+        if trained_at is None and may_take and (taken := _taken(untaken, window, prompts, version, staleness)):
+            untaken = [group for group in untaken if group not in taken]
             trained_at = now + train_s
             if version >= WARMUP_STEPS:
                 counted += sum(group.tokens for group in taken)
@@ -231,11 +237,21 @@ def simulate(known: Rates, staleness: int, window: int, seed: int) -> StalenessR
     )
 
 
-def _taken(window: list[_Group], prompts: int, oldest: int) -> list[_Group]:
-    """The groups that a step takes; none while they are not complete. Groups that started at version `oldest` must be taken
-    now."""
-    ready = sorted((group for group in window if group.end >= 0), key=lambda group: group.end)
-    due = [group for group in window if group.version <= oldest]
-    if len(ready) < prompts or any(group.end < 0 for group in due):
-        return []
-    return (due + [group for group in ready if group.version > oldest])[:prompts]
+def _taken(untaken: list[_Group], window: int, prompts: int, version: int, staleness: int) -> list[_Group]:
+    """The groups that step `version` takes; none while they are not complete.
+
+    Each later step takes `prompts` groups too, so of the groups with tokens of version u or before all but
+    (u + staleness - version) * prompts must be taken now. Groups that finished first go first where that leaves room.
+    """
+    due = {
+        old: sum(group.version <= old for group in untaken) - (old + staleness - version) * prompts
+        for old in range(version - staleness, version)
+    }
+    taken: list[_Group] = []
+    for group in sorted((group for group in untaken[:window] if group.end >= 0), key=lambda group: group.end):
+        if all(count < prompts - len(taken) for old, count in due.items() if old < group.version):
+            taken.append(group)
+            due |= {old: count - 1 for old, count in due.items() if old >= group.version}
+        if len(taken) == prompts:
+            return taken
+    return []
