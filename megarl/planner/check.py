@@ -20,11 +20,12 @@ from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecas
 from megarl.planner.lengths import LengthsError, ReadMetrics
 from megarl.planner.memory_estimate import RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
+from megarl.planner.staleness import StalenessRow, balanced_devices, staleness_rows
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.phase_table import concurrency, engine_lines, engine_name, layout_name, phase_table
+from megarl.recipe.phase_table import concurrency, engine_lines, engine_name, layout_name, phase_table, stream_line
 
 # Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -38,6 +39,10 @@ NOTES = (
     "imbalance: costliest rank / mean; bubble: pipeline idle; efficiency: what padding, imbalance, bubble and the fixed "
     "cost of micro-batches leave of 1; planned, at worst: memory of the fullest trainer rank without engines, with these "
     "lengths and with every micro-batch as full as its rule allows"
+)
+STALENESS_NOTES = (
+    "simulated with these lengths; engines: their tokens / those with all slots busy; trainer: share of the time at work; "
+    "staleness: mean of a trained token and largest; without rewards, environments and the network of a weight sync"
 )
 
 
@@ -217,6 +222,36 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     console.print(table)
     for line in memory_lines(plan):
         show(line)
+    if plan.job.engines is None:
+        return
+    show(stream_line(recipe))
+    if rows := staleness_rows(plan, recipe.rollout.window):
+        console.print(_staleness_table(rows))
+        show(STALENESS_NOTES, style="dim")
+    for line in balance_lines(plan):
+        show(line)
+
+
+def _staleness_table(rows: list[StalenessRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps by staleness", title_justify="left", title_style="")
+    for title in ("max_staleness", "seconds a step", "engines", "trainer", "staleness of a token", "at most"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        shares = f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}"
+        staleness = f"{row.mean_staleness:.2f}", str(row.largest_staleness)
+        table.add_row(str(row.max_staleness), _short(row.step_s), *shares, *staleness)
+    return table
+
+
+def balance_lines(plan: Forecast) -> list[str]:
+    """The ratio of engine devices to trainer devices that balances both sides, or what the forecast of it needs."""
+    engines, balanced = plan.job.engines, balanced_devices(plan)
+    if engines is None or balanced is None:
+        return ["steps by staleness: device.tflops is not stated"]
+    if engines.sleeps:
+        return ["rollout.max_staleness above 0: needs rollout.placement: separate, as engines on the trainer's GPUs sleep"]
+    now = engines.workers / plan.job.ranks
+    return [f"balanced: {balanced:.2g} engine devices for each trainer device; the recipe has {now:.2g}"]
 
 
 def memory_lines(plan: Forecast) -> list[str]:
@@ -312,6 +347,9 @@ def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
         "lengths": lengths.origin,
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
         "rollout_flops": plan.rollout_flops,
+        "stream": {"max_staleness": recipe.rollout.max_staleness, "window": recipe.window},
+        "by_staleness": [asdict(row) for row in staleness_rows(plan, recipe.rollout.window)],
+        "balanced_engine_devices": balanced_devices(plan),
         "device": {
             "memory_bytes": job.device_bytes,
             "usable_bytes": job.usable_bytes,

@@ -58,6 +58,14 @@ def without_gpus(recipe: Recipe) -> Violations:
         yield Violation("rollout.expert_parallel", True, rule, "false, or rollout.data: 1, or rollout.tensor: 1")
 
 
+def with_gpus(recipe: Recipe) -> Violations:
+    """Settings that GPUs do not allow, where CPUs do."""
+    rollout = recipe.rollout
+    if rollout.max_staleness and rollout.placement == "colocated" and rollout.replay is None:
+        rule = "engines on the trainer's GPUs sleep while it works, and rollout.max_staleness has them sample meanwhile"
+        yield Violation("rollout.placement", "colocated", rule, "separate, or rollout.max_staleness: 0")
+
+
 def cpu_engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
     """Engine arguments that break the actor's model on CPUs, and adapters that vLLM cannot apply there."""
     if recipe.sent_adapter is not None and shape.experts is not None:

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from megarl.models import FAMILIES
 from megarl.recipe.algorithm_section import algorithm_rules
 from megarl.recipe.data_section import data_rules
-from megarl.recipe.device_section import cpu_engine_args, is_for_cpus, without_gpus
+from megarl.recipe.device_section import cpu_engine_args, is_for_cpus, with_gpus, without_gpus
 from megarl.recipe.environment_section import environment_rules
 from megarl.recipe.evaluation_section import evaluation_rules
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, written_layouts
@@ -140,6 +140,8 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
     faults = [fault for rule in RULES for fault in rule(recipe)]
     if is_for_cpus(recipe):
         faults += without_gpus(recipe)
+    elif recipe.device is not None:
+        faults += with_gpus(recipe)
     rank_faults = list(rank_rules(recipe))
     # Batches and buckets are divided over data-parallel ranks, whose number is not known yet.
     faults += rank_faults or [*batch_size(recipe), *phase_rules(recipe)]

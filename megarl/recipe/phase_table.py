@@ -69,7 +69,7 @@ def concurrency(recipe: Recipe) -> str:
 
 
 def engine_lines(recipe: Recipe) -> list[str]:
-    """The sizes of the rollout engines, and whether `rollout.engine_args` could be checked here."""
+    """The bounds of the stream, the sizes of the engines, and whether `rollout.engine_args` could be checked here."""
     rollout = recipe.rollout
     if rollout.replay is not None:
         return []
@@ -79,9 +79,20 @@ def engine_lines(recipe: Recipe) -> list[str]:
     else:
         cache = f"{rollout.kv_cache_bytes / 2**30:.3g} GiB of KV cache"
         lines = [f"engines: {cache} a worker, {recipe.phases.rollout.max_concurrent} sequences at a time"]
+    lines.insert(0, stream_line(recipe))
     if rollout.engine_args and known_engine_args() is None:
         lines.append("rollout.engine_args: not checked, as vLLM is not installed here")
     return lines
+
+
+def stream_line(recipe: Recipe) -> str:
+    """How far engines sample ahead of the trainer, and how far groups may overtake each other."""
+    staleness, prompts = recipe.rollout.max_staleness, recipe.phases.rollout.prompts
+    ahead = "engines wait while the trainer works" if staleness == 0 else "engines sample while the trainer works"
+    return (
+        f"stream: rollout.max_staleness = {staleness}, {ahead}: at most {(1 + staleness) * prompts} groups under way; a "
+        f"step takes {prompts} of the oldest {recipe.window} (rollout.window)"
+    )
 
 
 def layout_name(layout: Layout) -> str:

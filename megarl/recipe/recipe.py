@@ -124,6 +124,11 @@ class Recipe(Section):
         return self.phases.rollout.prompts * self.algorithm.group_size
 
     @property
+    def window(self) -> int:
+        """Groups, in the order of their prompts, among which a step takes those that finish first."""
+        return self.rollout.window or self.phases.rollout.prompts * min(2, 1 + self.rollout.max_staleness)
+
+    @property
     def max_completion_tokens(self) -> int:
         """Most tokens after a prompt: those of one turn, or of an episode's turns with the observations between them."""
         section, turn = self.environment, self.rollout.max_new_tokens

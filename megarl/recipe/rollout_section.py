@@ -43,7 +43,7 @@ class RolloutSection(Section):
     """Each tensor and data-parallel rank of an engine holds whole experts; false shards each expert."""
     max_staleness: Count = 0
     """How many weight versions behind the trainer a trained token may be. 0 samples each batch with the newest weights,
-    while the trainer waits; above 0 engines sample while the trainer works."""
+    while the trainer waits; above 0 engines sample while the trainer works: on GPUs of their own, `placement: separate`."""
     window: Positive | None = None
     """Groups, in the order of their prompts, among which a step takes those that finish first: short answers cannot overtake
     more. null: the prompts of a step, or of two steps with `max_staleness` above 0."""
@@ -118,7 +118,8 @@ def known_engine_args() -> dict[str, str] | None:
 
 
 def rollout_rules(recipe: Recipe) -> Violations:
-    """Engine arguments exist and belong to no other key, and features of the engines go together, whatever the model."""
+    """Engine arguments exist and belong to no other key, and features of engines and stream go together, whatever the
+    model."""
     rollout, given = recipe.rollout, recipe.rollout.engine_args
     refused = {
         name: (f"the recipe says it under {owner}" if owner else "megarl sets it, and works with no other value", owner)
@@ -129,6 +130,7 @@ def rollout_rules(recipe: Recipe) -> Violations:
     tokens = given.get("max_num_batched_tokens")
     if tokens is not None and (type(tokens) is not int or tokens < 1):  # sizes are computed with it
         yield Violation("rollout.engine_args.max_num_batched_tokens", tokens, "must be a whole number from 1 on", "8192")
+    yield from _stream_rules(recipe)
     if rollout.replay is not None and not Path(rollout.replay).is_dir():
         way_out = "the rollouts directory of a run with run.dump_rollouts: true"
         yield Violation("rollout.replay", rollout.replay, "the directory does not exist", way_out)
@@ -151,6 +153,29 @@ def rollout_rules(recipe: Recipe) -> Violations:
     if recipe.weight_sync.mode == "checkpoint":
         rule = "weight_sync.mode checkpoint sends weights that nobody quantised"
         yield Violation("rollout.quantization", rollout.quantization, rule, "weight_sync.mode: reshard")
+
+
+def _stream_rules(recipe: Recipe) -> Violations:
+    """A window that no step could use, and features that need a step's rollouts to be whole before it trains."""
+    rollout, prompts = recipe.rollout, recipe.phases.rollout.prompts
+    staleness, most = rollout.max_staleness, (1 + rollout.max_staleness) * prompts
+    if rollout.window is not None and rollout.window < prompts:
+        rule = f"a step takes phases.rollout.prompts = {prompts} groups of the window"
+        yield Violation("rollout.window", rollout.window, rule, str(prompts))
+    elif rollout.window is not None and rollout.window > most:
+        rule = f"no more than (1 + rollout.max_staleness) x phases.rollout.prompts = {most} groups are under way"
+        yield Violation("rollout.window", rollout.window, rule, str(most))
+    if staleness == 0:
+        return
+    if rollout.replay is not None:
+        rule = "rollout.replay has a fixed batch for each step, and no engine that could sample ahead"
+        yield Violation("rollout.max_staleness", staleness, rule, "0, or remove rollout.replay")
+    if recipe.run.dump_rollouts:
+        rule = "writes rollouts for rollout.replay, which knows no staleness, and rollout.max_staleness is above 0"
+        yield Violation("run.dump_rollouts", True, rule, "false; telemetry.samples_per_step keeps completions to look at")
+    if recipe.run.preemption == "abandon":
+        rule = "copies the run's state before each step, which with rollout.max_staleness above 0 has all groups under way"
+        yield Violation("run.preemption", "abandon", rule, "finish, or rollout.max_staleness: 0")
 
 
 def engines_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:

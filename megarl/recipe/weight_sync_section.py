@@ -63,8 +63,8 @@ class WeightSyncSection(Section):
     """How often weights that arrive with wrong bytes are sent to an engine again before the run ends."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     """Completions that an engine still generates when new weights come. `wait`: finish them first, within
-    `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: end their requests and
-    continue them from their tokens in new ones, with both versions. A step waits for all of its rollouts before it updates, so nothing is in flight yet."""
+    `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: cut their requests and
+    continue them from their tokens in new ones. With `rollout.max_staleness: 0` none is in flight; above 0 `wait` is refused."""
     canary: CanarySection | None = CanarySection()
     """Fixed tokens that the actor and every engine score after a sync. An engine whose log-probabilities differ from the
     actor's by more than rounding has drifted. `null`: none."""
@@ -98,9 +98,14 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
         yield Violation("weight_sync.mode", "checkpoint", rule, "reshard, or rollout.expert_parallel: false")
     if recipe.actor.router_replay and section.in_flight == "keep":
         rule = "actor.router_replay repeats one choice of experts, and a kept completion's tokens chose under two versions"
-        yield Violation("weight_sync.in_flight", "keep", rule, "wait or abort")
+        nearest = "abort, or rollout.max_staleness: 0" if rollout.max_staleness else "wait or abort"
+        yield Violation("weight_sync.in_flight", "keep", rule, nearest)
     if rollout.replay is not None:
         return  # nothing is synced
+    if rollout.max_staleness and section.in_flight == "wait":
+        rule = "stops the engines at each sync until the longest completion ends, and rollout.max_staleness has them go on"
+        nearest = "abort" if recipe.actor.router_replay else "keep or abort"
+        yield Violation("weight_sync.in_flight", "wait", rule, f"{nearest}, or rollout.max_staleness: 0")
     longest = recipe.max_sequence_tokens
     if section.canary is not None and not 2 <= section.canary.length(longest) < longest:
         rule = f"must be at least 2 and below the longest sequence of a rollout, {longest} tokens"

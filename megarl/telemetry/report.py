@@ -79,7 +79,7 @@ def run_page(run: Run) -> str:
         details = {"Starts": "\n".join(run.starts)} | details
     sections = [
         PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
-        PageSection("Where the time goes", [*charts.ranks_time(run), *charts.phase_times(run)]),
+        PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
         PageSection("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
         _batches(run),
         PageSection("Weight sync", charts.sync_split(run)),

@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from megarl.telemetry.clock import WAIT
-from megarl.telemetry.metrics_file import duration
-from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares
+from megarl.telemetry.metrics_file import duration, is_number
+from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares, starving
 from megarl.telemetry.report_run import Run, smooth, thin
 from megarl.telemetry.trace import SCALE
 
@@ -38,6 +38,8 @@ CURVES = (
     (("rollout/completion_length_mean", "rollout/completion_length_max"), "completion length, tokens"),
     (("rollout/truncated_share",), "truncated share"),
     (("mismatch/logprob_mean",), "engine against trainer, log-probability"),
+    (("staleness/mean", "staleness/max"), "staleness, weight versions"),
+    (("mismatch/effective_sample_share",), "effective share of the samples"),
     (("actor/learning_rate", "critic/learning_rate"), "learning rate"),
 )
 
@@ -144,6 +146,21 @@ def ranks_time(run: Run) -> list[Chart]:
     ]  # fmt: skip
     layout = {"barmode": "stack", "xaxis": {"ticksuffix": " %", "range": [0, 100]}, "yaxis": {"visible": False}}
     return [Chart("ranks-time", "What all ranks did with their time", data, layout, height=170)]
+
+
+def lanes(run: Run) -> list[Chart]:
+    """Draw the busy share of engines and trainer, a lane each, step by step."""
+    keys = "idle/share", "idle/engines/busy_share"
+    known = [metrics for metrics in run.steps if all(is_number(metrics.get(key)) for key in keys)]
+    if not known:
+        return []
+    steps = [metrics["step"] for metrics in known]
+    shares = [[100 * (1 - metrics[keys[0]]) for metrics in known], [100 * metrics[keys[1]] for metrics in known]]
+    data = [{"type": "heatmap", "name": "busy", "x": thin(steps, steps, MOST_BARS)[0], "y": ["trainer", "engines"],
+             "z": [thin(steps, lane, MOST_BARS)[1] for lane in shares], "zmin": 0, "zmax": 100, "ygap": 6,
+             "colorscale": [[0, WAIT_GREY], [1, BUSY]], "colorbar": {"ticksuffix": " %", "thickness": 10},
+             "hovertemplate": "%{y} busy: %{z:.0f} %<extra>step %{x}</extra>"}]  # fmt: skip
+    return [Chart("lanes", "Engines and trainer", data, {"xaxis": step_axis(run)}, starving(run), 190)]
 
 
 def useful_shares(run: Run) -> list[Chart]:

@@ -16,6 +16,8 @@ from megarl.telemetry.report_run import Run, smooth
 Kind = Literal["fault", "learning", "time"]
 # Faults first: the metrics of a run that computes wrongly say nothing about learning or time.
 KINDS: tuple[Kind, ...] = ("fault", "learning", "time")
+LEAST_EFFECTIVE = 0.5  # share of the samples that the weights of stale tokens leave
+STARVES = 0.1  # share of the time that engines or trainer wait for the other
 LEAST_LOST = 0.03  # no warning for a smaller lost part of a step, however bad the phase
 SYNC_LIMIT, STRAGGLER_LIMIT = 0.15, 0.05  # parts of a step
 FEWEST_STEPS = 4  # before a report judges whether a run learns
@@ -97,6 +99,9 @@ ADVICE = (
            "a larger `algorithm.kl.coefficient`, or a smaller `actor.optimizer.lr`", form=".2f"),
     Advice("mismatch/logprob_mean", 0.05, "fault", "engine and trainer disagree by {value} on a token's log-probability",
            "the same `rollout.precision` as the trainer's", form=".3f"),
+    Advice("staleness/0/logprob_mean", 0.05, "fault",
+           "engine and trainer disagree by {value} on the log-probability of a token that the same weights sampled",
+           "the same `rollout.precision` as the trainer's", form=".3f"),
     Advice("actor/ratio_drift_exceeded", 0, "fault", "before the first update the policy ratio was not 1",
            "micro-batches of `actor_logprob` and `actor_update` more alike in size, or a finer `trainer.precision`",
            any_step=True, form=".0f"),
@@ -138,13 +143,15 @@ def find(run: Run) -> list[Finding]:
     worst = {key: max(values) for key in run.keys if (values := run.points(key)[1])}
     findings = []
     for advice in ADVICE:
+        if advice.metric == "mismatch/logprob_mean" and run.at("rollout.max_staleness"):
+            continue  # what the policy learned since adds to it; the row of tokens without staleness judges
         pattern = re.escape(advice.metric)
         for placeholder, part in PLACEHOLDERS.items():
             pattern = pattern.replace(re.escape(placeholder), part)
         for key, value in (worst if advice.any_step else recent).items():
             if match := re.fullmatch(pattern, key):
                 findings += _judge(advice, key, match[1] if match.groups() else "", value, recent)
-    findings += _sync(recent) + _straggler(run, recent)
+    findings += _sync(recent) + _straggler(run, recent) + _staleness(run, recent)
     nulls = {key: steps for key in run.keys if (steps := [line["step"] for line in run.steps if line.get(key, 0) is None])}
     for key, steps in list(nulls.items())[:3]:
         says = f"{key} was NaN or infinite in {len(steps)} steps, first in step {steps[0]}"
@@ -207,6 +214,22 @@ def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:
         says = f"ranks wait {lost:.0%} of a step for one of them, each time another one"
         do = "a `max_tokens` micro-batch, which balances work better"
     return [Finding("idle/straggler_s", "time", says, do, lost)]
+
+
+def _staleness(run: Run, recent: Mapping[str, float]) -> list[Finding]:
+    """Judge what corrects for the weights that sampled stale tokens."""
+    if not (staleness := run.at("rollout.max_staleness")):
+        return []
+    if run.at("algorithm.mismatch") is None:
+        says = f"tokens are up to {staleness} weight versions old, and nothing corrects for the policy that sampled them"
+        do = "`algorithm.mismatch: {correction: truncate}`, or `rollout.max_staleness: 0`"
+        return [Finding("rollout.max_staleness", "fault", says, do)]
+    share = recent.get("mismatch/effective_sample_share", 1.0)
+    if share >= LEAST_EFFECTIVE:
+        return []
+    says = f"the weights of stale tokens leave {share:.0%} of the samples in effect"
+    do = "a smaller `rollout.max_staleness` or `actor.optimizer.lr`; `algorithm.mismatch` with a smaller `cap`"
+    return [Finding("mismatch/effective_sample_share", "learning", says, do)]
 
 
 # The three answers ------------------------------------------------------------------------------------------------------
@@ -293,10 +316,31 @@ def time(run: Run) -> Answer:
     parts = [(recent[key], name) for key, name, _ in SYNC_PARTS if key in recent]
     if longest == "weight_sync" and parts:
         says.append(f"The longest part of the sync is {max(parts)[1]}, {duration(max(parts)[0])}.")
+    if run.at("rollout.max_staleness") and (sentence := starving(run)):
+        says.append(sentence)
     if rate := recent.get("tokens/per_s", tokens_per_second(recent)):
         mfu = recent.get(f"mfu/{longest}")
         says.append(f"{rate:,.0f} tokens a second." + (f" MFU of {longest}: {mfu:.0%}." if mfu else ""))
     return Answer(question, f"{share:.0%} in {longest}", says, "bad" if recent.get("idle/share", 0.0) > 0.4 else "open")
+
+
+def starving(run: Run) -> str:
+    """Return which of engines and trainer waits for the other, as a sentence; empty without engines or a clock."""
+    recent = run.recent()
+    if "idle/engines/busy_share" not in recent or "idle/share" not in recent:
+        return ""
+    trainer = recent.get("idle/engines_share", 0.0)
+    engines = 1 - recent["idle/engines/busy_share"] - recent.get("idle/engines/weight_sync_share", 0.0)
+    waits = (
+        f"the trainer waits {trainer:.0%} of its time for engines, and these have no requests for {engines:.0%} of theirs"
+    )
+    if not run.at("rollout.max_staleness"):
+        return f"Engines and trainer take turns, as `rollout.max_staleness` is 0: {waits}."
+    if max(trainer, engines) < STARVES:
+        return f"Neither engines nor trainer starve: {waits}."
+    if trainer >= engines:
+        return f"The trainer starves: {waits}. More `rollout.engines`, or a larger `rollout.max_staleness`."
+    return f"The engines starve: {waits}. Fewer `rollout.engines`, or more `trainer.ranks`."
 
 
 def phase_shares(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import check_layout, vllm_segments
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.device_section import DeviceSection
-from megarl.recipe.phase_table import engine_name
+from megarl.recipe.phase_table import engine_name, stream_line
 from megarl.recipe.phases_section import rollout_and_reward_phases
 from megarl.recipe.role_sections import LoraSection
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
@@ -231,3 +231,52 @@ def test_engines_are_named_by_what_is_cut() -> None:
     assert engine_name(RolloutLayout(2)) == "TP2"
     assert engine_name(RolloutLayout(1, 2, 4, True)) == "TP1 x PP2 x DP4 x EP"
     assert not list(rollout_and_reward_phases(recipe(Path("model"), data=7)))
+
+
+# What a run that samples ahead says, and GPUs for it.
+AHEAD = ["rollout.max_staleness=2", "weight_sync.in_flight=keep", "algorithm.mismatch={correction: truncate}"]
+ON_GPUS = "device={memory_gib: 80, kind: gpu}"
+ABORT = "weight_sync.in_flight=abort"
+REPLAY_EXPERTS = ["model.path=experts", "actor.layout={expert_tensor: 1}", "actor.router_replay=true", *AHEAD]
+# The recipe has 8 prompts a step. (overrides, the key that is refused or None, parts of the rule and of the way out)
+STREAMS: dict[str, tuple[list[str], str | None, list[str]]] = {
+    "the prompts of a step alone, without staleness": (["rollout.window=8"], None, []),
+    "less than a step": (["rollout.window=7"], "rollout.window", ["phases.rollout.prompts = 8", "nearest: 8"]),
+    "two steps without staleness": (["rollout.window=16"], "rollout.window", ["= 8 groups are under way", "nearest: 8"]),
+    "all that are under way": ([*AHEAD, "rollout.window=24"], None, []),
+    "more than are under way": ([*AHEAD, "rollout.window=25"], "rollout.window", ["= 24 groups", "nearest: 24"]),
+    "on the trainer's CPUs": ([*AHEAD, "device={memory_gib: 80, kind: cpu}"], None, []),
+    "on the trainer's GPUs": ([*AHEAD, ON_GPUS], "rollout.placement", ["sleep", "separate, or rollout.max_staleness: 0"]),
+    "on the trainer's GPUs, without staleness": ([ON_GPUS], None, []),
+    "on other GPUs": ([*AHEAD, ON_GPUS, "rollout.placement=separate"], None, []),
+    "engines that run empty at a sync": (
+        [*AHEAD, "weight_sync.in_flight=wait"], "weight_sync.in_flight", ["longest completion", "keep or abort"]
+    ),
+    "one choice of experts, kept": (REPLAY_EXPERTS, "weight_sync.in_flight", ["two versions", "nearest: abort, or"]),
+    "one choice of experts, begun again": ([*REPLAY_EXPERTS, ABORT], None, []),
+    "fixed batches": ([*AHEAD, "rollout.replay=."], "rollout.max_staleness", ["fixed batch", "nearest: 0, or remove"]),
+    "batches to fix": ([*AHEAD, "run.dump_rollouts=true"], "run.dump_rollouts", ["knows no staleness", "nearest: false"]),
+    "steps to abandon": ([*AHEAD, "run.preemption=abandon"], "run.preemption", ["before each step", "nearest: finish, or"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_sampling_ahead_is_refused_where_it_cannot_work(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides, key, parts = STREAMS[name]
+    file = write(make_folder(tmp_path, monkeypatch), edited())
+    if key is None:
+        load_recipe(file, overrides)
+        return
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file, overrides)
+    (violation,) = refused.value.violations
+    assert violation.key == key and all(part in str(violation) for part in parts), str(violation)
+
+
+@pytest.mark.parametrize(("overrides", "window"), [([], 8), (AHEAD, 16), ([*AHEAD, "rollout.window=11"], 11)])
+def test_the_window_is_of_one_step_or_two_unless_it_is_set(
+    overrides: list[str], window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_recipe(write(make_folder(tmp_path, monkeypatch), edited()), overrides)
+    assert loaded.window == window
+    assert f"of the oldest {window} (rollout.window)" in stream_line(loaded)

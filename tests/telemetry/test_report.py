@@ -26,7 +26,7 @@ from megarl.telemetry.report import (
     report,
     run_page,
 )  # fmt: skip
-from megarl.telemetry.report_charts import Chart, evaluation, reward
+from megarl.telemetry.report_charts import Chart, evaluation, lanes, reward
 from megarl.telemetry.report_findings import ADVICE, change, find, learning, time
 from megarl.telemetry.report_run import Run, read_run, show_curve
 from tests.report_cases import RECIPE, make_run, metrics_of
@@ -63,6 +63,7 @@ def test_a_healthy_run_has_nothing_to_change():
         ("finite/skipped_updates", 2, "up to 2 updates a step were left out", "learning rate"),
         ("actor/kl", 2.0, "2.00 nats", "coefficient"),
         ("mismatch/logprob_mean", 0.2, "disagree by 0.200", "`rollout.precision`"),
+        ("staleness/0/logprob_mean", 0.2, "that the same weights sampled", "`rollout.precision`"),
         ("sync/attempts", 2, "took 2 attempts", "`weight_sync.retries`"),
         ("sync/received_bytes", 3e6, "3.00 times the bytes", "`weight_sync.mode: reshard`"),
         ("reward/deviation", 0.0, "the same reward", "prompts"),
@@ -156,6 +157,50 @@ def test_the_time_answer_names_the_longest_phase_and_the_wait():
     assert answer.says[2] == "100 tokens a second."
     fast = {"tokens/per_s": 90.0, "mfu/actor_update": 0.41}
     assert time(run_of([metrics_of(1) | fast])).says[2] == "90 tokens a second. MFU of actor_update: 41%."
+
+
+def ahead(lines: list[dict], correction: str | None = "truncate") -> Run:
+    """A run that samples ahead of its trainer."""
+    mismatch = None if correction is None else {"correction": correction}
+    recipe = RECIPE | {"rollout": {"engines": 1, "max_staleness": 2}, "algorithm": {"mismatch": mismatch}}
+    return replace(run_of(lines), recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "trainer", "engines", "says"),
+    [
+        (0, 0.4, 0.5, "Engines and trainer take turns"),
+        (2, 0.4, 0.95, "The trainer starves: the trainer waits 40% of its time"),
+        (2, 0.02, 0.5, "The engines starve"),
+        (2, 0.02, 0.95, "Neither engines nor trainer starve"),
+    ],
+)
+def test_the_lanes_say_who_starves(staleness, trainer, engines, says):
+    waits = {"idle/engines_share": trainer, "idle/share": trainer, "idle/engines/busy_share": engines}
+    lines = [metrics_of(step) | waits for step in range(1, 9)]
+    run = ahead(lines) if staleness else run_of(lines)
+    (chart,) = lanes(run)
+    assert chart.note.startswith(says) and any(sentence.startswith(says) for sentence in time(run).says) == (staleness > 0)
+    assert chart.data[0]["y"] == ["trainer", "engines"]
+    assert chart.data[0]["z"] == [[pytest.approx(100 * (1 - trainer))] * 8, [pytest.approx(100 * engines)] * 8]
+    assert lanes(run_of([{"reward/mean": 0.5}])) == []
+
+
+@pytest.mark.parametrize(
+    ("correction", "share", "kind", "says"),
+    [
+        ("truncate", 0.3, "learning", "leave 30% of the samples in effect"),
+        (None, 0.3, "fault", "nothing corrects for the policy that sampled them"),
+        ("truncate", 0.9, None, ""),
+    ],
+)
+def test_stale_tokens_without_a_working_correction_are_a_warning(correction, share, kind, says):
+    """What the policy has learned between sampling and training adds to `mismatch/logprob_mean`, which is then no fault."""
+    stale = {"mismatch/effective_sample_share": share, "mismatch/logprob_mean": 0.3, "staleness/0/logprob_mean": 0.01}
+    lines = [metrics_of(step) | stale for step in range(1, 9)]
+    assert [(finding.kind, says in finding.says) for finding in find(ahead(lines, correction))] == [(kind, True)] * bool(
+        kind
+    )
 
 
 def advice_table() -> str:
