@@ -226,6 +226,8 @@ class Trainer:
                 valid=rewards.valid,
                 truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
                 own_lengths=rollouts.own_lengths,
+                version=self.version,
+                max_staleness=self.recipe.rollout.max_staleness,
             )
             batch = self.guard.rewards(batch)
             metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid).metrics()

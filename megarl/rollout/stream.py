@@ -108,7 +108,7 @@ class RolloutStream:
         self._masks_truncated = algorithm.overlong is not None and algorithm.overlong.mask
         self._is_synchronous = rollout.max_staleness == 0
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
-        self._admission = Admission(self._per_step, rollout.max_staleness, window_of(recipe), max_rounds)
+        self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
         self._num_sampling = 0  # groups, those of an evaluation included
@@ -413,11 +413,6 @@ def open_stream(
     stream = RolloutStream(recipe, pool, recipe.run.seed, prompts, rewards, environments)
     stack.callback(stream.close)
     return stream
-
-
-def window_of(recipe: Recipe) -> int:
-    prompts = recipe.phases.rollout.prompts
-    return recipe.rollout.window or prompts * min(2, 1 + recipe.rollout.max_staleness)
 
 
 def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:

@@ -69,7 +69,7 @@ def clients(engines: Engines) -> Iterator[tuple[Client, Client]]:
     pool = engines.pool(0, 1, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, stops=())
     publisher = Publisher(engines.old, engines=2)
     publisher.publish(VERSION, engines.old, pool)
-    yield Client(pool._engines[0]), Client(pool._engines[1])
+    yield Client(pool.engines[0]), Client(pool.engines[1])
     publisher.close()
 
 
@@ -174,7 +174,7 @@ def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: 
     pool = EnginePool(recipe(model).model_validate(values), str(model), (), seed=3)
     pool.start()
     try:
-        client = Client(pool._engines[0])
+        client = Client(pool.engines[0])
         request = client.request(members=3)
         client.cut_in_the_middle(request)
         [first] = client.take([request])
