@@ -64,7 +64,8 @@ class WeightSyncSection(Section):
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     """Completions that an engine still generates when new weights come. `wait`: finish them first, within
     `rollout.timeout_s`. `keep`: continue them under the new weights, with both versions. `abort`: cut their requests and
-    continue them from their tokens in new ones. With `rollout.max_staleness: 0` none is in flight; above 0 `wait` is refused."""
+    continue them from their tokens in new ones. With `rollout.max_staleness: 0` none is in flight, above 0 `wait` is
+    refused."""
     canary: CanarySection | None = CanarySection()
     """Fixed tokens that the actor and every engine score after a sync. An engine whose log-probabilities differ from the
     actor's by more than rounding has drifted. `null`: none."""
