@@ -127,9 +127,14 @@ class RolloutStream:
 
     def begin(self, step: int) -> None:
         """Start the groups that may start once the steps before `step` are over."""
-        self._step = step
         begin_work("sequences", self._per_step * self._size)
-        self._call(self._admit())
+
+        async def begin() -> None:
+            self._step = step
+            self._admission.begin_step()
+            await self._admit()
+
+        self._call(begin())
 
     def wait_sampled(self, resync: Resync) -> None:
         """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
