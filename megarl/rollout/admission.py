@@ -109,20 +109,16 @@ class Admission:
         return sorted(group.number for group in chosen), [group.number for group in dropped]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain values. Groups that did not finish start again in their place."""
-        groups = [
-            vars(group) | ({} if group.finished is not None else {"is_sampled": False}) for group in self._waiting.values()
-        ]
-        return {
-            "steps": self._num_taken, "num_started": self.num_started, "num_finished": self._num_finished,
-            "removed": dict(self.removed), "waiting": groups,
-        }  # fmt: skip
+        """Return what `restore` needs, as plain values, between two steps."""
+        waiting = [(group.number, group.step) for group in self._waiting.values()]
+        removed = dict(self.removed)
+        return {"steps": self._num_taken, "num_started": self.num_started, "removed": removed, "waiting": waiting}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self.steps, self.num_started, self._num_finished = (state[name] for name in ("steps", "num_started", "num_finished"))
-        self._num_taken, self.removed = self.steps, Counter(state["removed"])
-        self._waiting = {group["number"]: _Waiting(**group) for group in state["waiting"]}
+        """Continue where `state` was taken. All groups that waited have to finish again."""
+        self.steps = self._num_taken = state["steps"]
+        self.num_started, self.removed = state["num_started"], Counter(state["removed"])
+        self._waiting = {number: _Waiting(number, step) for number, step in state["waiting"]}
 
     def _is_due(self, group: _Waiting) -> bool:
         """Whether the group would be too old for the step after the next."""
