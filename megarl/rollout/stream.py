@@ -35,10 +35,11 @@ from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.episodes import Environments, Episode, Episodes
-from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.router import Router
+from megarl.schedule import PlanMismatch
 from megarl.telemetry.progress import advance_work, begin_work
 
 Record = TypeVar("Record")
@@ -72,6 +73,7 @@ class Group:
     episodes: EpisodeFacts | None = None
     scores: list[TextScore] = field(default_factory=list)
     partials: tuple[Partial, ...] = ()  # of a run that was interrupted
+    is_in_part: bool = False  # that an early phase has run on
 
     @property
     def parts(self) -> list[Group]:
@@ -86,6 +88,28 @@ class Taken:
     rewards: RewardResult
     greedy_rewards: RewardResult | None
     metrics: dict[str, float]
+
+    def check(self, recipe: Recipe) -> None:
+        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
+        are too long or if no completion could be scored."""
+        section, rollouts, rewards = recipe.phases.rollout, self.rollouts, self.rewards
+        planned = (section.prompts, recipe.num_sequences, section.max_concurrent)
+        ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
+        if ran != planned:
+            raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
+        refuse_overlong(rollouts, recipe)
+        if recipe.algorithm.advantage == "remax":
+            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy)
+            if rollouts.greedy is None or num_greedy != section.prompts:
+                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
+            refuse_overlong(rollouts.greedy, recipe)
+        task = recipe.phases.reward.sequences
+        if max(rewards.task_sequences, default=0) > task:
+            tasks = rewards.task_sequences
+            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
+        if not rewards.valid.any():
+            sample, reason = next(iter(rewards.failures.items()))
+            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
 
 
 class RolloutStream:
@@ -145,6 +169,11 @@ class RolloutStream:
         """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
         engine is left. Raises what engines and environments raise."""
         self._call(self._until(lambda: self._admission.is_sampled), resync)
+
+    def next_part(self, num_groups: int, resync: Resync) -> RolloutBatch:
+        """Return the groups of this step that were sampled first, without those of earlier parts, in the order of their
+        prompts; for phases that start early."""
+        return self._call(self._next_part(num_groups), resync)
 
     def take(self) -> Taken | None:
         """Take the next step's groups as soon as they have their rewards; None if more must be sampled in place of groups
@@ -337,6 +366,16 @@ class RolloutStream:
 
         await asyncio.gather(*(run(group) for group in groups))
         return await self._join(groups, answers)
+
+    async def _next_part(self, num_groups: int) -> RolloutBatch:
+        await self._until(lambda: len(self._in_no_part()) >= num_groups)
+        part = sorted(self._in_no_part()[:num_groups], key=lambda group: group.number)
+        for group in part:
+            group.is_in_part = True
+        return (await self._join(part))[0]
+
+    def _in_no_part(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.facts is not None and not group.is_in_part]
 
     async def _take(self) -> Taken | None:
         taken: tuple[list[int], list[int]] | None = None
