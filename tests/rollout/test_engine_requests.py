@@ -179,9 +179,8 @@ def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: 
         client.cut_in_the_middle(request)
         [first] = client.take([request])
         whole = [first.sample(member).completion for member in range(3)]
-        finished = Partial(
-            *(getattr(whole[0], name) for name in ("token_ids", "logprobs", "versions")), "length", whole[0].routing
-        )
+        done = whole[0]
+        finished = Partial(done.token_ids, done.logprobs, done.versions, "length", done.routing)
         begun = [Partial(done.token_ids[:9], done.logprobs[:9], done.versions[:9]) for done in whole[1:]]
         [second] = client.sample(replace(request, partials=(finished, *begun)))
         for sample in samples(first, second).values():
