@@ -20,7 +20,7 @@ from megarl.cluster.watched import Watch
 from megarl.data.prompts import PromptStream
 from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
-from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megarl.megatron.checkpoint import load_checkpoint, load_rollouts, save_checkpoint
 from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.megatron.parallel import (
@@ -540,7 +540,8 @@ class Trainer:
         with self.clock.phase("checkpoint"):  # counted in the next step's line
             latest = latest_checkpoint(run.checkpoints)
             try:
-                save_checkpoint(run.checkpoints, state["step"], self.parts.moving, state)
+                rollouts = state.pop("rollouts")
+                save_checkpoint(run.checkpoints, state["step"], self.parts.moving, state, rollouts)
             except BaseException as error:  # torch raises one that is no Exception
                 if is_full(error) and not isinstance(error, DiskFull):
                     raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(latest)) from error
@@ -560,16 +561,16 @@ class Trainer:
             yield
 
     def state(self, number: int) -> dict[str, Any]:
-        """Return what a resume after step `number` needs besides the roles. Collective."""
-        position = broadcast_from_first(None if self.parts.prompts is None else self.parts.prompts.state())
-        state = {"step": number, "version": self.version, "prompts": position, "random": torch.get_rng_state()}
+        """Return what a resume after step `number` needs besides the roles; the rollouts are on rank 0 only."""
+        rollouts = None if self.parts.rollouts is None else self.parts.rollouts.state()
+        state = {"step": number, "version": self.version, "rollouts": rollouts, "random": torch.get_rng_state()}
         return state | {"kl_coefficient": self.kl.coefficient}
 
     def load(self, checkpoint: Path) -> int:
         """Load the roles and the state of a checkpoint; returns its step. Collective."""
         with self.clock.phase("load_checkpoint"):
             state = load_checkpoint(checkpoint, self.parts.moving)
-            self.restore(state)
+            self.restore(state | {"rollouts": load_rollouts(checkpoint) if self.rank == 0 else None})
         return int(state["step"])
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -578,8 +579,8 @@ class Trainer:
         torch.set_rng_state(state["random"])
         if self.kl.coefficient is not None and state["kl_coefficient"] is not None:  # it may be adaptive since
             self.kl.coefficient = state["kl_coefficient"]
-        if self.parts.prompts is not None:
-            self.parts.prompts.restore(state["prompts"])
+        if self.parts.rollouts is not None:
+            self.parts.rollouts.restore(state["rollouts"])
 
 
 def _announce(role: Role, plan: Plan, passes: int = 1) -> None:

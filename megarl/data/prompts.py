@@ -75,6 +75,10 @@ class PromptStream:
         """Return the next prompts, each from the part that is furthest behind its share."""
         return [self._next() for _ in range(num_prompts)]
 
+    def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
+        """Return a prompt that was taken, by its `index` and `origin`."""
+        return self._parts[origin[0]].prompt(index, origin)
+
     def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
         """Tell the curriculum the rewards of prompts: `rewards` float and `valid` bool [samples], in groups of one size."""
         group = len(rewards) // len(prompts)

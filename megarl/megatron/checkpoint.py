@@ -39,11 +39,19 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 _STATES = ("param", "exp_avg", "exp_avg_sq")  # megatron-core's names of a parameter's fp32 copy and moments
 _PIECE_BYTES = 64 * 2**20  # optimizer states that a rank sends at once, the device memory that saving needs
 _STATE = "state.pt"  # the file of the plain values, next to the roles' directories
+_ROLLOUTS = "rollouts.pt"
 _BORROWED = "borrowed"  # a state key that is no parameter; torch's optimizers leave it alone
 
 
-def save_checkpoint(directory: str | Path, step: int, roles: Mapping[str, Role], state: Mapping[str, Any]) -> Path:
-    """Write the roles and `state` (plain values, the same on every rank). Collective; returns the directory.
+def save_checkpoint(
+    directory: str | Path,
+    step: int,
+    roles: Mapping[str, Role],
+    state: Mapping[str, Any],
+    rollouts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the roles, `state` (plain values, the same on every rank), and the `rollouts` of rank 0 (tensors and plain
+    values). Collective; returns the directory.
 
     Raises NotFinite for a NaN or infinite weight or moment, and DiskFull if the checkpoint does not fit, both on every rank;
     an error leaves no partial checkpoint.
@@ -56,6 +64,7 @@ def save_checkpoint(directory: str | Path, step: int, roles: Mapping[str, Role],
             for name in roles:
                 (partial / name).mkdir(parents=True)
             torch.save(dict(state), partial / _STATE)
+            torch.save(rollouts, partial / _ROLLOUTS)
         dist.barrier()
         for name, role in roles.items():
             with _whole(role):
@@ -99,6 +108,11 @@ def load_checkpoint(checkpoint: str | Path, roles: Mapping[str, Role]) -> dict[s
             with role.place.active():
                 _restore(role, loaded)
     return dict(torch.load(Path(checkpoint) / _STATE, weights_only=True))
+
+
+def load_rollouts(checkpoint: str | Path) -> Any:
+    """Return the `rollouts` of a checkpoint; only rank 0 has a use for them."""
+    return torch.load(Path(checkpoint) / _ROLLOUTS, weights_only=True)
 
 
 @contextmanager

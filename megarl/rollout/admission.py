@@ -36,6 +36,7 @@ class Admission:
         self._waiting: dict[int, _Waiting] = {}  # by number, in order
         self._num_finished = 0
         self._rounds = 1  # of this step, with S = 0
+        self._num_taken = 0  # steps that have taken their groups
         self.steps = self.num_started = 0
         self.removed: Counter[str] = Counter()  # groups by reason
 
@@ -43,6 +44,10 @@ class Admission:
     def waiting(self) -> list[int]:
         """The numbers of the groups that started and were neither taken nor removed."""
         return list(self._waiting)
+
+    def begin_step(self) -> None:
+        """The steps that have taken their groups are over: from here on groups start with newer weights."""
+        self.steps = self._num_taken
 
     def num_to_start(self) -> int:
         """Return how many groups may start now."""
@@ -100,24 +105,20 @@ class Admission:
         for group in dropped:
             del self._waiting[group.number]
             self.removed["too_old" if group.is_informative else "uninformative"] += 1
-        self.steps, self._rounds = self.steps + 1, 1
+        self._num_taken, self._rounds = self._num_taken + 1, 1
         return sorted(group.number for group in chosen), [group.number for group in dropped]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain values. Groups that did not finish start again in their place."""
-        groups = [
-            vars(group) | ({} if group.finished is not None else {"is_sampled": False}) for group in self._waiting.values()
-        ]
-        return {
-            "steps": self.steps, "num_started": self.num_started, "num_finished": self._num_finished,
-            "removed": dict(self.removed), "waiting": groups,
-        }  # fmt: skip
+        """Return what `restore` needs, as plain values, between two steps."""
+        waiting = [(group.number, group.step) for group in self._waiting.values()]
+        removed = dict(self.removed)
+        return {"steps": self._num_taken, "num_started": self.num_started, "removed": removed, "waiting": waiting}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self.steps, self.num_started, self._num_finished = (state[name] for name in ("steps", "num_started", "num_finished"))
-        self.removed = Counter(state["removed"])
-        self._waiting = {group["number"]: _Waiting(**group) for group in state["waiting"]}
+        """Continue where `state` was taken. All groups that waited have to finish again."""
+        self.steps = self._num_taken = state["steps"]
+        self.num_started, self.removed = state["num_started"], Counter(state["removed"])
+        self._waiting = {number: _Waiting(number, step) for number, step in state["waiting"]}
 
     def _is_due(self, group: _Waiting) -> bool:
         """Whether the group would be too old for the step after the next."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import GroupRequest
-from megarl.rollout.groups import GroupFacts
+from megarl.rollout.groups import GroupFacts, Partial
 from megarl.rollout.handle import EngineHandle
 
 
@@ -34,6 +34,7 @@ class _Entry:
 
     request: GroupRequest
     step: int
+    owner: Any
     session: Any
     is_last: bool
     continues: bool
@@ -87,19 +88,34 @@ class Router:
         return list(self._lanes)
 
     def sample(
-        self, request: GroupRequest, step: int, session: Any = None, is_last: bool = False, continues: bool = False
+        self,
+        request: GroupRequest,
+        step: int,
+        owner: Any = None,
+        session: Any = None,
+        is_last: bool = False,
+        continues: bool = False,
     ) -> asyncio.Future[tuple[GroupFacts, Any]]:
         """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request
         in errors; requests that come together go out together, those with `is_last` behind all others. `continues` as in
-        `RolloutEngine.submit`."""
+        `RolloutEngine.submit`. `cut` says for whom a request is by `owner`."""
         request = replace(request, position=self._next_position)
         self._next_position += 1
         longest = self._max_tokens if request.max_new_tokens is None else request.max_new_tokens
         cost = len(request.seeds) * (len(request.prompt_ids) + longest)
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Entry(request, step, session, is_last, continues, cost, answer))
+        self._waiting.append(_Entry(request, step, owner, session, is_last, continues, cost, answer))
         self._schedule()
         return answer
+
+    async def cut(self) -> dict[Any, tuple[Partial, ...]]:
+        """Return what engines have sampled so far, by the owner of the request, and let them go on."""
+        partials = {entry.owner: entry.request.partials for entry in self._waiting}
+        for lane in [lane for lane in self._lanes.values() if lane.is_live and lane.entries]:
+            owners = {entry.request.position: entry.owner for entry in lane.entries}
+            found = await lane.engine.answer(lane.engine.call("cut", list(owners)))
+            partials |= {owners[position]: parts for position, parts in found.items()}
+        return partials
 
     def end_session(self, session: Any) -> None:
         """Forget which engine has the prefix of a session."""

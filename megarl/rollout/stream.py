@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -35,12 +35,13 @@ from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.episodes import Environments, Episode, Episodes
-from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, RolloutBatch
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayPool
 from megarl.rollout.router import Router
 from megarl.telemetry.progress import advance_work, begin_work
 
+Record = TypeVar("Record")
 Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one.
 QUEUED = 1.25
@@ -70,6 +71,7 @@ class Group:
     tokens: Any = None  # reference of a GroupResult
     episodes: EpisodeFacts | None = None
     scores: list[TextScore] = field(default_factory=list)
+    partials: tuple[Partial, ...] = ()  # of a run that was interrupted
 
     @property
     def parts(self) -> list[Group]:
@@ -112,7 +114,7 @@ class RolloutStream:
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
         self._num_sampling = 0  # groups, those of an evaluation included
-        self._num_lost = 0
+        self._restored: list[Group] = []  # to be started with the next step
         self._step = self._version = 0
         self._error: BaseException | None = None
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
@@ -127,9 +129,17 @@ class RolloutStream:
 
     def begin(self, step: int) -> None:
         """Start the groups that may start once the steps before `step` are over."""
-        self._step = step
         begin_work("sequences", self._per_step * self._size)
-        self._call(self._admit())
+
+        async def begin() -> None:
+            self._step = step
+            self._admission.begin_step()
+            for group in self._restored:
+                self._start(group)
+            self._restored = []
+            await self._admit()
+
+        self._call(begin())
 
     def wait_sampled(self, resync: Resync) -> None:
         """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
@@ -161,6 +171,32 @@ class RolloutStream:
             self._router.resume(engines)
 
         self._call(resume())
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs between two steps, as tensors and plain values: the position in the prompts, and every
+        group that started and was not trained on, with the tokens that it has. Episodes under way begin anew."""
+        return self._call(self._state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken: what was sampled is not sampled again, and all rewards are computed again."""
+        assert self._prompts is not None, "a stream without prompts has no state"
+        self._prompts.restore(state["prompts"])
+        self._admission.restore(state["admission"])
+        self._to_learn = deque(state["to_learn"])
+        for values in state["groups"]:
+            prompt = self._prompts.prompt(values["index"], tuple(values["origin"]))
+            group = Group(prompt, self._size, values["step"], number=values["number"])
+            if self._with_greedy:
+                group.greedy = Group(prompt, 1, values["step"], temperature=0.0)
+            for part, part_values in zip(group.parts, values["parts"], strict=True):
+                part.partials = tuple(_restored(Partial, partial) for partial in part_values["partials"])
+                if part_values["result"] is not None:
+                    result = _restored(GroupResult, part_values["result"])
+                    part.facts, part.tokens = GroupFacts.of(result), ray.put(result)
+                if part_values["episodes"] is not None:
+                    part.episodes = _restored(EpisodeFacts, part_values["episodes"])
+            self._groups[group.number] = group
+            self._restored.append(group)
 
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
@@ -219,10 +255,13 @@ class RolloutStream:
                 group.greedy = Group(prompt, 1, self._step, temperature=0.0)
             self._groups[group.number] = group
             self._to_learn.append(group.number)
-            self._num_sampling += 1
-            task = self._loop.create_task(self._run(group))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(group)
+
+    def _start(self, group: Group) -> None:
+        self._num_sampling += 1
+        task = self._loop.create_task(self._run(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
@@ -244,17 +283,20 @@ class RolloutStream:
 
     async def _sample(self, group: Group, is_last: bool = False) -> None:
         """Let an engine complete a group, in turns with environments if there are any."""
+        if group.facts is not None:
+            return  # before this run was interrupted
         if self._environments is None:
             prompt = group.prompt
             seeds = tuple(request_seed(self._seed, group.step, prompt.index, member) for member in range(group.size))
-            request = GroupRequest(0, prompt.index, np.asarray(prompt.token_ids, np.int32), seeds, group.temperature)
-            group.facts, group.tokens = await self._router.sample(request, group.step, is_last=is_last)
+            ids = np.asarray(prompt.token_ids, np.int32)
+            request = GroupRequest(0, prompt.index, ids, seeds, group.temperature, partials=group.partials)
+            group.facts, group.tokens = await self._router.sample(request, group.step, owner=group, is_last=is_last)
             return
         episodes = Episodes(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
             continues = episode.turns > 0
-            _, tokens = await self._router.sample(request, group.step, episode.number, continues=continues)
+            _, tokens = await self._router.sample(request, group.step, session=episode.number, continues=continues)
             result: GroupResult = await tokens
             return result
 
@@ -338,6 +380,26 @@ class RolloutStream:
             return batch, None
         return batch, _rewards_of(self._rewards, groups, answers)
 
+    async def _state(self) -> dict[str, Any]:
+        assert self._prompts is not None, "a stream without prompts has no state"
+        await self._router.pause()
+        partials = await self._router.cut()
+        groups = []
+        for group in self._groups.values():
+            parts = []
+            for part in group.parts:
+                result = None if part.tokens is None else _saved(await part.tokens)
+                begun = [_saved(partial) for partial in partials.get(part, part.partials)] if result is None else []
+                episodes = None if part.episodes is None else _saved(part.episodes)
+                parts.append({"result": result, "partials": begun, "episodes": episodes})
+            prompt = group.prompt
+            groups.append(
+                {"number": group.number, "step": group.step, "index": prompt.index, "origin": prompt.origin, "parts": parts}
+            )
+        self._router.resume([])
+        known = {"prompts": self._prompts.state(), "admission": self._admission.state()}
+        return known | {"to_learn": list(self._to_learn), "groups": groups}
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         while self._error is None and not condition():
             self._changed.clear()
@@ -415,6 +477,22 @@ def open_stream(
     return stream
 
 
+def _saved(record: Any) -> dict[str, Any]:
+    """Return a dataclass of arrays as tensors and plain values, which `torch.load` reads without pickle's code."""
+    values = {}
+    for name, value in vars(record).items():
+        is_text = isinstance(value, np.ndarray) and value.dtype.kind == "U"
+        values[name] = value.tolist() if is_text else torch.tensor(value) if isinstance(value, np.ndarray) else value
+    return values
+
+
+def _restored(kind: type[Record], values: dict[str, Any]) -> Record:
+    """Return the dataclass that `_saved` was given."""
+    arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    texts = {name: np.array(value, np.str_) for name, value in values.items() if isinstance(value, list)}
+    return kind(**values | arrays | texts)
+
+
 def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:
     return EpisodeFacts.joined([group.episodes for group in groups if group.episodes is not None])
 
@@ -450,6 +528,14 @@ class ReplayStream:
         if rollouts.greedy is not None:
             greedy = self._score(rollouts.greedy, prompts)
         return Taken(rollouts, rewards, greedy, {})
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        return {"prompts": self._prompts.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._prompts.restore(state["prompts"])
 
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""

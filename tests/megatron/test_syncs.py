@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,8 @@ def waits(directory, role, layout, options, algorithm, share):
     an update."""
     place = start(layout)
     trained = engine(directory, place, role, lr=1e-2, **options)
-    batch = in_groups(random_batch(trained.shape.vocab, LENGTHS), 4)
+    # Stale tokens have more metrics than others.
+    batch = replace(in_groups(random_batch(trained.shape.vocab, LENGTHS), 4), version=1, max_staleness=2)
     if options.get("router_replay"):
         batch = router_cases.with_routing(batch, router_cases.another_choice(trained.shape, batch))
     for name in ("logprobs", "reference_logprobs", "advantages", "values", "returns"):
