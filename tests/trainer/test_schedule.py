@@ -148,12 +148,12 @@ def train_with_other_sizes(recipe, where):
 
     generate, start = ReplayPool.generate, RewardWorkers.__init__
 
-    def other_rollout(pool, prompts, step, resync=None):
+    def other_rollout(pool, prompts, step):
         pool._max_concurrent = 7
-        return generate(pool, prompts, step, resync)
+        return generate(pool, prompts, step)
 
-    def fewer_prompts(pool, prompts, step, resync=None):
-        batch = generate(pool, prompts, step, resync)
+    def fewer_prompts(pool, prompts, step):
+        batch = generate(pool, prompts, step)
         return replace(batch, executed=replace(batch.executed, prompts=3))
 
     def other_rewards(workers, specs, path, stops, section, **more):
