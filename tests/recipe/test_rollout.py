@@ -264,7 +264,7 @@ STREAMS: dict[str, tuple[list[str], str | None, list[str]]] = {
         [ON_GPUS, "phases.critic_value.start=early"], "phases.critic_value.start", ["take turns", "nearest: whole"]
     ),
     "parts of ten groups": (
-        ["phases.rollout.prompts=10", "phases.critic_update.mini_batch=20", "phases.actor_update.mini_batch=20",
+        ["phases.rollout.prompts=10", "phases.critic_update.mini_batch=20", "phases.actor_update.mini_batch=10",
          "phases.critic_value.start=early"],
         "phases.critic_value.start", ["no 4 equal parts", "nearest: whole"]
     ),
