@@ -41,7 +41,8 @@ from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.stream import ReplayStream, RolloutStream, Taken
+from megarl.rollout.replay import ReplayStream
+from megarl.rollout.stream import RolloutStream, Taken
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry.clock import DeviceSync, PhaseClock, span
 from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
@@ -529,6 +530,8 @@ class Trainer:
             done = number
             # Before an evaluation, whose times do not count.
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
+            if isinstance(self.parts.rollouts, RolloutStream):
+                self.parts.rollouts.follow(engines)
             if recipe.evaluates_after(number):
                 metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))
             metrics |= self.take_restart_metrics()

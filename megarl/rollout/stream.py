@@ -34,10 +34,10 @@ from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.episodes import Environments, Episode, Episodes
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.replay import ReplayPool
 from megarl.rollout.router import Router
 from megarl.schedule import PlanMismatch
 from megarl.telemetry.progress import advance_work, begin_work
@@ -228,6 +228,14 @@ class RolloutStream:
             self._groups[group.number] = group
             self._restored.append(group)
 
+    def follow(self, reports: Sequence[EngineReport]) -> None:
+        """Adapt what engines hold to the requests that they preempted."""
+
+        async def follow() -> None:
+            self._router.follow({report.engine: report.num_preempted for report in reports})
+
+        self._call(follow())
+
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         assert self._prompts is not None
@@ -407,6 +415,8 @@ class RolloutStream:
             greedy_rewards = _rewards_of(self._rewards, greedy)
             rollouts = replace(rollouts, greedy=(await self._join(greedy))[0])
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
+        if not self._is_synchronous:
+            metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
         return Taken(rollouts, rewards.select(samples), greedy_rewards, metrics)
 
     async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
@@ -540,50 +550,3 @@ def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:
 def _rewards_of(workers: RewardWorkers, groups: Sequence[Group], answers: bool = False) -> RewardResult:
     scored = workers.join([score for group in groups for score in group.scores], answers)
     return scored if groups[0].episodes is None else add_episodes(scored, _episodes_of(groups))
-
-
-class ReplayStream:
-    """Answers as `RolloutStream` does, from the rollouts of a `ReplayPool`."""
-
-    def __init__(self, recipe: Recipe, pool: ReplayPool, prompts: PromptStream, rewards: RewardWorkers) -> None:
-        self._recipe, self._pool, self._prompts, self._rewards = recipe, pool, prompts, rewards
-        self._step = 0
-        self._batch: tuple[list[Prompt], RolloutBatch] | None = None
-
-    def begin(self, step: int) -> None:
-        """Choose the rollouts of a step."""
-        self._step = step
-
-    def wait_sampled(self, resync: Resync) -> None:
-        """Read them. Raises ValueError if they are missing or have other prompts."""
-        prompts = self._prompts.take(self._recipe.phases.rollout.prompts)
-        self._batch = prompts, self._pool.generate(prompts, self._step)
-
-    def take(self) -> Taken:
-        """Score them."""
-        assert self._batch is not None, "wait_sampled comes first"
-        prompts, rollouts = self._batch
-        rewards, greedy = self._score(rollouts, prompts), None
-        self._prompts.learn(prompts, rewards.rewards, rewards.valid)
-        if rollouts.greedy is not None:
-            greedy = self._score(rollouts.greedy, prompts)
-        return Taken(rollouts, rewards, greedy, {})
-
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
-        return {"prompts": self._prompts.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._prompts.restore(state["prompts"])
-
-    def prompt_metrics(self) -> dict[str, float]:
-        """Return the metrics `data/...`."""
-        return self._prompts.metrics()
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
-        rewards = self._rewards.score(rollouts.payload, prompts, len(rollouts), rollouts.executed.group_size)
-        return add_episodes(rewards, rollouts.episodes)
