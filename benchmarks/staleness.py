@@ -1,4 +1,4 @@
-"""Does a policy learn from stale samples, and how many more does it need? Runs of `learning.py` with `max_staleness` 0 and 2.
+"""Does a policy learn from stale samples, and how many more does it need? `learning.py` with a `max_staleness` of 0 and 2.
 
     python benchmarks/staleness.py [--algorithms GRPO,PPO] [--seeds 1,2,3] [--staleness 2] [--json PATH] [--check]
 
