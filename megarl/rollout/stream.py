@@ -113,7 +113,7 @@ class RolloutStream:
         self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
-        self._num_sampling = 0  # groups, those of an evaluation included
+        self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
         self._restored: list[Group] = []  # to be started with the next step
         self._step = self._version = 0
         self._error: BaseException | None = None
@@ -266,10 +266,7 @@ class RolloutStream:
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
         try:
-            try:
-                await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
-            finally:
-                self._num_sampling -= 1
+            await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
             self._admission.sampled(group.number)
             advance_work(group.size)
             self._changed.set()
@@ -320,6 +317,7 @@ class RolloutStream:
             for part in group.parts
         ]
         await asyncio.sleep(0)  # now they wait in the workers' queue
+        self._num_sampling -= 1
         if not self._is_synchronous or not self._num_sampling:
             self._rewards.send_all()
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
@@ -329,10 +327,7 @@ class RolloutStream:
         self._num_sampling += len(groups)
 
         async def run(group: Group) -> None:
-            try:
-                await self._sample(group)
-            finally:
-                self._num_sampling -= 1
+            await self._sample(group)
             await self._score(group, answers)
 
         await asyncio.gather(*(run(group) for group in groups))
