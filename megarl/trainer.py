@@ -181,9 +181,11 @@ class Trainer:
                     with span("wait_engines"):
                         stream.wait_sampled(self._sync_restarted_from_first)
                 self._broadcast_from_engines(None)
-            with self._phase("reward"), span("wait_rewards"):
-                taken = broadcast_from_first(None if stream is None else stream.take())
-        self._check_rollouts(taken)
+            with self._phase("reward"):
+                with span("wait_rewards"):
+                    taken = broadcast_from_first(None if stream is None else stream.take())
+                if taken is not None:
+                    self._check_rollouts(taken)
         if self.parts.dump is not None:
             self.parts.dump(number, taken.rollouts)
         return taken.rollouts, taken.rewards, taken.greedy_rewards, taken.metrics
@@ -202,9 +204,14 @@ class Trainer:
             if rollouts.greedy is None or num_greedy != section.prompts:
                 raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
             refuse_overlong(rollouts.greedy, self.recipe)
-        task = self.recipe.phases.reward.sequences
-        if max(rewards.task_sequences, default=0) > task:
-            tasks = rewards.task_sequences
+        task, tasks = self.recipe.phases.reward.sequences, rewards.task_sequences
+        if self.recipe.rollout.max_staleness == 0:  # all tasks of a round are full but the last one
+            rounds = int(taken.metrics.get("rollout/rounds", 1))
+            num = sum(tasks) // rounds
+            full = rounds * [min(task, num - first) for first in range(0, num, task)]
+            if list(tasks) != sorted(full, reverse=True):
+                raise PlanMismatch(f"phase reward: planned tasks of {tuple(full)} sequences, executed {tasks}")
+        elif max(tasks, default=0) > task:
             raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
         if not rewards.valid.any():
             sample, reason = next(iter(rewards.failures.items()))
