@@ -181,9 +181,11 @@ class Trainer:
                     with span("wait_engines"):
                         stream.wait_sampled(self._sync_restarted_from_first)
                 self._broadcast_from_engines(None)
-            with self._phase("reward"), span("wait_rewards"):
-                taken = broadcast_from_first(None if stream is None else stream.take())
-        taken.check(self.recipe)
+            with self._phase("reward"):
+                with span("wait_rewards"):
+                    taken = broadcast_from_first(None if stream is None else stream.take())
+                if taken is not None:
+                    taken.check(self.recipe)
         for sample, reason in list(taken.rewards.failures.items())[:1] if self.rank == 0 else ():
             logger.warning("%d rewards masked; sample %d: %s", len(taken.rewards.failures), sample, reason)
         if self.parts.dump is not None:

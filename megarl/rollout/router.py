@@ -165,7 +165,7 @@ class Router:
         self._is_scheduled = False
         if self._is_paused:
             return
-        waiting = sorted(self._waiting, key=lambda entry: entry.is_last)  # stable
+        waiting = sorted((entry for entry in self._waiting if not entry.answer.done()), key=lambda entry: entry.is_last)
         self._waiting.clear()
         batches: dict[int, list[_Entry]] = {}
         for entry in waiting:

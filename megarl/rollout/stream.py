@@ -104,9 +104,14 @@ class Taken:
             if rollouts.greedy is None or num_greedy != section.prompts:
                 raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
             refuse_overlong(rollouts.greedy, recipe)
-        task = recipe.phases.reward.sequences
-        if max(rewards.task_sequences, default=0) > task:
-            tasks = rewards.task_sequences
+        task, tasks = recipe.phases.reward.sequences, rewards.task_sequences
+        if recipe.rollout.max_staleness == 0:  # all tasks of a round are full but the last one
+            rounds = int(self.metrics.get("rollout/rounds", 1))
+            num = sum(tasks) // rounds
+            full = rounds * [min(task, num - first) for first in range(0, num, task)]
+            if list(tasks) != sorted(full, reverse=True):
+                raise PlanMismatch(f"phase reward: planned tasks of {tuple(full)} sequences, executed {tasks}")
+        elif max(tasks, default=0) > task:
             raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
         if not rewards.valid.any():
             sample, reason = next(iter(rewards.failures.items()))
@@ -138,7 +143,7 @@ class RolloutStream:
         self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
-        self._num_sampling = 0  # groups, those of an evaluation included
+        self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
         self._restored: list[Group] = []  # to be started with the next step
         self._step = self._version = 0
         self._error: BaseException | None = None
@@ -304,10 +309,7 @@ class RolloutStream:
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
         try:
-            try:
-                await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
-            finally:
-                self._num_sampling -= 1
+            await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
             self._admission.sampled(group.number)
             advance_work(group.size)
             self._changed.set()
@@ -358,6 +360,7 @@ class RolloutStream:
             for part in group.parts
         ]
         await asyncio.sleep(0)  # now they wait in the workers' queue
+        self._num_sampling -= 1
         if not self._is_synchronous or not self._num_sampling:
             self._rewards.send_all()
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
@@ -367,10 +370,7 @@ class RolloutStream:
         self._num_sampling += len(groups)
 
         async def run(group: Group) -> None:
-            try:
-                await self._sample(group)
-            finally:
-                self._num_sampling -= 1
+            await self._sample(group)
             await self._score(group, answers)
 
         await asyncio.gather(*(run(group) for group in groups))

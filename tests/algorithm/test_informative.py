@@ -90,7 +90,7 @@ def sampling_recipe(max_rounds: int | None, mask: bool = False) -> Recipe:
         values["algorithm"]["dynamic_sampling"] = {"max_rounds": max_rounds}
     values["algorithm"]["overlong"] = {"mask": mask, "buffer": 1}
     values["reward"] = [{"kind": "function", "target": "tests.rewards:digits", "weight": 0.5}]
-    values["phases"] |= {"rollout": {"prompts": WANTED}, "reward": {"sequences": 4}}
+    values["phases"] |= {"rollout": {"prompts": WANTED}, "reward": {"sequences": 5}}
     values["phases"]["actor_update"] = {"mini_batch": WANTED * SIZE, "micro_batch": {"sequences": 1}}
     return Recipe.model_validate(values)
 
@@ -133,7 +133,7 @@ def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> N
     assert scored.failures == {} and scored.busy_s == 4 * TASK_S
     counted = scored.metrics()
     assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 1, "of a group that was dropped"
-    assert sorted(scored.task_sequences) == [2, 2, 4, 4], "of two rounds"
+    assert sorted(scored.task_sequences) == [1, 1, 5, 5], "of two rounds"
     fetched = rollouts.payload.fetch([5, 0, 2])
     assert {s: one.completion.token_ids.tolist() for s, one in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
     assert [group.group for group in rollouts.payload.groups] == [1, 3, 4], "nobody asks for other tokens"  # type: ignore[attr-defined]
@@ -178,10 +178,12 @@ MAX_ROUNDS = 4
 rewards = st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=SIZE, max_size=SIZE)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(rewards, min_size=MAX_ROUNDS * WANTED, max_size=MAX_ROUNDS * WANTED), st.integers(1, 3), st.randoms())
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(rewards, min_size=MAX_ROUNDS * WANTED, max_size=MAX_ROUNDS * WANTED), st.integers(1, 3), st.integers(0, 2**16)
+)
 def test_the_first_groups_with_a_signal_are_chosen_and_others_fill_up_whoever_answers_first(
-    groups: list[list[float]], engines: int, order: random.Random
+    groups: list[list[float]], engines: int, seed: int
 ) -> None:
     informative = [len({reward for reward in group if not math.isnan(reward)}) > 1 for group in groups]
     rounds = 1
@@ -192,6 +194,7 @@ def test_the_first_groups_with_a_signal_are_chosen_and_others_fill_up_whoever_an
     flat = [reward for group in groups for reward in group]
     if all(math.isnan(reward) for reward in flat[: rounds * WANTED * SIZE]):
         return  # the step ends the run
+    order = random.Random(seed)
     taken, prompts = sample(flat, MAX_ROUNDS, delay=lambda: order.randrange(6), engines=engines)
     expected = sorted(ranked[:WANTED])
     assert taken.rollouts.groups[::SIZE].tolist() == expected
@@ -199,6 +202,6 @@ def test_the_first_groups_with_a_signal_are_chosen_and_others_fill_up_whoever_an
     np.testing.assert_array_equal(taken.rewards.rewards, np.array(wanted, np.float32))
     assert taken.metrics["rollout/rounds"] == rounds and prompts.num_taken == rounds * WANTED
     assert taken.metrics["rollout/filler_groups"] == sum(not informative[group] for group in expected)
-    tasks = rounds * [4, 2]
+    tasks = rounds * [5, 1]
     assert sorted(taken.rewards.task_sequences) == sorted(tasks), "all tasks of a round are full but the last one"
     assert [index for index, *_ in prompts.learned] == list(sampled), "the curriculum learns in the order of the prompts"
