@@ -202,8 +202,7 @@ class Trainer:
                     rollouts = self.parts.rollouts.next_part(num_groups, self._sync_restarted_from_first)
             rollouts = self._broadcast_from_engines(rollouts)
             assert rollouts is not None
-            none = np.zeros(len(rollouts), np.float32)
-            batch = self._empty_batch(rollouts, none, np.ones(len(rollouts), bool))
+            batch = self._empty_batch(rollouts, np.zeros(len(rollouts), np.float32), np.ones(len(rollouts), bool))
         part = Part(rollouts.groups)
         for phase in phases:
             with self._phase(phase):
