@@ -409,7 +409,7 @@ class RolloutEngine:
             if not group.unfinished():
                 request = group.request
                 group.result.set_result(GroupResult.of(request.group, request.prompt_ids, group.partials))
-        except Exception as error:
+        except Exception as error:  # `result` raises it
             group.result.set_exception(error)
 
     async def _extend(self, group: PendingGroup, outputs: dict[int, Any]) -> None:

@@ -213,7 +213,7 @@ class Router:
             self._lose(lane, restarts, error)
         except EngineDirty as error:
             self._fail(entries, RolloutError(f"{engine.name} refuses phase rollout: {error}"))
-        except Exception as error:
+        except Exception as error:  # whatever it is, whoever waits for the requests raises it
             self._fail(entries, error)
 
     async def _wait(self, lane: _Lane, entry: _Entry, facts: Any, tokens: Any) -> None:
@@ -225,7 +225,7 @@ class Router:
             return
         except RolloutError as error:
             self._fail([entry], type(error)(f"{lane.engine.name}, phase rollout, step {entry.step}: {error}"))
-        except Exception as error:
+        except Exception as error:  # as above
             self._fail([entry], error)
         if entry in lane.entries:  # else another engine has the request by now
             lane.entries.remove(entry)
@@ -266,7 +266,7 @@ class Router:
     async def _restart(self, lane: _Lane, cause: Exception) -> None:
         try:
             await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
-        except Exception as error:
+        except Exception as error:  # an engine that cannot be started again ends the run
             self._fail([*self._waiting, *(entry for other in self._lanes.values() for entry in other.entries)], error)
 
     def _fail(self, entries: list[_Entry], error: Exception) -> None:
