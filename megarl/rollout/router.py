@@ -45,9 +45,11 @@ class _Entry:
 
 @dataclass
 class _Lane:
-    """An engine with its requests. `timer` ends the run if the engine finishes none of them in time."""
+    """An engine with its requests, and the most sequences that it may hold (None: any number). `timer` ends the run if the
+    engine finishes no request in time."""
 
     engine: EngineHandle
+    depth: float | None
     entries: list[_Entry] = field(default_factory=list)
     is_live: bool = True
     timer: asyncio.TimerHandle | None = None
@@ -69,9 +71,11 @@ class Router:
     ) -> None:
         """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, others wait here for the engine
         that has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left."""
-        self._pool, self._timeout_s, self._max_tokens, self._depth = pool, timeout_s, max_tokens, depth
+        self._pool, self._timeout_s, self._max_tokens = pool, timeout_s, max_tokens
+        # With one engine there is nothing to choose: vLLM's own queue serves best.
+        self._depth = depth if len(pool.engines) > 1 else None
         self._on_unserved = on_unserved
-        self._lanes = {engine.settings.index: _Lane(engine) for engine in pool.engines}
+        self._lanes = {engine.settings.index: _Lane(engine, self._depth) for engine in pool.engines}
         self._sessions: dict[Any, int] = {}  # engine of each session
         self._waiting: deque[_Entry] = deque()
         self._tasks: set[asyncio.Task[None]] = set()  # submissions, answers, restarts
@@ -116,6 +120,14 @@ class Router:
             found = await lane.engine.answer(lane.engine.call("cut", list(owners)))
             partials |= {owners[position]: parts for position, parts in found.items()}
         return partials
+
+    def follow(self, num_preempted: dict[int, int]) -> None:
+        """Give fewer sequences to engines that preempted requests, whose caches they outgrew, and slowly more again to
+        others."""
+        for index, count in num_preempted.items():
+            lane = self._lanes[index]
+            if lane.depth is not None and self._depth is not None:
+                lane.depth = max(1.0, 0.75 * lane.depth) if count else min(self._depth, 1.05 * lane.depth)
 
     def end_session(self, session: Any) -> None:
         """Forget which engine has the prefix of a session."""
@@ -176,12 +188,10 @@ class Router:
         if sticky in live:
             return sticky
         size = len(entry.request.seeds)
-        # With one engine there is nothing to choose: vLLM's own queue serves best.
-        limit = None if len(self._lanes) == 1 else self._depth
         free = [
             (lane.tokens, index)
             for index, lane in live.items()
-            if limit is None or not lane.entries or lane.num_sequences + size <= limit
+            if lane.depth is None or not lane.entries or lane.num_sequences + size <= lane.depth
         ]
         if not free:
             return None

@@ -199,9 +199,9 @@ def train_drifting(recipe):
     forward = Trainer._forward
 
     def drifting(trainer, plan, batch, name):
-        results, batch, metrics = forward(trainer, plan, batch, name)
-        shifts = [OFFSET if sample < len(results) // 2 else 0.0 for sample in range(len(results))]
-        return [one - shift for one, shift in zip(results, shifts, strict=True)], batch, metrics
+        ran = forward(trainer, plan, batch, name)
+        shifts = [OFFSET if sample < len(ran.results) // 2 else 0.0 for sample in range(len(ran.results))]
+        return replace(ran, results=[one - shift for one, shift in zip(ran.results, shifts, strict=True)])
 
     with mock.patch.object(Trainer, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
         run(load_recipe(recipe), Resume.NEVER)
