@@ -72,15 +72,18 @@ class ScriptedPool:
         engines: int = 1,
         delay: Callable[[], int] = lambda: 0,
         max_concurrent: int = 64,
+        max_restarts: int = 0,
     ) -> None:
         self.engines = [ScriptedEngine(index, complete, delay) for index in range(engines)]
-        self._max_concurrent = max_concurrent
+        self._max_concurrent, self.max_restarts = max_concurrent, max_restarts
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """All prompts are legal."""
 
     def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
-        raise cause
+        if self.max_restarts <= engine.restarts:
+            raise cause
+        engine.restarts += 1
 
     async def store_batch(self, facts: Sequence[GroupFacts], tokens: Sequence[Tokens]) -> RolloutBatch:
         executed = RolloutExecuted(len(facts), len(facts[0].lengths), self._max_concurrent)

@@ -189,10 +189,11 @@ class RolloutStream:
     def sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, resync: Resync | None = None, answers: bool = False
     ) -> tuple[RolloutBatch, RewardResult | None]:
-        """Sample and score groups that no step trains on. Raises ValueError for a prompt that no engine may see."""
+        """Sample and score groups that no step trains on. Without `resync` no weights were ever sent, and an engine that was
+        started again has those of its model. Raises ValueError for a prompt that no engine may see."""
         self._pool.check(prompts)
         groups = [Group(prompt, sampling.completions, sampling.draw, sampling.temperature) for prompt in prompts]
-        return self._call(self._sample_all(groups, answers), resync)
+        return self._call(self._sample_all(groups, answers), resync or (lambda engines: self.resume(0, engines)))
 
     def pause(self) -> None:
         """Send nothing to engines until `resume`: they change their weights."""
@@ -272,7 +273,7 @@ class RolloutStream:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             future.add_done_callback(lambda _: wakes.put(True))
             while True:
-                if resync is not None and (engines := self._router.unserved):
+                while resync is not None and (engines := self._router.unserved):
                     resync(engines)
                 if wakes.get():
                     return future.result()
