@@ -20,7 +20,7 @@ from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecas
 from megarl.planner.lengths import LengthsError, ReadMetrics
 from megarl.planner.memory_estimate import RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
-from megarl.planner.staleness import StalenessRow, balanced_devices, staleness_rows
+from megarl.planner.staleness import StalenessRow, balanced_devices, sleeps, staleness_rows
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, not_checked
@@ -248,7 +248,7 @@ def balance_lines(plan: Forecast) -> list[str]:
     engines, balanced = plan.job.engines, balanced_devices(plan)
     if engines is None or balanced is None:
         return ["steps by staleness: device.tflops is not stated"]
-    if engines.sleeps:
+    if sleeps(plan.job):
         return ["rollout.max_staleness above 0: needs rollout.placement: separate, as engines on the trainer's GPUs sleep"]
     now = engines.workers / plan.job.ranks
     return [f"balanced: {balanced:.2g} engine devices for each trainer device; the recipe has {now:.2g}"]

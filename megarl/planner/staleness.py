@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from megarl.planner.flops import forward_flops
-from megarl.planner.forecast import Forecast
+from megarl.planner.forecast import Forecast, Job
 
 STALENESSES = (0, 1, 2, 4)
 # Operations in the time of one byte from memory, both at sustained rates. An H100 has 990 TFLOPS in bf16 and 3.35 TB/s; of
@@ -112,8 +112,13 @@ def staleness_rows(plan: Forecast, window: int | None) -> list[StalenessRow]:
     known = rates(plan)
     if known is None or plan.job.engines is None:
         return []
-    stalenesses = STALENESSES[:1] if plan.job.engines.sleeps else STALENESSES
+    stalenesses = STALENESSES[:1] if sleeps(plan.job) else STALENESSES
     return [simulate(known, staleness, window or 2 * known.prompts, plan.job.seed) for staleness in stalenesses]
+
+
+def sleeps(job: Job) -> bool:
+    """Whether engines sleep while the trainer works, so that they cannot sample ahead; without a device nobody knows."""
+    return job.device_bytes is not None and job.engines is not None and job.engines.sleeps
 
 
 def balanced_devices(plan: Forecast) -> float | None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.planner.forecast import forecast, job_of
 from megarl.planner.staleness import STALENESSES, Rates, balanced_devices, rates, simulate, staleness_rows
+from megarl.recipe import load_recipe
 from tests.planner_cases import document_of, forecast_of, write_qwen
 
 SEPARATE = ["rollout.placement=separate"]
@@ -98,6 +100,10 @@ def test_check_shows_what_the_placement_allows(tmp_path: Path) -> None:
     assert asleep["stream"] == {"max_staleness": 0, "window": 16}
     assert [row["max_staleness"] for row in asleep["by_staleness"]] == [0]
     assert document_of(file, ["device.tflops=null"])["by_staleness"] == []
+    on_cpus = document_of(file, ["device={memory_gib: 900, kind: cpu, tflops: 1}", "rollout.tensor=1"])
+    assert [row["max_staleness"] for row in on_cpus["by_staleness"]] == list(STALENESSES)
+    unknown = staleness_rows(forecast(job_of(load_recipe(file, ["device=null"]), tflops=1.0)), None)
+    assert [row.max_staleness for row in unknown] == list(STALENESSES)
     shown = {
         (): "needs rollout.placement: separate",
         (*SEPARATE,): "engine devices for each trainer device; the recipe has 1",
