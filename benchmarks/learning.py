@@ -35,9 +35,9 @@ MOST_S = 300.0
 HEADER = "| algorithm | first step | learned, by seed | goal at step, by seed | seconds a run |"
 
 
-def run(folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
+def run(folder: Path, algorithm: str, seed: int, max_staleness: int = 0) -> dict[str, Any]:
     """One run, from the start of its engine to its end."""
-    name, recipe = learning_recipe(folder, algorithm, seed)
+    name, recipe = learning_recipe(folder, algorithm, seed, max_staleness)
     begun = time.perf_counter()
     train_on_ranks(recipe)
     seconds = time.perf_counter() - begun

@@ -175,7 +175,7 @@ class Trainer:
             loop = engine._engine.output_handler.get_loop()  # of the actor; this function runs in another thread
             asyncio.run_coroutine_threadsafe(call, loop).result(DEADLINE_S)
 
-        ray.get(self.pool._engines[0]._actor.__ray_call__.remote(reload), timeout=DEADLINE_S)
+        ray.get(self.pool.engines[0]._actor.__ray_call__.remote(reload), timeout=DEADLINE_S)
 
     def _gather(self) -> dict[str, torch.Tensor]:
         """On rank 0 every checkpoint tensor, from the shards of all ranks."""

@@ -46,8 +46,8 @@ from megarl.rollout import RolloutError
 from megarl.rollout.environment import load_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.pool import EnginePool, takes_turns
-from megarl.rollout.replay import ReplayPool, dump_rollout
-from megarl.rollout.stream import ReplayStream, open_stream
+from megarl.rollout.replay import ReplayPool, ReplayStream, dump_rollout
+from megarl.rollout.stream import open_stream
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import DeviceSync, PhaseClock, recording
 from megarl.telemetry.disk import describe_full, is_full

@@ -21,6 +21,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, load_rollouts, save_checkpoint
+from megarl.megatron.early import Forward, Part, join_parts, results_of
 from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.megatron.parallel import (
@@ -36,11 +37,12 @@ from megarl.megatron.step_metrics import schedule_metrics, update_metrics
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
-from megarl.reward.workers import RewardResult
+from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
-from megarl.rollout.groups import RolloutBatch, refuse_overlong, rollout_metrics
+from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.stream import ReplayStream, RolloutStream, Taken
+from megarl.rollout.replay import ReplayStream
+from megarl.rollout.stream import RolloutStream, Taken
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.telemetry.clock import DeviceSync, PhaseClock, span
 from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
@@ -124,24 +126,24 @@ class Trainer:
         phases = self.recipe.warmup_phases if warms_up else self.recipe.running_phases
         metrics: Metrics = {"critic/warmup": int(warms_up)} if self.recipe.critic_warmup_steps else {}
 
-        rollouts, rewards, greedy, phase_metrics = self._sample(number)
-        metrics |= phase_metrics
-        batch, plans, phase_metrics = self._batch(rollouts, rewards, greedy, phases)
-        metrics |= phase_metrics
+        taken, parts = self._sample(number)
+        batch, plans, phase_metrics = self._batch(taken, parts, phases)
+        metrics |= taken.metrics | phase_metrics
         if "reward_model" in plans:
             batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
             metrics |= phase_metrics
         for phase, (result, field) in FORWARD_PHASES.items():
             if phase in plans:
                 with self._phase(phase):
-                    results, batch, phase_metrics = self._forward(plans[phase], batch, result)
+                    forward = results_of(parts, phase, batch) or self._forward(plans[phase], batch, result)
+                    results, batch, phase_metrics = self._accept(plans[phase], batch, result, forward)
                     batch, metrics = batch.with_fields(**{field: results}), metrics | phase_metrics
         with self._phase("advantage"), span("advantages"):
             batch, phase_metrics = self._advantages(batch)
             metrics |= phase_metrics
             if self.parts.samples is not None:
                 with span("samples"):
-                    self.parts.samples.write(number, rollouts, rewards, batch)
+                    self.parts.samples.write(number, taken.rollouts, taken.rewards, batch)
         ran: dict[str, Sequence[MiniBatch]] = {phase: plan.mini_batches for phase, plan in plans.items()}
         if "critic_update" in plans:
             with self._phase("critic_update"):
@@ -157,78 +159,77 @@ class Trainer:
                 )
                 metrics |= self._refresh_reference(number)
         metrics |= self._sync_engines("weight_sync" in phases)
-        lengths = rollouts.prompt_lengths.tolist(), rollouts.completion_lengths.tolist()
+        lengths = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
         self.sizes = Sizes(*lengths, batch.valid.tolist(), ran)
         return metrics | self.guard.take_metrics()
 
     # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
 
-    def _sample(self, number: int) -> tuple[RolloutBatch, RewardResult, RewardResult | None, Metrics]:
-        """Run the phases rollout and reward, again if `algorithm.dynamic_sampling` asks for more groups.
-
-        Returns lengths and rewards on every rank, and the rewards of greedy completions if the advantages need them.
-        """
-        taken: Taken | None = None
-        stream = self.parts.rollouts
-        begun = False
+    def _sample(self, number: int) -> tuple[Taken, list[Part]]:
+        """Run the phases rollout and reward, again if `algorithm.dynamic_sampling` asks for more groups, and phases that
+        start early in between. Returns lengths and rewards on every rank."""
+        stream, taken, parts = self.parts.rollouts, None, []
+        with self._phase("rollout"):
+            if stream is not None:
+                with span("data"):
+                    stream.begin(number)
+        if early := [phase for phase in FORWARD_PHASES if self.recipe.starts_early(phase)]:
+            parts = [self._part(early) for _ in range(EARLY_PARTS)]
         while taken is None:
             with self._phase("rollout"):
-                if stream is not None and not begun:
-                    with span("data"):
-                        stream.begin(number)
-                    begun = True
                 if stream is not None:
                     with span("wait_engines"):
                         stream.wait_sampled(self._sync_restarted_from_first)
                 self._broadcast_from_engines(None)
-            with self._phase("reward"), span("wait_rewards"):
-                taken = broadcast_from_first(None if stream is None else stream.take())
-        self._check_rollouts(taken)
+            with self._phase("reward"):
+                with span("wait_rewards"):
+                    taken = broadcast_from_first(None if stream is None else stream.take())
+                if taken is not None:
+                    taken.check(self.recipe)
+        for sample, reason in list(taken.rewards.failures.items())[:1] if self.rank == 0 else ():
+            logger.warning("%d rewards masked; sample %d: %s", len(taken.rewards.failures), sample, reason)
         if self.parts.dump is not None:
             self.parts.dump(number, taken.rollouts)
-        return taken.rollouts, taken.rewards, taken.greedy_rewards, taken.metrics
+        return taken, parts
 
-    def _check_rollouts(self, taken: Taken) -> None:
-        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
-        are too long or if no completion could be scored."""
-        section, rollouts, rewards = self.recipe.phases.rollout, taken.rollouts, taken.rewards
-        planned = (section.prompts, self.recipe.num_sequences, section.max_concurrent)
-        ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
-        if ran != planned:
-            raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
-        refuse_overlong(rollouts, self.recipe)
-        if self.recipe.algorithm.advantage == "remax":
-            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy)
-            if rollouts.greedy is None or num_greedy != section.prompts:
-                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
-            refuse_overlong(rollouts.greedy, self.recipe)
-        task = self.recipe.phases.reward.sequences
-        if max(rewards.task_sequences, default=0) > task:
-            tasks = rewards.task_sequences
-            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
-        if not rewards.valid.any():
-            sample, reason = next(iter(rewards.failures.items()))
-            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
-        if self.rank == 0:
-            for sample, reason in list(rewards.failures.items())[:1]:
-                logger.warning("%d rewards masked; sample %d: %s", len(rewards.failures), sample, reason)
+    def _part(self, phases: Sequence[str]) -> Part:
+        """Run phases on the part of the step's groups that is sampled next."""
+        rollouts: RolloutBatch | None = None
+        with self._phase("rollout"):
+            if isinstance(self.parts.rollouts, RolloutStream):
+                num_groups = self.recipe.phases.rollout.prompts // EARLY_PARTS
+                with span("wait_engines"):
+                    rollouts = self.parts.rollouts.next_part(num_groups, self._sync_restarted_from_first)
+            rollouts = self._broadcast_from_engines(rollouts)
+            assert rollouts is not None
+            batch = self._empty_batch(rollouts, np.zeros(len(rollouts), np.float32), np.ones(len(rollouts), bool))
+        part = Part(rollouts.groups)
+        for phase in phases:
+            with self._phase(phase):
+                plan = part.plans[phase] = self._plan(phase, batch)
+                samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[ROLE_OF[phase]].place)
+                part.ran[phase] = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
+        return part
 
-    def _batch(
-        self, rollouts: RolloutBatch, rewards: RewardResult, greedy: RewardResult | None, phases: Sequence[str]
-    ) -> tuple[Batch, dict[str, Plan], Metrics]:
+    def _empty_batch(self, rollouts: RolloutBatch, rewards: np.ndarray, valid: np.ndarray) -> Batch:
+        """Make a batch without tokens."""
+        return Batch(
+            prompt_lengths=rollouts.prompt_lengths,
+            completion_lengths=rollouts.completion_lengths,
+            groups=rollouts.groups,
+            rewards=rewards,
+            valid=valid,
+            truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
+            own_lengths=rollouts.own_lengths,
+            version=self.version,
+            max_staleness=self.recipe.rollout.max_staleness,
+        )
+
+    def _batch(self, taken: Taken, parts: Sequence[Part], phases: Sequence[str]) -> tuple[Batch, dict[str, Plan], Metrics]:
         """Make the step's batch with the tokens of this rank, and the plan of each Megatron phase."""
+        rollouts, rewards, greedy = taken.rollouts, taken.rewards, taken.greedy_rewards
         with self._phase("reward"):
-            batch = Batch(
-                prompt_lengths=rollouts.prompt_lengths,
-                completion_lengths=rollouts.completion_lengths,
-                groups=rollouts.groups,
-                rewards=rewards.rewards,
-                valid=rewards.valid,
-                truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
-                own_lengths=rollouts.own_lengths,
-                version=self.version,
-                max_staleness=self.recipe.rollout.max_staleness,
-            )
+            batch = self._empty_batch(rollouts, rewards.rewards, rewards.valid)
             batch = self.guard.rewards(batch)
             metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid).metrics()
             metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
@@ -244,7 +245,11 @@ class Trainer:
                     "reward/busy_s": metrics["reward/busy_s"] + greedy.busy_s,
                 }
         with self.clock.phase("plan"), span("planning"):
-            plans = {phase: self._plan(phase, batch) for phase in ENGINE_PHASES if phase in phases}
+            plans = {
+                phase: join_parts(parts, phase, batch) if self.recipe.starts_early(phase) else self._plan(phase, batch)
+                for phase in ENGINE_PHASES
+                if phase in phases
+            }
         with self._phase("rollout"):
             if self.parts.engines is not None:
                 with span("wait_engines"):
@@ -273,7 +278,7 @@ class Trainer:
     def _reward_model(self, plan: Plan, batch: Batch) -> tuple[Batch, Metrics]:
         """Add the reward model's scores to the verifiers' rewards. Masked samples stay masked."""
         with self._phase("reward_model"):
-            results, batch, metrics = self._forward(plan, batch, "scores")
+            results, batch, metrics = self._accept(plan, batch, "scores", self._forward(plan, batch, "scores"))
             scores = torch.cat(results).numpy()
             rewards = (batch.rewards + self.recipe.reward_model_weight * scores).astype(np.float32)
             counted = rewards[batch.valid]
@@ -283,8 +288,8 @@ class Trainer:
                 "reward/deviation": float(counted.std()),
             }
 
-    def _forward(self, plan: Plan, batch: Batch, name: str) -> tuple[list[torch.Tensor], Batch, Metrics]:
-        """Run a forward phase; returns the result `name` of every sequence, and the batch with NaN samples masked."""
+    def _forward(self, plan: Plan, batch: Batch, name: str) -> Forward:
+        """Run a forward phase; returns the result `name` of every sequence, and what this rank executed."""
         role = self.parts.roles[ROLE_OF[plan.phase]]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
@@ -292,10 +297,14 @@ class Trainer:
         with role.present():
             results, executed = role.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == role.role)
         compare(mini_batch, role.place.data_rank, executed)
-        _, metrics = self._prove(role.place, plan, batch, [executed])
         one_each = role.role == "reward_model"
-        shared = share_results(results.get(name, {}), mini_batch, batch, role.place, one_each)
-        return *self.guard.results(role, mini_batch, name, shared, batch), metrics
+        return Forward(share_results(results.get(name, {}), mini_batch, batch, role.place, one_each), executed)
+
+    def _accept(self, plan: Plan, batch: Batch, name: str, ran: Forward) -> tuple[list[torch.Tensor], Batch, Metrics]:
+        """Check what a forward phase gave; returns the results, and the batch with NaN samples masked."""
+        role = self.parts.roles[ROLE_OF[plan.phase]]
+        _, metrics = self._prove(role.place, plan, batch, [ran.executed])
+        return *self.guard.results(role, plan.mini_batches[0], name, ran.results, batch), metrics
 
     def _advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Compute the advantages of every sequence on every rank: the same sum in the same order under every layout."""
@@ -522,6 +531,8 @@ class Trainer:
             done = number
             # Before an evaluation, whose times do not count.
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
+            if isinstance(self.parts.rollouts, RolloutStream):
+                self.parts.rollouts.follow(engines)
             if recipe.evaluates_after(number):
                 metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))
             metrics |= self.take_restart_metrics()

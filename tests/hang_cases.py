@@ -225,7 +225,7 @@ def _plant_elsewhere(fault: Fault, folder: Path) -> None:
     from megarl.rollout.handle import EngineHandle
     from megarl.trainer import Trainer
 
-    call, score, step, struck = EngineHandle.call, RewardWorkers.score, Trainer.step, False
+    call, score_group, step, struck = EngineHandle.call, RewardWorkers.score_group, Trainer.step, False
     pipeline: Any = None
     method = {"rollout": "result", "weight_sync": "receive"}.get(fault.phase)
 
@@ -250,18 +250,19 @@ def _plant_elsewhere(fault: Fault, folder: Path) -> None:
     def strike_and_score(workers: Any, *arguments: Any) -> Any:
         if fault.phase == "reward":
             strike()
-        return score(workers, *arguments)
+        return score_group(workers, *arguments)
 
     Trainer.step = noting_step  # type: ignore[method-assign,assignment]
     EngineHandle.call = call_and_strike  # type: ignore[method-assign,assignment]
-    RewardWorkers.score = strike_and_score  # type: ignore[method-assign,assignment]
+    RewardWorkers.score_group = strike_and_score  # type: ignore[method-assign,assignment]
 
 
 def _strike(fault: Fault, folder: Path, pipeline: Any) -> None:
-    pool = pipeline.parts.rollouts
-    if fault.phase == "rollout":
-        rollout = pool._recipe.rollout.model_copy(update={"timeout_s": ROLLOUT_S})
-        pool._recipe = pool._recipe.model_copy(update={"rollout": rollout})
+    pool, stream = pipeline.parts.engines, pipeline.parts.rollouts
+    if fault.phase == "rollout":  # in the stream's loop
+        stream._router._timeout_s = ROLLOUT_S
+        for lane in stream._router._lanes.values():
+            stream._router._renew_deadline(lane)
     names = {name: pid for pid, (name, _) in marked_processes(os.environ[MARK].partition("/")[0]).items()}
     assert fault.process in names, names
     for library in (cloudpickle, ray.cloudpickle):
@@ -271,7 +272,7 @@ def _strike(fault: Fault, folder: Path, pipeline: Any) -> None:
     elif fault.process == VERIFIERS:
         (folder / "gate").touch()
     else:
-        actor = pipeline.parts.rewards._actors[0] if fault.process == WORKER else pool.engines[0]._actor
+        actor = stream._rewards._actors[0] if fault.process == WORKER else pool.engines[0]._actor
         does = {CORE: _put_core_to_sleep, ACTOR: _put_loop_to_sleep, WORKER: _fall_asleep}[fault.process]
         asked = actor.__ray_call__.remote(does)
         if fault.process != WORKER:

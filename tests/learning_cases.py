@@ -23,11 +23,15 @@ def rewards_of(lines: list[dict[str, Any]]) -> list[float]:
     return [mean_reward(line) for line in lines]
 
 
-def learning_recipe(folder: Path, algorithm: str, seed: int) -> tuple[str, Path]:
-    """The name of a run in this folder and its recipe: the shipped one, under another seed."""
+def learning_recipe(folder: Path, algorithm: str, seed: int, max_staleness: int = 0) -> tuple[str, Path]:
+    """The name of a run in this folder and its recipe: the shipped one, under another seed, and with stale tokens."""
     recipe = yaml.safe_load((RECIPES / f"{ALGORITHMS[algorithm]}.yaml").read_text())
-    name = f"{recipe['run']['name']}-{seed}"
+    name = f"{recipe['run']['name']}-{max_staleness}-{seed}"
     recipe["run"] |= {"name": name, "seed": seed, "dir": str(folder)}
+    if max_staleness:
+        recipe["rollout"]["max_staleness"] = max_staleness
+        recipe["weight_sync"] = {"in_flight": "keep"}
+        recipe["algorithm"]["mismatch"] = {"correction": "truncate"}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))
     return name, file

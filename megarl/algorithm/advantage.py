@@ -128,13 +128,3 @@ def informative_groups(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Te
     lowest = torch.where(counted, rewards, torch.inf).amin(dim=1)
     highest = torch.where(counted, rewards, -torch.inf).amax(dim=1)
     return highest > lowest
-
-
-def choose_groups(informative: torch.Tensor, wanted: int) -> list[int]:
-    """Return the first `wanted` informative groups in order, filled up with the first of the others.
-
-    informative [groups] bool, at least `wanted` of them.
-    """
-    with_signal = torch.nonzero(informative).flatten().tolist()[:wanted]
-    without = torch.nonzero(~informative).flatten().tolist()[: wanted - len(with_signal)]
-    return sorted(with_signal + without)

@@ -66,6 +66,15 @@ class ForwardPhaseSection(Section):
     CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
 
 
+# An early phase runs on this many equal parts of a step's groups, each as soon as it is sampled.
+EARLY_PARTS = 4
+
+
+class EarlyPhaseSection(ForwardPhaseSection):
+    start: Literal["whole", "early"] = "whole"
+    """`early`: run on each quarter of the step's groups as soon as it is sampled, while engines sample the others."""
+
+
 class UpdatePhaseSection(Section):
     mini_batch: Positive
     """Sequences of one optimizer update, over all data-parallel ranks."""
@@ -84,12 +93,12 @@ class PhasesSection(Section):
     """Completions to scores."""
     reward_model: ForwardPhaseSection | None = None
     """Scores of the reward model; runs with one."""
-    actor_logprob: ForwardPhaseSection | None = None
+    actor_logprob: EarlyPhaseSection | None = None
     """Log-probabilities before the first update; runs with more than one update per batch, a KL term in the reward, or
     `rollout.max_staleness` above 0."""
-    reference_logprob: ForwardPhaseSection | None = None
+    reference_logprob: EarlyPhaseSection | None = None
     """Log-probabilities under the reference; runs with a KL term."""
-    critic_value: ForwardPhaseSection | None = None
+    critic_value: EarlyPhaseSection | None = None
     """Values of every token; runs with a critic."""
     critic_update: UpdatePhaseSection | None = None
     """Updates of the critic; runs with a critic."""
@@ -171,6 +180,8 @@ def phase_rules(recipe: Recipe) -> Violations:
                 rule += f" (data.max_prompt_tokens {made_of} = {longest})"
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
                 yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
+        if isinstance(section, EarlyPhaseSection) and section.start == "early":
+            yield from _early_rules(recipe, phase)
         if section.share_prompts:
             refused = {
                 f"{layout_owner(recipe, role)}.layout.context = {layout.context} ranks share each sequence": layout.context
@@ -182,6 +193,29 @@ def phase_rules(recipe: Recipe) -> Violations:
             }
             for rule in (rule for rule, holds in refused.items() if holds):
                 yield Violation(f"{key}.share_prompts", True, rule, "false")
+
+
+def _early_rules(recipe: Recipe, phase: str) -> Violations:
+    """A phase may start early where the groups of a step are known before they are sampled, on devices without engines."""
+    key, prompts, layout = f"phases.{phase}.start", recipe.phases.rollout.prompts, recipe.layout(ROLE_OF[phase])
+    refused = {
+        f"rollout.max_staleness = {recipe.rollout.max_staleness} has whole batches sampled ahead": (
+            recipe.rollout.max_staleness > 0
+        ),
+        "algorithm.dynamic_sampling chooses the groups when all are scored": recipe.algorithm.dynamic_sampling is not None,
+        "rollout.replay has all completions at once": recipe.rollout.replay is not None,
+        "engines and trainer take turns on the same GPUs (rollout.placement)": (
+            recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
+        ),
+        f"phases.rollout.prompts = {prompts} has no {EARLY_PARTS} equal parts": prompts % EARLY_PARTS != 0,
+    }
+    for rule in (rule for rule, holds in refused.items() if holds):
+        yield Violation(key, "early", rule, "whole")
+    if not any(refused.values()):
+        schedule = recipe.schedule(phase, automatic_cap=in_micro_batch(recipe.max_sequence_tokens, layout))
+        sequences = recipe.num_sequences // EARLY_PARTS
+        for fault in violations(schedule, sequences, layout, recipe.max_sequence_tokens)[:1]:
+            yield Violation(key, "early", f"a part of {sequences} sequences {fault.rule}", "whole, or more prompts")
 
 
 def batch_size(recipe: Recipe) -> Violations:

@@ -18,6 +18,7 @@ from megarl.recipe.phases_section import (
     ENGINE_PHASES,
     PHASES,
     ROLE_OF,
+    EarlyPhaseSection,
     ForwardPhaseSection,
     PhasesSection,
     UpdatePhaseSection,
@@ -122,6 +123,11 @@ class Recipe(Section):
     def num_sequences(self) -> int:
         """Sequences of one step."""
         return self.phases.rollout.prompts * self.algorithm.group_size
+
+    def starts_early(self, phase: str) -> bool:
+        """Return whether a phase runs on parts of the batch while the rest is sampled."""
+        section = self.phase_section(phase)
+        return isinstance(section, EarlyPhaseSection) and section.start == "early" and self.runs(phase)
 
     @property
     def window(self) -> int:

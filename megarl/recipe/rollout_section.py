@@ -55,7 +55,7 @@ class RolloutSection(Section):
     """`fp8`: engines hold the layers' linear weights as e4m3 with a scale for each 128 x 128 block, which trainer ranks
     quantise before they send them; null for none. vLLM has no kernels for most CPUs."""
     timeout_s: Seconds = 600.0
-    """Deadline of one step's rollouts and of every other call to an engine."""
+    """Deadline of every call to an engine; in a rollout, of an engine from one finished group to the next."""
     max_restarts: Count = 2
     """How often a dead engine is started again before the run ends."""
     kv_cache_bytes: Positive | None = None

@@ -299,7 +299,7 @@ class RewardWorkers:
                 f"phase reward: a task of {len(batch)} sequences on worker {worker} gave no answer within {deadline_s:.0f} s"
             )
             _fail(batch, error)
-        except Exception as error:
+        except Exception as error:  # whoever waits for the scores raises it
             _fail(batch, error)
         else:
             self._done.append(result)

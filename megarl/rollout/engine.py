@@ -61,6 +61,10 @@ class GroupRequest:
     max_new_tokens: int | None = None
     partials: tuple[Partial, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.partials) not in (0, len(self.seeds)):
+            raise ValueError(f"group {self.group}: {len(self.partials)} partials for {len(self.seeds)} completions")
+
 
 @dataclass(frozen=True)
 class EngineProcess:
@@ -145,7 +149,9 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
-        loggers = {"stat_loggers": [silent_stat_logger()]} if self._settings.times_requests else {}
+        loggers = (
+            {"stat_loggers": [counting_stat_logger(self._log.count_preempted)]} if self._settings.times_requests else {}
+        )
         try:
             self._on_cpu = current_platform.is_cpu()
             # The driver says it, so that none of the memory is taken.
@@ -269,9 +275,9 @@ class RolloutEngine:
                 self._paused_at = begun
             self._dirty = f"the sync of version {version} did not finish"
             incomplete = [group for group in self._groups.values() if not group.result.done()]
-            if in_flight == "wait" and incomplete:
+            if in_flight == "wait" and (queued := [group.result for group in incomplete if group.is_queued]):
                 # vLLM's own wait covers running requests only, not waiting or preempted ones.
-                await asyncio.wait([group.result for group in incomplete])
+                await asyncio.wait(queued)
             if in_flight == "abort":
                 await self._cut(incomplete)
             await self._pause_scheduler(in_flight)
@@ -403,7 +409,7 @@ class RolloutEngine:
             if not group.unfinished():
                 request = group.request
                 group.result.set_result(GroupResult.of(request.group, request.prompt_ids, group.partials))
-        except Exception as error:
+        except Exception as error:  # `result` raises it
             group.result.set_exception(error)
 
     async def _extend(self, group: PendingGroup, outputs: dict[int, Any]) -> None:
@@ -581,19 +587,21 @@ def _log_errors(limit: int = 8) -> str:
     return "\n".join(errors[-limit:])
 
 
-def silent_stat_logger() -> Any:
-    """Return a class for `stat_loggers` that does nothing. vLLM 0.32 records request times only for a stat logger, and its
-    default one sends them to Prometheus at every iteration."""
+def counting_stat_logger(count_preempted: Callable[[int], None]) -> Any:
+    """Return a class for `stat_loggers` that only counts preempted requests. vLLM 0.32 records request times only for a stat
+    logger, and its default one sends them to Prometheus at every iteration."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    class SilentStatLogger(PrometheusStatLogger):
+    class CountingStatLogger(PrometheusStatLogger):
         def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
             """Create no registry."""
 
-        def record(self, *arguments: Any, **options: Any) -> None: ...
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *arguments: Any, **options: Any) -> None:
+            if iteration_stats is not None:
+                count_preempted(iteration_stats.num_preempted_reqs)
 
         def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
 
         def log_engine_initialized(self) -> None: ...
 
-    return SilentStatLogger
+    return CountingStatLogger

@@ -26,12 +26,14 @@ class RequestTimes(NamedTuple):
 @dataclass(frozen=True)
 class EngineReport:
     """What an engine did since its last report. `now` is its clock at the answer, in seconds since 1970; `busy` holds
-    (start, seconds) of each time with requests in flight. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
+    (start, seconds) of each time with requests in flight. `num_preempted` counts how often vLLM took a request's cache away;
+    it is 0 if the engine records no times. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
     engine's clock is ahead of rank 0's."""
 
     now: float
     busy: tuple[tuple[float, float], ...] = ()
     requests: tuple[RequestTimes, ...] = ()
+    num_preempted: int = 0
     engine: int = 0
     host: str = ""
     offset_s: float = 0.0
@@ -50,6 +52,7 @@ class RequestLog:
     _busy_since: float = 0.0
     _busy: list[tuple[float, float]] = field(default_factory=list)
     _requests: list[RequestTimes] = field(default_factory=list)
+    _num_preempted: int = 0
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -83,12 +86,15 @@ class RequestLog:
         )
         self._requests.append(times)
 
+    def count_preempted(self, count: int) -> None:
+        self._num_preempted += count
+
     def take(self) -> EngineReport:
         """Return the report since the last call. Requests in flight appear in a later report."""
         now = self.now()
         if self._num_groups:
             self._busy.append((self._busy_since, now - self._busy_since))
             self._busy_since = now
-        report = EngineReport(now, tuple(self._busy), tuple(self._requests))
-        self._busy, self._requests = [], []
+        report = EngineReport(now, tuple(self._busy), tuple(self._requests), self._num_preempted)
+        self._busy, self._requests, self._num_preempted = [], [], 0
         return report

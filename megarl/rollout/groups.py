@@ -71,6 +71,7 @@ class GroupResult:
     def of(cls, group: int, prompt_ids: np.ndarray, members: Sequence[Partial]) -> GroupResult:
         """Join finished completions of one prompt; either all or none have recorded experts."""
         routing = [member.routing for member in members if member.routing is not None]
+        assert len(routing) in (0, len(members)), "either every member or no member has recorded experts"
         return cls(
             group=group,
             prompt_ids=np.asarray(prompt_ids, dtype=np.int32),

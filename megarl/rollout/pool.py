@@ -20,6 +20,7 @@ from megarl.data.sample import Prompt
 from megarl.models import ModelShape
 from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
+from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sizes import engines_of
 from megarl.rollout import EngineDied, EngineSilent, RolloutError
@@ -108,7 +109,8 @@ class EnginePool:
         """Start Ray, and all engines at the same time. Raises RolloutError naming an engine that did not start."""
         self._owns_cluster = not ray.is_initialized()
         self.address = start_cluster(self._ray_address)
-        batches = 2 if self._recipe.algorithm.advantage == "remax" else 1  # a step's
+        # Of a step, whose parts are batches, too.
+        batches = EARLY_PARTS + (2 if self._recipe.algorithm.advantage == "remax" else 1)
         # On rank 0's node: the loss of another node loses no rollouts.
         store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=node_share(0))
         self._store = store.remote(1 + batches)

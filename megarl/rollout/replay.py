@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megarl.data.prompts import PromptStream
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.recipe import Recipe
+from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
+from megarl.rollout.stream import Resync, Taken
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
 
@@ -178,3 +182,50 @@ class ReplayPool:
                     f"{file}: prompt {position} is not the prompt of this step by the recipe; "
                     "replay with the data section and the seed that the dump was made with"
                 )
+
+
+class ReplayStream:
+    """Answers as `RolloutStream` does, from the rollouts of a `ReplayPool`."""
+
+    def __init__(self, recipe: Recipe, pool: ReplayPool, prompts: PromptStream, rewards: RewardWorkers) -> None:
+        self._recipe, self._pool, self._prompts, self._rewards = recipe, pool, prompts, rewards
+        self._step = 0
+        self._batch: tuple[list[Prompt], RolloutBatch] | None = None
+
+    def begin(self, step: int) -> None:
+        """Choose the rollouts of a step."""
+        self._step = step
+
+    def wait_sampled(self, resync: Resync) -> None:
+        """Read them. Raises ValueError if they are missing or have other prompts."""
+        prompts = self._prompts.take(self._recipe.phases.rollout.prompts)
+        self._batch = prompts, self._pool.generate(prompts, self._step)
+
+    def take(self) -> Taken:
+        """Score them."""
+        assert self._batch is not None, "wait_sampled comes first"
+        prompts, rollouts = self._batch
+        rewards, greedy = self._score(rollouts, prompts), None
+        self._prompts.learn(prompts, rewards.rewards, rewards.valid)
+        if rollouts.greedy is not None:
+            greedy = self._score(rollouts.greedy, prompts)
+        return Taken(rollouts, rewards, greedy, {})
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        return {"prompts": self._prompts.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._prompts.restore(state["prompts"])
+
+    def prompt_metrics(self) -> dict[str, float]:
+        """Return the metrics `data/...`."""
+        return self._prompts.metrics()
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
+        rewards = self._rewards.score(rollouts.payload, prompts, len(rollouts), rollouts.executed.group_size)
+        return add_episodes(rewards, rollouts.episodes)

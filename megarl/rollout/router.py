@@ -50,10 +50,11 @@ class _Entry:
 
 @dataclass
 class _Lane:
-    """An engine with its requests, their cost and sequences. `timer` ends the run if the engine finishes none of them in
-    time."""
+    """An engine with its requests, their cost and sequences, and the most sequences that it may hold (None: any number).
+    `timer` ends the run if the engine finishes no request in time."""
 
     engine: EngineHandle
+    depth: float | None
     entries: dict[_Entry, None] = field(default_factory=dict)  # an ordered set
     is_live: bool = True
     timer: asyncio.TimerHandle | None = None
@@ -77,9 +78,11 @@ class Router:
     ) -> None:
         """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, others wait here for the engine
         that has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left."""
-        self._pool, self._timeout_s, self._max_tokens, self._depth = pool, timeout_s, max_tokens, depth
+        self._pool, self._timeout_s, self._max_tokens = pool, timeout_s, max_tokens
+        # With one engine there is nothing to choose: vLLM's own queue serves best.
+        self._depth = depth if len(pool.engines) > 1 else None
         self._on_unserved = on_unserved
-        self._lanes = {engine.settings.index: _Lane(engine) for engine in pool.engines}
+        self._lanes = {engine.settings.index: _Lane(engine, self._depth) for engine in pool.engines}
         self._sessions: dict[Any, int] = {}  # engine of each session
         self._waiting: deque[_Entry] = deque()
         self._tasks: set[asyncio.Task[None]] = set()  # submissions, answers, restarts
@@ -125,6 +128,14 @@ class Router:
             partials |= {owners[position]: parts for position, parts in found.items()}
         return partials
 
+    def follow(self, num_preempted: dict[int, int]) -> None:
+        """Give fewer sequences to engines that preempted requests, whose caches they outgrew, and slowly more again to
+        others."""
+        for index, count in num_preempted.items():
+            lane = self._lanes[index]
+            if lane.depth is not None and self._depth is not None:
+                lane.depth = max(1.0, 0.75 * lane.depth) if count else min(self._depth, 1.05 * lane.depth)
+
     def end_session(self, session: Any) -> None:
         """Forget which engine has the prefix of a session."""
         self._sessions.pop(session, None)
@@ -161,7 +172,8 @@ class Router:
         self._is_scheduled = False
         if self._is_paused:
             return
-        waiting = deque(sorted(self._waiting, key=attrgetter("is_last")))  # stable
+        asked = [entry for entry in self._waiting if not entry.answer.done()]
+        waiting = deque(sorted(asked, key=attrgetter("is_last")))  # stable
         self._waiting.clear()
         batches: dict[int, list[_Entry]] = {}
         while waiting:
@@ -186,12 +198,10 @@ class Router:
         sticky = self._sessions.get(entry.session)
         if sticky is not None and self._lanes[sticky].is_live:
             return sticky
-        # With one engine there is nothing to choose: vLLM's own queue serves best.
-        limit = None if len(self._lanes) == 1 else self._depth
         free = [
             (lane.tokens, index)
             for index, lane in self._lanes.items()
-            if lane.is_live and (limit is None or not lane.entries or lane.num_sequences + entry.size <= limit)
+            if lane.is_live and (lane.depth is None or not lane.entries or lane.num_sequences + entry.size <= lane.depth)
         ]
         if not free:
             return None
@@ -213,7 +223,7 @@ class Router:
             self._lose(lane, restarts, error)
         except EngineDirty as error:
             self._fail(entries, RolloutError(f"{engine.name} refuses phase rollout: {error}"))
-        except Exception as error:
+        except Exception as error:  # whatever it is, whoever waits for the requests raises it
             self._fail(entries, error)
 
     async def _wait(self, lane: _Lane, entry: _Entry, facts: Any, tokens: Any) -> None:
@@ -225,7 +235,7 @@ class Router:
             return
         except RolloutError as error:
             self._fail([entry], type(error)(f"{lane.engine.name}, phase rollout, step {entry.step}: {error}"))
-        except Exception as error:
+        except Exception as error:  # as above
             self._fail([entry], error)
         if entry in lane.entries:  # else another engine has the request by now
             lane.remove(entry)
@@ -267,7 +277,7 @@ class Router:
     async def _restart(self, lane: _Lane, cause: Exception) -> None:
         try:
             await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
-        except Exception as error:
+        except Exception as error:  # an engine that cannot be started again ends the run
             self._fail([*self._waiting, *(entry for other in self._lanes.values() for entry in other.entries)], error)
 
     def _fail(self, entries: list[_Entry], error: Exception) -> None:

@@ -34,11 +34,12 @@ from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.episodes import Environments, Episode, Episodes
-from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.replay import ReplayPool
 from megarl.rollout.router import Router
+from megarl.schedule import PlanMismatch
 from megarl.telemetry.progress import advance_work, begin_work
 
 Record = TypeVar("Record")
@@ -73,6 +74,7 @@ class Group:
     episodes: EpisodeFacts | None = None
     scores: list[TextScore] = field(default_factory=list)
     partials: tuple[Partial, ...] = ()  # of a run that was interrupted
+    is_in_part: bool = False  # that an early phase has run on
 
     @property
     def parts(self) -> list[Group]:
@@ -87,6 +89,33 @@ class Taken:
     rewards: RewardResult
     greedy_rewards: RewardResult | None
     metrics: dict[str, float]
+
+    def check(self, recipe: Recipe) -> None:
+        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
+        are too long or if no completion could be scored."""
+        section, rollouts, rewards = recipe.phases.rollout, self.rollouts, self.rewards
+        planned = (section.prompts, recipe.num_sequences, section.max_concurrent)
+        ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
+        if ran != planned:
+            raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
+        refuse_overlong(rollouts, recipe)
+        if recipe.algorithm.advantage == "remax":
+            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy)
+            if rollouts.greedy is None or num_greedy != section.prompts:
+                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
+            refuse_overlong(rollouts.greedy, recipe)
+        task, tasks = recipe.phases.reward.sequences, rewards.task_sequences
+        if recipe.rollout.max_staleness == 0:  # all tasks of a round are full but the last one
+            rounds = int(self.metrics.get("rollout/rounds", 1))
+            num = sum(tasks) // rounds
+            full = rounds * [min(task, num - first) for first in range(0, num, task)]
+            if list(tasks) != sorted(full, reverse=True):
+                raise PlanMismatch(f"phase reward: planned tasks of {tuple(full)} sequences, executed {tasks}")
+        elif max(tasks, default=0) > task:
+            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
+        if not rewards.valid.any():
+            sample, reason = next(iter(rewards.failures.items()))
+            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
 
 
 class RolloutStream:
@@ -114,7 +143,7 @@ class RolloutStream:
         self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
-        self._num_sampling = 0  # groups, those of an evaluation included
+        self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
         self._restored: list[Group] = []  # to be started with the next step
         self._step = self._version = 0
         self._error: BaseException | None = None
@@ -147,6 +176,11 @@ class RolloutStream:
         engine is left. Raises what engines and environments raise."""
         self._call(self._until(lambda: self._admission.is_sampled), resync)
 
+    def next_part(self, num_groups: int, resync: Resync) -> RolloutBatch:
+        """Return the groups of this step that were sampled first, without those of earlier parts, in the order of their
+        prompts; for phases that start early."""
+        return self._call(self._next_part(num_groups), resync)
+
     def take(self) -> Taken | None:
         """Take the next step's groups as soon as they have their rewards; None if more must be sampled in place of groups
         without information."""
@@ -155,10 +189,11 @@ class RolloutStream:
     def sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, resync: Resync | None = None, answers: bool = False
     ) -> tuple[RolloutBatch, RewardResult | None]:
-        """Sample and score groups that no step trains on. Raises ValueError for a prompt that no engine may see."""
+        """Sample and score groups that no step trains on. Without `resync` no weights were ever sent, and an engine that was
+        started again has those of its model. Raises ValueError for a prompt that no engine may see."""
         self._pool.check(prompts)
         groups = [Group(prompt, sampling.completions, sampling.draw, sampling.temperature) for prompt in prompts]
-        return self._call(self._sample_all(groups, answers), resync)
+        return self._call(self._sample_all(groups, answers), resync or (lambda engines: self.resume(0, engines)))
 
     def pause(self) -> None:
         """Send nothing to engines until `resume`: they change their weights."""
@@ -199,6 +234,14 @@ class RolloutStream:
             self._groups[group.number] = group
             self._restored.append(group)
 
+    def follow(self, reports: Sequence[EngineReport]) -> None:
+        """Adapt what engines hold to the requests that they preempted."""
+
+        async def follow() -> None:
+            self._router.follow({report.engine: report.num_preempted for report in reports})
+
+        self._call(follow())
+
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         assert self._prompts is not None
@@ -230,7 +273,7 @@ class RolloutStream:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             future.add_done_callback(lambda _: wakes.put(True))
             while True:
-                if resync is not None and (engines := self._router.unserved):
+                while resync is not None and (engines := self._router.unserved):
                     resync(engines)
                 if wakes.get():
                     return future.result()
@@ -267,10 +310,7 @@ class RolloutStream:
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
         try:
-            try:
-                await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
-            finally:
-                self._num_sampling -= 1
+            await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
             self._admission.sampled(group.number)
             advance_work(group.size)
             self._changed.set()
@@ -278,7 +318,7 @@ class RolloutStream:
             self._admission.finish(group.number, not self._filters or self._is_informative(group))
             self._learn()
             await self._admit()
-        except Exception as error:
+        except Exception as error:  # the trainer's next call raises it
             self._error = self._error or error
         self._changed.set()
 
@@ -321,6 +361,7 @@ class RolloutStream:
             for part in group.parts
         ]
         await asyncio.sleep(0)  # now they wait in the workers' queue
+        self._num_sampling -= 1
         if not self._is_synchronous or not self._num_sampling:
             self._rewards.send_all()
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
@@ -330,14 +371,21 @@ class RolloutStream:
         self._num_sampling += len(groups)
 
         async def run(group: Group) -> None:
-            try:
-                await self._sample(group)
-            finally:
-                self._num_sampling -= 1
+            await self._sample(group)
             await self._score(group, answers)
 
         await asyncio.gather(*(run(group) for group in groups))
         return await self._join(groups, answers)
+
+    async def _next_part(self, num_groups: int) -> RolloutBatch:
+        await self._until(lambda: len(self._in_no_part()) >= num_groups)
+        part = sorted(self._in_no_part()[:num_groups], key=lambda group: group.number)
+        for group in part:
+            group.is_in_part = True
+        return (await self._join(part))[0]
+
+    def _in_no_part(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.facts is not None and not group.is_in_part]
 
     async def _take(self) -> Taken | None:
         taken: tuple[list[int], list[int]] | None = None
@@ -368,6 +416,8 @@ class RolloutStream:
             greedy_rewards = _rewards_of(self._rewards, greedy)
             rollouts = replace(rollouts, greedy=(await self._join(greedy))[0])
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
+        if not self._is_synchronous:
+            metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
         return Taken(rollouts, rewards.select(samples), greedy_rewards, metrics)
 
     async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
@@ -501,50 +551,3 @@ def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:
 def _rewards_of(workers: RewardWorkers, groups: Sequence[Group], answers: bool = False) -> RewardResult:
     scored = workers.join([score for group in groups for score in group.scores], answers)
     return scored if groups[0].episodes is None else add_episodes(scored, _episodes_of(groups))
-
-
-class ReplayStream:
-    """Answers as `RolloutStream` does, from the rollouts of a `ReplayPool`."""
-
-    def __init__(self, recipe: Recipe, pool: ReplayPool, prompts: PromptStream, rewards: RewardWorkers) -> None:
-        self._recipe, self._pool, self._prompts, self._rewards = recipe, pool, prompts, rewards
-        self._step = 0
-        self._batch: tuple[list[Prompt], RolloutBatch] | None = None
-
-    def begin(self, step: int) -> None:
-        """Choose the rollouts of a step."""
-        self._step = step
-
-    def wait_sampled(self, resync: Resync) -> None:
-        """Read them. Raises ValueError if they are missing or have other prompts."""
-        prompts = self._prompts.take(self._recipe.phases.rollout.prompts)
-        self._batch = prompts, self._pool.generate(prompts, self._step)
-
-    def take(self) -> Taken:
-        """Score them."""
-        assert self._batch is not None, "wait_sampled comes first"
-        prompts, rollouts = self._batch
-        rewards, greedy = self._score(rollouts, prompts), None
-        self._prompts.learn(prompts, rewards.rewards, rewards.valid)
-        if rollouts.greedy is not None:
-            greedy = self._score(rollouts.greedy, prompts)
-        return Taken(rollouts, rewards, greedy, {})
-
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
-        return {"prompts": self._prompts.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._prompts.restore(state["prompts"])
-
-    def prompt_metrics(self) -> dict[str, float]:
-        """Return the metrics `data/...`."""
-        return self._prompts.metrics()
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
-        rewards = self._rewards.score(rollouts.payload, prompts, len(rollouts), rollouts.executed.group_size)
-        return add_episodes(rewards, rollouts.episodes)

@@ -70,6 +70,9 @@ class Executed:
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
 
+    def __add__(self, more: Executed) -> Executed:
+        return Executed(self.sequences + more.sequences, self.tokens + more.tokens, self.slots + more.slots)
+
 
 def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
     """Raise PlanMismatch, with both shapes, at the first micro-batch of `data_rank` off the plan."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megarl.models.layout import Layout
@@ -90,6 +90,22 @@ class Plan:
         """Of all mini-batches and data-parallel ranks."""
         ranks = (rank for mini_batch in self.mini_batches for rank in mini_batch.micro_batches)
         return tuple(micro_batch for rank in ranks for micro_batch in rank)
+
+
+def join_plans(plans: Sequence[Plan], positions: Sequence[Sequence[int]]) -> Plan:
+    """Return the plan of a forward phase that ran in parts, one after the other. Sample i of part n has position
+    `positions[n][i]` in the whole batch."""
+    batches = [plan.mini_batches[0] for plan in plans]
+    renamed = [
+        [
+            tuple(replace(micro, samples=tuple(place[sample] for sample in micro.samples)) for micro in rank)
+            for rank in batch.micro_batches
+        ]
+        for batch, place in zip(batches, positions, strict=True)
+    ]
+    ranks = tuple(tuple(micro for part in parts for micro in part) for parts in zip(*renamed, strict=True))
+    samples = tuple(sorted(sample for place in positions for sample in place))
+    return replace(plans[0], mini_batches=(replace(batches[0], samples=samples, micro_batches=ranks),))
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from megarl.rollout.dynamic_sampling import SampledRounds
 
 from megarl.algorithm import group_advantages
-from megarl.algorithm.advantage import choose_groups, informative_groups
-from megarl.data.sample import Completion, Sample
-from megarl.reward.workers import RewardResult
-from megarl.rollout.groups import RolloutBatch, RolloutExecuted
+from megarl.algorithm.advantage import informative_groups
+from megarl.data.sample import Prompt
+from megarl.recipe import Recipe
+from megarl.reward.verifiers import TextScore
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.groups import GroupResult
+from megarl.rollout.stream import RolloutStream, Taken
+from tests.rollout_cases import recipe as pool_recipe
+from tests.stream_cases import TASK_S, ScriptedPool, ScriptedScorer, scripted_rewards
 
 members = st.tuples(st.sampled_from([0.0, 0.25, 1.0, math.nan]), st.booleans())
 
@@ -35,79 +41,103 @@ def test_a_group_has_a_signal_where_members_that_count_differ(groups: list[list[
     assert found == [bool(one.any()) for one in advantages]
 
 
-@given(st.lists(st.booleans(), min_size=1), st.data())
-def test_the_first_groups_with_a_signal_are_chosen_and_others_fill_up(informative: list[bool], data: st.DataObject) -> None:
-    wanted = data.draw(st.integers(1, len(informative)))
-    found = choose_groups(torch.tensor(informative), wanted)
-    ranked = sorted(range(len(informative)), key=lambda group: (not informative[group], group))
-    assert found == sorted(ranked[:wanted]) and len(found) == wanted
-
-
 SIZE, WANTED = 2, 3
 
 
-class InMemory:
-    """The tokens of a round: token number 1000 * round + sample, as often as the sample's number in the group plus one."""
+class Prompts:
+    """Numbers the prompts that a stream takes, and keeps what it learns."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.asked = number, 0
+    def __init__(self) -> None:
+        self.num_taken, self.learned = 0, []  # type: ignore[var-annotated]
 
-    def fetch(self, sample_ids: Any) -> dict[int, Sample]:
-        self.asked += 1
-        return {s: self._sample(s) for s in sample_ids}
+    def take(self, count: int) -> list[Prompt]:
+        first, self.num_taken = self.num_taken, self.num_taken + count
+        return [Prompt(index, np.ones(2, np.int32), "", "", {}) for index in range(first, first + count)]
 
-    def _sample(self, s: int) -> Sample:
-        tokens = np.full(1 + s % SIZE, 1000 * self.number + s, np.int32)
-        logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), self.number)
-        return Sample(s // SIZE, np.ones(2, np.int32), Completion(tokens, logprobs, "stop", versions))
+    def learn(self, prompts: list[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
+        self.learned += [(prompt.index, rewards.tolist(), valid.tolist()) for prompt in prompts]
 
 
-def a_round(number: int, rewards: list[float], reasons: list[str] | None = None) -> tuple[RolloutBatch, RewardResult]:
-    samples, scores = len(rewards), np.array(rewards, np.float32)
-    rollouts = RolloutBatch(
-        payload=InMemory(number),
-        groups=np.repeat(np.arange(WANTED) + number * WANTED, SIZE),
-        prompt_lengths=np.full(samples, 2),
-        completion_lengths=1 + np.arange(samples) % SIZE,
-        finish_reasons=reasons or ["stop"] * samples,
-        first_version=np.zeros(samples, int),
-        last_version=np.full(samples, number),
-        executed=RolloutExecuted(WANTED, SIZE, 8),
-        metrics={"rollout/num_restarts": number},
-    )
-    valid = ~np.isnan(scores)
-    failures = {s: f"round {number}" for s in np.flatnonzero(~valid).tolist()}
-    scored = RewardResult(scores, valid, {"mine": 2 * scores}, failures, len(failures), (4, 2), 0.5, 1)
-    return rollouts, scored
+def complete(request: GroupRequest, reasons: list[str]) -> GroupResult:
+    """Member m of prompt p has m + 1 tokens, each 1000 * round + the sample's number in its round. The version is the
+    number of the round."""
+    number, place = divmod(request.group, WANTED)
+    tokens = [1000 * number + SIZE * place + member for member in range(SIZE) for _ in range(member + 1)]
+    first = SIZE * request.group
+    return GroupResult(
+        request.group, request.prompt_ids, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32),
+        np.arange(1, SIZE + 1), tuple((reasons or ["stop"] * (first + SIZE))[first : first + SIZE]),
+        np.full(len(tokens), number),
+    )  # fmt: skip
 
 
-def settings(max_rounds: int | None, mask: bool = False) -> Any:
-    sampling = None if max_rounds is None else SimpleNamespace(max_rounds=max_rounds)
-    algorithm = SimpleNamespace(dynamic_sampling=sampling, group_size=SIZE, overlong=SimpleNamespace(mask=mask))
-    return SimpleNamespace(algorithm=algorithm, phases=SimpleNamespace(rollout=SimpleNamespace(prompts=WANTED)))
+def score(rewards: list[float]) -> Callable[[Prompt, int, Any], TextScore]:
+    """Sample s has the s-th reward, half of which is the weight of its only part; nan is masked after a timeout."""
+
+    def score_sample(prompt: Prompt, member: int, _: Any) -> TextScore:
+        reward = rewards[SIZE * prompt.index + member]
+        if math.isnan(reward):
+            return TextScore(None, f"prompt {prompt.index}", timed_out=True)
+        return TextScore({"digits": 2 * reward})
+
+    return score_sample
+
+
+def sampling_recipe(max_rounds: int | None, mask: bool = False) -> Recipe:
+    values = pool_recipe(Path("model")).model_dump()
+    values["algorithm"] |= {"group_size": SIZE}
+    if max_rounds is not None:
+        values["algorithm"]["dynamic_sampling"] = {"max_rounds": max_rounds}
+    values["algorithm"]["overlong"] = {"mask": mask, "buffer": 1}
+    values["reward"] = [{"kind": "function", "target": "tests.rewards:digits", "weight": 0.5}]
+    values["phases"] |= {"rollout": {"prompts": WANTED}, "reward": {"sequences": 5}}
+    values["phases"]["actor_update"] = {"mini_batch": WANTED * SIZE, "micro_batch": {"sequences": 1}}
+    return Recipe.model_validate(values)
+
+
+def sample(
+    rewards: list[float],
+    max_rounds: int | None,
+    reasons: list[str] | None = None,
+    mask: bool = False,
+    delay: Callable[[], int] = lambda: 0,
+    engines: int = 1,
+) -> tuple[Taken, Prompts]:
+    """Let a stream sample one step with scripted engines and rewards."""
+    recipe, prompts = sampling_recipe(max_rounds, mask), Prompts()
+    pool: Any = ScriptedPool(lambda request: complete(request, reasons or []), engines, delay)
+    workers = scripted_rewards(recipe, ScriptedScorer(score(rewards)))
+    stream = RolloutStream(recipe, pool, 0, prompts, workers)  # type: ignore[arg-type]
+    try:
+        stream.begin(1)
+        taken = None
+        while taken is None:
+            stream.wait_sampled(lambda engines: pytest.fail(f"engines {engines} have lost their weights"))
+            taken = stream.take()
+        return taken, prompts
+    finally:
+        stream.close()
+        workers.close()
 
 
 def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> None:
-    rounds = SampledRounds(settings(max_rounds=5))
-    rounds.add(*a_round(0, [1.0, 1.0, 0.0, 1.0, math.nan, 1.0]))  # the second group alone
-    assert not rounds.complete
-    rounds.add(*a_round(1, [0.0, 1.0, 1.0, 0.0, 0.5, 0.0]))  # all three, one too many
-    assert rounds.complete
-    rollouts, scored, figures = rounds.chosen()
+    first = [1.0, 1.0, 0.0, 1.0, math.nan, 1.0]  # the second group alone
+    second = [0.0, 1.0, 1.0, 0.0, 0.5, 0.0]  # all three, one too many
+    taken, _ = sample(first + second, max_rounds=5)
+    rollouts, scored = taken.rollouts, taken.rewards
     assert rollouts.groups.tolist() == [1, 1, 3, 3, 4, 4]
-    assert scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0] and scored.parts["mine"].tolist() == [0, 2, 0, 2, 2, 0]
+    assert scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert scored.parts["digits"].tolist() == [0, 2, 0, 2, 2, 0]
     assert rollouts.last_version.tolist() == [0, 0, 1, 1, 1, 1]
     assert (len(rollouts), rollouts.executed.prompts) == (WANTED * SIZE, WANTED)
-    assert scored.failures == {} and scored.busy_s == 1.0
+    assert scored.failures == {} and scored.busy_s == 4 * TASK_S
     counted = scored.metrics()
     assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 1, "of a group that was dropped"
-    assert scored.task_sequences == (4, 2, 4, 2)
+    assert sorted(scored.task_sequences) == [1, 1, 5, 5], "of two rounds"
     fetched = rollouts.payload.fetch([5, 0, 2])
     assert {s: one.completion.token_ids.tolist() for s, one in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
-    assert rollouts.payload.fetch([0]).keys() == {0}
-    first, second = rollouts.payload.payloads  # type: ignore[attr-defined]
-    assert (first.asked, second.asked) == (2, 1), "only who has some of them is asked"
-    assert figures == {
+    assert [group.group for group in rollouts.payload.groups] == [1, 3, 4], "nobody asks for other tokens"  # type: ignore[attr-defined]
+    assert taken.metrics == {
         "rollout/rounds": 2,
         "rollout/extra_prompts": 3,
         "rollout/uninformative_groups": 2,
@@ -119,22 +149,59 @@ def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> N
 
 
 def test_behind_the_last_round_others_fill_up_and_keep_their_masks() -> None:
-    rounds = SampledRounds(settings(max_rounds=2))
-    rounds.add(*a_round(0, [1.0, 1.0, 0.0, math.nan, 0.0, 0.0]))
-    rounds.add(*a_round(1, [1.0, math.nan, 0.0, 1.0, 1.0, 1.0]))
-    assert rounds.complete
-    rollouts, scored, figures = rounds.chosen()
-    assert rollouts.groups.tolist() == [0, 0, 1, 1, 4, 4]
-    assert scored.valid.tolist() == [True, True, True, False, True, True] and scored.failures == {3: "round 0"}
+    rewards = [1.0, 1.0, 0.0, math.nan, 0.0, 0.0] + [1.0, math.nan, 0.0, 1.0, 1.0, 1.0]
+    taken, prompts = sample(rewards, max_rounds=2)
+    scored, metrics = taken.rewards, taken.metrics
+    assert prompts.num_taken == 2 * WANTED
+    assert taken.rollouts.groups.tolist() == [0, 0, 1, 1, 4, 4]
+    assert scored.valid.tolist() == [True, True, True, False, True, True] and scored.failures == {3: "prompt 1"}
     counted = scored.metrics()
     assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 2, "one is in the batch, one was dropped"
-    assert (figures["rollout/filler_groups"], figures["rollout/surplus_groups"]) == (2, 0)
-    assert figures["rollout/uninformative_groups"] == 5
+    assert (metrics["rollout/filler_groups"], metrics["rollout/surplus_groups"]) == (2, 0)
+    assert metrics["rollout/uninformative_groups"] == 5
 
 
 def test_completions_that_overlong_masks_give_no_signal() -> None:
-    reasons = ["stop", "length", "stop", "stop", "stop", "length"]
-    for mask, informative in ((True, 1), (False, 3)):
-        rounds = SampledRounds(settings(max_rounds=2, mask=mask))
-        rounds.add(*a_round(0, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], reasons))
-        assert rounds.complete == (informative == WANTED)
+    reasons = ["stop", "length", "stop", "stop", "stop", "length"] + 6 * ["stop"]
+    for mask, rounds in ((True, 2), (False, 1)):
+        taken, _ = sample(2 * [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], max_rounds=2, reasons=reasons, mask=mask)
+        assert taken.metrics["rollout/rounds"] == rounds
+        assert taken.rollouts.groups[::SIZE].tolist() == ([1, 3, 4] if mask else [0, 1, 2])
+
+
+def test_without_dynamic_sampling_a_step_trains_on_all_groups() -> None:
+    taken, prompts = sample([1.0] * 6, max_rounds=None)
+    assert taken.rollouts.groups[::SIZE].tolist() == [0, 1, 2] and taken.metrics == {} and prompts.num_taken == WANTED
+
+
+MAX_ROUNDS = 4
+rewards = st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=SIZE, max_size=SIZE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(rewards, min_size=MAX_ROUNDS * WANTED, max_size=MAX_ROUNDS * WANTED), st.integers(1, 3), st.integers(0, 2**16)
+)
+def test_the_first_groups_with_a_signal_are_chosen_and_others_fill_up_whoever_answers_first(
+    groups: list[list[float]], engines: int, seed: int
+) -> None:
+    informative = [len({reward for reward in group if not math.isnan(reward)}) > 1 for group in groups]
+    rounds = 1
+    while rounds < MAX_ROUNDS and sum(informative[: rounds * WANTED]) < WANTED:
+        rounds += 1
+    sampled = range(rounds * WANTED)
+    ranked = sorted(sampled, key=lambda group: (not informative[group], group))
+    flat = [reward for group in groups for reward in group]
+    if all(math.isnan(reward) for reward in flat[: rounds * WANTED * SIZE]):
+        return  # the step ends the run
+    order = random.Random(seed)
+    taken, prompts = sample(flat, MAX_ROUNDS, delay=lambda: order.randrange(6), engines=engines)
+    expected = sorted(ranked[:WANTED])
+    assert taken.rollouts.groups[::SIZE].tolist() == expected
+    wanted = [flat[SIZE * group + member] for group in expected for member in range(SIZE)]
+    np.testing.assert_array_equal(taken.rewards.rewards, np.array(wanted, np.float32))
+    assert taken.metrics["rollout/rounds"] == rounds and prompts.num_taken == rounds * WANTED
+    assert taken.metrics["rollout/filler_groups"] == sum(not informative[group] for group in expected)
+    tasks = rounds * [5, 1]
+    assert sorted(taken.rewards.task_sequences) == sorted(tasks), "all tasks of a round are full but the last one"
+    assert [index for index, *_ in prompts.learned] == list(sampled), "the curriculum learns in the order of the prompts"

@@ -190,9 +190,9 @@ def test_under_staleness_the_gradient_is_that_of_the_decoupled_objective(batch, 
     logprobs = (torch.cat(batch.fields["logprobs"]) + 0.4 * torch.randn(TOKENS, generator=generator)).requires_grad_()
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
     loss = _run(objective, batch, {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}, cut)
-    known = [torch.cat(batch.fields["logprobs"]), rollout, torch.cat(batch.fields["advantages"])]
+    proximal, advantages = (torch.cat(batch.fields[name]).double() for name in ("logprobs", "advantages"))
     lengths = [completion for _, completion in LENGTHS]
-    losses = decoupled(*(values.double() for values in (logprobs, *known)), lengths, mismatch)
+    losses = decoupled(logprobs.double(), proximal, rollout.double(), advantages, lengths, mismatch)
     expected = (losses * COUNTED).sum() / COUNTED.sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     (found,) = torch.autograd.grad(loss, logprobs)

@@ -1,4 +1,4 @@
-"""The table of docs/features.md, read off the family registry and the recipe's sections, so that it follows the code.
+"""The table of docs/architecture.md, read off the family registry and the recipe's sections, so that it follows the code.
 
 `python -m tests.recipe.feature_table` prints it; test_features.py compares it with the page.
 """
@@ -78,7 +78,7 @@ def features() -> list[Feature]:
 
 
 def markdown(rows: list[Feature]) -> str:
-    """The table as docs/features.md has it."""
+    """The table as docs/architecture.md has it."""
     lines = ["| feature | recipe key | supported |", "| --- | --- | --- |"]
     return "\n".join([*lines, *(f"| {row.area} | {f'`{row.key}`' if row.key else ''} | {row.values} |" for row in rows)])
 

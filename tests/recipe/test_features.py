@@ -1,4 +1,4 @@
-"""The feature table says what the code supports: it is read off the code, and docs/features.md repeats it."""
+"""The feature table says what the code supports: it is read off the code, and docs/architecture.md repeats it."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ from tests.megatron import test_golden as test_engine_golden
 from tests.recipe.feature_table import features, markdown
 from tests.tiny_models import save_tiny_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
 
 
 def test_the_page_has_the_table_of_the_code():
-    assert markdown(features()) in PAGE, "write what `python -m tests.recipe.feature_table` prints into docs/features.md"
+    assert markdown(features()) in PAGE, "write what `python -m tests.recipe.feature_table` prints into docs/architecture.md"
 
 
 def test_every_supported_family_has_a_golden_test(tmp_path):

@@ -256,6 +256,18 @@ STREAMS: dict[str, tuple[list[str], str | None, list[str]]] = {
     "one choice of experts, begun again": ([*REPLAY_EXPERTS, ABORT], None, []),
     "fixed batches": ([*AHEAD, "rollout.replay=."], "rollout.max_staleness", ["fixed batch", "nearest: 0, or remove"]),
     "batches to fix": ([*AHEAD, "run.dump_rollouts=true"], "run.dump_rollouts", ["knows no staleness", "nearest: false"]),
+    "values of parts": (["phases.critic_value.start=early"], None, []),
+    "values of parts of what is sampled ahead": (
+        [*AHEAD, "phases.critic_value.start=early"], "phases.critic_value.start", ["sampled ahead", "nearest: whole"]
+    ),
+    "parts on the engines' GPUs": (
+        [ON_GPUS, "phases.critic_value.start=early"], "phases.critic_value.start", ["take turns", "nearest: whole"]
+    ),
+    "parts of ten groups": (
+        ["phases.rollout.prompts=10", "phases.critic_update.mini_batch=20", "phases.actor_update.mini_batch=10",
+         "phases.critic_value.start=early"],
+        "phases.critic_value.start", ["no 4 equal parts", "nearest: whole"]
+    ),
     "steps to abandon": ([*AHEAD, "run.preemption=abandon"], "run.preemption", ["before each step", "nearest: finish, or"]),
 }  # fmt: skip
 

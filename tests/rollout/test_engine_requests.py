@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl.data.sample import Sample
+from megarl.recipe.device_section import CPU_BLOCK
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import GroupResult, Partial
@@ -27,6 +28,7 @@ VERSION = 50  # of the weights `engines.old`, which all engines here have
 PROMPT_TOKENS = 20
 NEW_TOKENS = 100
 TRIES = 200
+BLOCK_BYTES = CPU_BLOCK * 2 * 2 * 2 * 32 * 4  # of the cache: keys and values of 2 layers with 2 heads of 32 float32
 
 
 class Client:
@@ -167,25 +169,34 @@ def test_a_dropped_group_is_forgotten_and_others_go_on(engines: Engines, clients
 
 
 def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: None, tmp_path: Path) -> None:
-    """They are those of transformers, whether a completion was cut or had finished when its group was."""
+    """They are those of transformers, whether a completion was cut, had finished when its group was cut, or was preempted,
+    as the cache has blocks for two of three completions. What nobody takes is not kept."""
     model = save_model(tmp_path, "qwen3_moe", True, 0)
-    values = recipe(model, max_new_tokens=40).model_dump()
+    values = recipe(model, max_new_tokens=40, kv_cache_bytes=5 * BLOCK_BYTES).model_dump()
     values["data"]["max_prompt_tokens"], values["actor"]["router_replay"] = PROMPT_TOKENS, True
     pool = EnginePool(recipe(model).model_validate(values), str(model), (), seed=3)
     pool.start()
     try:
         client = Client(pool.engines[0])
+        [preempted] = client.sample(client.request(members=3))
+        report = client.call("report")
+        assert report.num_preempted > 0 and client.call("report").num_preempted == 0
         request = client.request(members=3)
         client.cut_in_the_middle(request)
         [first] = client.take([request])
         whole = [first.sample(member).completion for member in range(3)]
-        finished = Partial(
-            *(getattr(whole[0], name) for name in ("token_ids", "logprobs", "versions")), "length", whole[0].routing
-        )
+        finished = Partial(whole[0].token_ids, whole[0].logprobs, whole[0].versions, "length", whole[0].routing)
         begun = [Partial(done.token_ids[:9], done.logprobs[:9], done.versions[:9]) for done in whole[1:]]
         [second] = client.sample(replace(request, partials=(finished, *begun)))
-        for sample in samples(first, second).values():
+        assert sum(request.tokens for request in client.call("report").requests) == 3 * 40 + 2 * 31
+        for sample in samples(preempted, first, second).values():
             assert np.array_equal(sorted_experts(sample.completion.routing), huggingface_experts(model, sample))
+        client.cut_in_the_middle(dropped := client.request(members=1))
+        client.call("drop", [dropped.position])
+        client.call("score", [np.arange(5, dtype=np.int32)])
+        for name in ("canary-1", *(f"{dropped.position}-0-{attempt}" for attempt in range(1, 5))):
+            with pytest.raises(Exception, match=name):
+                client.call("_every_worker", "megarl_take_routing", [name], [])
     finally:
         pool.shutdown()
 

@@ -3,6 +3,7 @@ observation's own, and limits, failures and seeds are as the recipe has them."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -21,14 +22,8 @@ from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment import SHORT_ERROR
 from megarl.rollout.environment_workers import Reply, Reset, Step
-from megarl.rollout.episodes import Episodes, check_tool_role
-from megarl.rollout.groups import (
-    EpisodeFacts,
-    GroupFacts,
-    GroupResult,
-)
-from megarl.rollout.pool import Arrivals, EnginePool
-from tests.rollout_cases import Reference
+from megarl.rollout.episodes import Episode, Episodes, check_tool_role
+from megarl.rollout.groups import EpisodeFacts, GroupResult
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
 
@@ -50,21 +45,25 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 
 class Scripted:
-    """In the place of the workers: answers by `answer(sample, question)`."""
+    """In the place of the workers: answers by `answer(sample, question)`, after `delay()` rounds of the loop."""
 
-    def __init__(self, answer: Callable[[int, Reset | Step], Reply]) -> None:
-        self._answer, self.ended = answer, []  # type: ignore[var-annotated]
+    def __init__(self, answer: Callable[[int, Reset | Step], Reply], delay: Callable[[], int] = lambda: 0) -> None:
+        self._answer, self._delay, self.ended = answer, delay, []  # type: ignore[var-annotated]
         self.heard: list[tuple[int, Reset | Step]] = []
 
-    def ask(self, number: int, episode: Any, question: Reset | Step) -> Any:
+    async def ask(self, number: int, question: Reset | Step) -> Reply:
+        await rounds(self._delay())
         self.heard.append((number, question))
-        return len(self.heard) - 1
-
-    def reply(self, reference: Any) -> Reply:
-        return self._answer(*self.heard[reference])
+        return self._answer(number, question)
 
     def end(self, episodes: Any) -> None:
         self.ended += list(episodes)
+
+
+async def rounds(number: int) -> None:
+    """Let other work of the loop go first."""
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], **changes: Any) -> Any:
@@ -80,7 +79,7 @@ def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], *
         tokenizer=tokenizer,
         observations=Observations(tokenizer, recipe.data, VOCAB),
         workers=Scripted(answer),
-        rounds=itertools.count(),
+        numbers=itertools.count(),
     )
 
 
@@ -102,88 +101,78 @@ def result(request: GroupRequest, tokens: Sequence[int], version: int = 0) -> Gr
 
 
 def play(
-    given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: Callable[[int, int], list[int]]
-) -> Episodes:
-    """All of it, as the pool does; `policy(sample, turn)` is what is sampled. Keeps the requests of each turn."""
-    episodes = Episodes(given, groups, DRAW, engines=1)
+    given: Any,
+    groups: Sequence[tuple[Prompt, int, float | None]],
+    policy: Callable[[int, int], list[int]],
+    delay: Callable[[], int] = lambda: 0,
+) -> list[Episodes]:
+    """Play all groups at the same time, as the stream does; `policy(sample, turn)` is what is sampled. Keeps the requests of
+    each turn in `given.requests`, by sample."""
+    played = [Episodes(given, prompt, size, temperature, DRAW) for prompt, size, temperature in groups]
     given.requests = []
-    for asked in episodes.begin():
-        episodes.answered(asked)
-    turn = 0
-    while requests := episodes.requests(0):
-        given.requests.append(requests)
-        for number, request in requests.items():
-            for asked in episodes.sampled(number, result(request, policy(number, turn), version=turn)):
-                assert episodes.waits(0)
-                episodes.answered(asked)
-        assert not episodes.waits(0)
-        turn += 1
-    episodes.close()
-    assert len(given.workers.ended) == len(episodes.episodes)
-    return episodes
 
+    async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
+        await rounds(delay())
+        if len(given.requests) == episode.turns:
+            given.requests.append({})
+        given.requests[episode.turns][episode.number] = request
+        return result(request, policy(episode.number, episode.turns), version=episode.turns)
 
-class Shuffled(Arrivals):
-    """Calls answer in any order."""
+    async def play_all() -> None:
+        await asyncio.gather(*(episodes.play(generate) for episodes in played))
 
-    def __init__(self) -> None:
-        self._answered, self._random = [], random.Random(5)  # type: ignore[assignment,var-annotated]
-
-    def expect(self, references: Any) -> Any:
-        self._answered.extend(references)  # type: ignore[attr-defined]
-        return references
-
-    def next(self, timeout_s: float) -> Any:
-        return self._answered.pop(self._random.randrange(len(self._answered)))  # type: ignore[attr-defined,arg-type]
-
-
-class Sampler:
-    """In the place of an engine's handle."""
-
-    def __init__(self, index: int, policy: Callable[[int, int], list[int]]) -> None:
-        self.settings, self._policy, self.turns = SimpleNamespace(index=index), policy, []  # type: ignore[var-annotated]
-
-    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
-        if method == "submit":
-            self.turns.append({request.position: request for request in arguments[0]})
-            return Reference(None)
-        turn = len(self.turns) - 1
-        (position,) = arguments
-        given = result(self.turns[turn][position], self._policy(position, turn), version=turn)
-        return Reference(GroupFacts.of(given)), Reference(given)
-
-    def get(self, reference: Any, phase: str) -> Any:
-        return reference.said
-
-
-def run(given: Any, groups: Sequence[tuple[Prompt, int, float | None]], policy: Callable[[int, int], list[int]]) -> Any:
-    """All of it, by the pool, on two engines; the episodes, and what each engine was asked turn by turn."""
-    ask, reply = given.workers.ask, given.workers.reply
-    given.workers.ask = lambda *question: Reference(ask(*question))
-    given.workers.reply = lambda reference: reply(reference.said)
-    pool: Any = EnginePool.__new__(EnginePool)
-    pool._recipe, pool.engines = given.recipe, [Sampler(index, policy) for index in range(2)]
-    episodes = Episodes(given, groups, DRAW, engines=2)
-    pool._run({0: {}, 1: {}}, 1, episodes)
-    asked = [{number: (one.seeds, one.prompt_ids.tolist()) for number, one in turn.items()}
-             for engine in pool.engines for turn in engine.turns]  # fmt: skip
-    return episodes, asked
+    try:
+        asyncio.run(play_all())
+    finally:
+        numbers = [episode.number for episodes in played for episode in episodes.episodes]
+        assert sorted(given.workers.ended) == numbers == list(range(len(numbers))), "each environment is ended once"
+    return played
 
 
 def policy_of(sample: int, turn: int) -> list[int]:
     return [5 + sample % 7, 6 + turn, END]
 
 
-def test_who_answers_first_changes_nothing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_answers_first_changes_nothing(tokenizer: Any) -> None:
     groups: list[Any] = [(prompt, 4, None) for prompt in prompts(tokenizer, 4)]
-    first, asked = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
-    monkeypatch.setattr("megarl.rollout.pool.Arrivals", Shuffled)
-    other, shuffled = run(environments(tokenizer, says("ok", "go")), groups, policy_of)
-    assert asked == shuffled
-    for position, found in first.results().items():
-        also = other.results()[position]
-        assert found.token_ids.tolist() == also.token_ids.tolist() and found.finish_reasons == also.finish_reasons
-        assert found.logprobs.tolist() == also.logprobs.tolist() and found.own.tolist() == also.own.tolist()
+    generator = random.Random(5)
+    orders, asked, results = [], [], []
+    for delay in (lambda: 0, lambda: generator.randrange(9)):
+        given = environments(tokenizer, says("ok", "go"))
+        given.workers = Scripted(says("ok", "go"), delay)
+        played = play(given, groups, policy_of, delay)
+        orders.append([number for number, _ in given.workers.heard])
+        asked.append([{n: (turn[n].seeds, turn[n].prompt_ids.tolist()) for n in sorted(turn)} for turn in given.requests])
+        results.append([episodes.result() for episodes in played])
+    assert orders[0] != orders[1] and orders[1] != sorted(orders[1]), "answers come in another order"
+    assert asked[0] == asked[1] and len(asked[0]) == 3
+    for first, other in zip(*results, strict=True):
+        assert first.token_ids.tolist() == other.token_ids.tolist() and first.finish_reasons == other.finish_reasons
+        assert first.logprobs.tolist() == other.logprobs.tolist() and first.own.tolist() == other.own.tolist()
+        assert first.versions.tolist() == other.versions.tolist()
+
+
+def test_an_episode_goes_on_while_others_wait(tokenizer: Any) -> None:
+    """The first episode is played to its end before any other's first turn is answered."""
+    given = environments(tokenizer, says("ok", "go"))
+    episodes = Episodes(given, prompts(tokenizer)[0], 3, None, DRAW)
+    order = []
+
+    async def play_first() -> None:
+        first_is_over = asyncio.Event()
+
+        async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
+            if episode.number > 0:
+                await first_is_over.wait()
+            order.append((episode.number, episode.turns))
+            if (episode.number, episode.turns) == (0, 2):
+                first_is_over.set()
+            return result(request, [5, END])
+
+        await asyncio.wait_for(episodes.play(generate), 60)
+
+    asyncio.run(play_first())
+    assert order[:3] == [(0, 0), (0, 1), (0, 2)] and len(order) == 9
 
 
 def says(*texts: str, reward: float = 0.0) -> Callable[[int, Reset | Step], Reply]:
@@ -213,8 +202,8 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
     between = [ids(tokenizer, "ok="), ids(tokenizer, "go=")]
     whole = [*sampled[0], *between[0], *sampled[1], *between[1], *sampled[2]]
     marks = [1] * 4 + [0] * 3 + [1] * 3 + [0] * 3 + [1] * 2
-    for position, played in episodes.results().items():
-        prompt = groups[position][0]
+    for (prompt, _, _), group in zip(groups, episodes, strict=True):
+        played = group.result()
         assert played.group == prompt.index and played.finish_reasons == ("stop", "stop")
         assert played.lengths.tolist() == [len(whole)] * 2
         for member in range(2):
@@ -233,7 +222,7 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
             assert request.seeds == (request_seed(SEED, DRAW, 10 + number // 2, number % 2, turn),)
     seeds = {request.seeds for requests in given.requests for request in requests.values()}
     assert len(seeds) == 12, "each turn of each episode draws by itself"
-    facts = episodes.facts(range(2))
+    facts = EpisodeFacts.joined([group.facts() for group in episodes])
     assert facts.rewards.tolist() == [1.5] * 4 and facts.turns.tolist() == [3] * 4 and facts.done.all()
     steps = [question.text for _, question in given.workers.heard if isinstance(question, Step)]
     assert steps[0] == tokenizer.decode([5, one, two]), "the environment hears the turn without the token that ended it"
@@ -241,7 +230,7 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
 
 def test_a_turn_that_was_cut_gets_the_template_s_end(tokenizer: Any) -> None:
     given = environments(tokenizer, says("ok"))
-    played = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6, 7, 8]).results()[0]
+    played = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6, 7, 8])[0].result()
     assert played.token_ids.tolist() == [5, 6, 7, 8, END, *ids(tokenizer, "ok="), 5, 6, 7, 8]
     assert played.own.astype(int).tolist() == [1] * 4 + [0] * 4 + [1] * 4  # type: ignore[union-attr]
 
@@ -249,12 +238,12 @@ def test_a_turn_that_was_cut_gets_the_template_s_end(tokenizer: Any) -> None:
 def test_an_episode_is_truncated_where_turns_or_tokens_are_over(tokenizer: Any) -> None:
     prompt = [(prompts(tokenizer)[0], 1, None)]
     given = environments(tokenizer, says("a", "b", "c", "d"))
-    played = play(given, prompt, lambda sample, turn: [5, END]).results()[0]
+    played = play(given, prompt, lambda sample, turn: [5, END])[0].result()
     assert played.finish_reasons == ("length",) and len(given.requests) == 3, "turns"
     assert played.token_ids.tolist()[-2:] == [5, END], "nothing is observed that no turn follows"
     # 4 tokens of the first turn, 2 observed, and room for 3 more; then none.
     given = environments(tokenizer, says("a", "b", "c"), max_episode_tokens=9)
-    played = play(given, prompt, lambda sample, turn: [[5, 6, 7, END], [8, 9, 10]][turn]).results()[0]
+    played = play(given, prompt, lambda sample, turn: [[5, 6, 7, END], [8, 9, 10]][turn])[0].result()
     assert [request[0].max_new_tokens for request in given.requests] == [4, 3]
     assert played.lengths.tolist() == [9] and played.finish_reasons == ("length",)
 
@@ -264,11 +253,12 @@ def test_greedy_episodes_begin_as_those_of_their_group_and_end_with_them(tokeniz
     given = environments(tokenizer, says("ok"))
     groups: list[tuple[Prompt, int, float | None]] = [(first, 2, None), (second, 2, None), (first, 1, 0.0), (second, 1, 0.0)]
     episodes = play(given, groups, lambda sample, turn: [5 + sample, END])
-    assert [request.temperature for request in given.requests[0].values()] == [None] * 4 + [0.0] * 2
-    seeds = [question.seed for _, question in given.workers.heard if isinstance(question, Reset)]
+    assert [given.requests[0][number].temperature for number in range(6)] == [None] * 4 + [0.0] * 2
+    resets = {number: question for number, question in given.workers.heard if isinstance(question, Reset)}
+    seeds = [resets[number].seed for number in range(6)]
     assert seeds[0] == seeds[1] == seeds[4] != seeds[2] == seeds[3] == seeds[5], "a prompt's environments begin alike"
-    assert episodes.facts(range(2, 4)).turns.tolist() == [2, 2] and set(episodes.results()) == {0, 1, 2, 3}
-    assert episodes.take_num_ended() == 6 and episodes.take_num_ended() == 0
+    assert [group.facts().turns.tolist() for group in episodes] == [[2, 2], [2, 2], [2], [2]]
+    assert [group.result().group for group in episodes] == [10, 11, 10, 11]
 
 
 def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) -> None:
@@ -278,12 +268,12 @@ def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) 
         return Reply(reward=1.0, done=True)
 
     given = environments(tokenizer, answer)
-    episodes = play(given, [(prompts(tokenizer)[0], 3, None)], lambda sample, turn: [5, END])
-    played = episodes.results()[0]
+    (episodes,) = play(given, [(prompts(tokenizer)[0], 3, None)], lambda sample, turn: [5, END])
+    played = episodes.result()
     assert played.prompt_ids.tolist() == ids(tokenizer, "what=")
     assert all(request.prompt_ids.tolist() == ids(tokenizer, "what=") for request in given.requests[0].values())
     assert played.finish_reasons == ("failed", "stop", "stop"), "it samples one turn, which does not count"
-    assert np.isnan(episodes.facts(range(1)).rewards).tolist() == [True, False, False]
+    assert np.isnan(episodes.facts().rewards).tolist() == [True, False, False]
 
 
 BAD = {
@@ -306,8 +296,8 @@ def test_a_failure_behind_a_turn_is_scored_another_one_masked_and_either_may_end
         return reply if number == 1 else Reply(reward=1.0, done=True)
 
     groups: list[Any] = [(prompts(tokenizer)[0], 2, None)]
-    episodes = play(environments(tokenizer, answer), groups, lambda sample, turn: [5, END])
-    facts = episodes.facts(range(1))
+    (episodes,) = play(environments(tokenizer, answer), groups, lambda sample, turn: [5, END])
+    facts = episodes.facts()
     name = "rows line 0: environment tests.environments:Counting, member 1 of prompt 10, behind turn 1: "
     assert facts.failures.tolist()[0] == "" and facts.failures.tolist()[1].startswith(name)
     assert said in facts.failures.tolist()[1] and facts.causes.tolist() == ["", cause]
@@ -316,7 +306,7 @@ def test_a_failure_behind_a_turn_is_scored_another_one_masked_and_either_may_end
     metrics = add_episodes(scored, facts).metrics()
     assert metrics["reward/num_masked"] == metrics["reward/num_masked_environment"] == (not cause)
     assert not cause or metrics[f"reward/num_zero_{cause}"] == 1
-    assert episodes.results()[0].finish_reasons == ("stop", "failed")
+    assert episodes.result().finish_reasons == ("stop", "failed")
     with pytest.raises(RolloutError, match=f"rows line 0: .*{said}.*environment.on_error: mask"):
         play(environments(tokenizer, answer, on_error="stop"), groups, lambda sample, turn: [5, END])
 
@@ -330,8 +320,8 @@ def test_resets_that_differ_within_a_group_are_a_failure(tokenizer: Any, first: 
             return Reply(None if given is None else [{"role": "user", "content": given}])
         return Reply(done=True)
 
-    episodes = play(environments(tokenizer, answer), [(prompts(tokenizer)[0], 2, None)], lambda sample, turn: [5, END])
-    failures = episodes.facts(range(1)).failures.tolist()
+    (episodes,) = play(environments(tokenizer, answer), [(prompts(tokenizer)[0], 2, None)], lambda sample, turn: [5, END])
+    failures = episodes.facts().failures.tolist()
     assert failures[0] == ""
     if first is second is None:
         assert failures[1] == ""

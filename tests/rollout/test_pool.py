@@ -1,19 +1,17 @@
-"""Which engines rank 0 restarts, which it streams to again, and when it gives up; with scripted engines."""
+"""Which engines rank 0 restarts, to which it sends weights again, and when it gives up; with scripted engines."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.rollout import EngineDied, RolloutError, handle
-from megarl.rollout.engine import EngineProcess, GroupRequest
+from megarl.rollout.engine import EngineProcess
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
@@ -139,21 +137,6 @@ def test_what_an_engine_leaves_behind_is_removed_on_its_node(monkeypatch: pytest
     assert asked == ["here", "there"]
 
 
-def test_a_turn_that_an_engine_does_again_has_a_deadline_of_its_own(pools: Pools) -> None:
-    """It died between two turns, where it is asked for the next one."""
-    said = [DEAD, "queued"]
-
-    class Answering(Scripted):
-        def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
-            return said.pop(0) if method == "submit" else ("facts", "tokens")
-
-    pool = pools(Answering(0, [], []))
-    pool._deadline = 0.0
-    calls = pool._submit(pool.engines[0], {0: GroupRequest(0, 0, np.zeros(3, np.int32), (1,))})
-    assert list(calls) == ["facts"] and pool.engines[0].restarts == 1
-    assert pool._deadline > time.monotonic(), "the one before has passed while it was started again"
-
-
 def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
 
@@ -178,6 +161,6 @@ def test_an_engine_that_dies_while_it_falls_asleep_is_left_to_the_sync() -> None
     def one(turns: bool, name: str) -> Any:
         return SimpleNamespace(settings=SimpleNamespace(takes_turns=turns), call=lambda method: f"{name} {method}", get=ends)
 
-    pool: Any = SimpleNamespace(_engines=[one(True, "a"), one(False, "b"), one(True, "c")])
+    pool: Any = SimpleNamespace(engines=[one(True, "a"), one(False, "b"), one(True, "c")])
     EnginePool.rest(pool)
     assert called == ["a sleep", "c sleep"]

@@ -39,7 +39,7 @@ def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
     whole = np.concatenate([_routing(samples[s]) for s in range(4)])
     assert np.array_equal(whole, np.concatenate([group.routing for group in groups if group.routing is not None]))
     payload = SimpleNamespace(fetch=lambda wanted: {s: samples[s] for s in wanted})
-    batch = RolloutBatch.of([GroupFacts.of(group) for group in groups], payload, RolloutExecuted(2, 2, 4))
+    batch = RolloutBatch.of([GroupFacts.of(group) for group in groups], payload, RolloutExecuted(2, 2, 4), {})
     found = FilePayload(str(dump_rollout(tmp_path, 1, batch))).fetch([3, 0, 1, 2])
     for s, sample in samples.items():
         assert np.array_equal(_routing(found[s]), _routing(sample)), s
@@ -56,7 +56,7 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     group = _group(0, 4, [2, 2], np.random.default_rng(0))
     plain = GroupResult(**{**vars(group), "routing": None})
     payload = SimpleNamespace(fetch=lambda wanted: {s: plain.sample(s) for s in wanted})
-    batch = RolloutBatch.of([GroupFacts.of(plain)], payload, RolloutExecuted(1, 2, 4))
+    batch = RolloutBatch.of([GroupFacts.of(plain)], payload, RolloutExecuted(1, 2, 4), {})
     file = dump_rollout(tmp_path, 1, batch)
     assert FilePayload(str(file)).fetch([1])[1].completion.routing is None
     ReplayPool(str(tmp_path), 2, 4).start()

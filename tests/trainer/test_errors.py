@@ -53,7 +53,7 @@ def said_before_engines_start(recipe):
         pass
 
     with (
-        mock.patch.object(run, "open_pool", side_effect=BeginsEngines),
+        mock.patch.object(run, "EnginePool", side_effect=BeginsEngines),
         mock.patch.object(run.logger, "warning") as warning,
         pytest.raises(BeginsEngines),
     ):

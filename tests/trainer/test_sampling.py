@@ -1,8 +1,8 @@
 """Dynamic sampling in whole runs: groups without a signal are replaced, each sequence is scored once, and a resume goes on
 at the exact prompt."""
 
+import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,13 +10,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megarl.data.sample import Completion, Prompt, Sample
+from megarl.data.sample import Prompt
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.groups import RolloutBatch, RolloutExecuted
+from megarl.reward.verifiers import TextScore
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.groups import GroupResult
+from megarl.rollout.stream import RolloutStream
 from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
 from tests.rewards import rarely
 from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.stream_cases import ScriptedPool, ScriptedScorer
 
 STEPS, PROMPTS, SIZE, MAX_ROUNDS = 3, 4, 2, 3
 SALT = 40  # of draws by which one step needs one round, one needs two, and one three and fillers
@@ -31,68 +35,56 @@ CHANGES: dict[str, Any] = {
 }
 
 
-class Drawn:
-    """Completions of some prompts: a function of the step, the prompt and the member."""
-
-    def __init__(self, prompts: Sequence[Prompt], step: int) -> None:
-        self.prompts, self.step = prompts, step
-
-    def fetch(self, sample_ids: Any) -> dict[int, Sample]:
-        return {s: self.sample(s) for s in sample_ids}
-
-    def sample(self, s: int) -> Sample:
-        prompt = self.prompts[s // SIZE]
-        tokens = draw(self.step, prompt.index, s % SIZE)
-        logprobs, versions = np.full(len(tokens), -4.0, np.float32), np.zeros(len(tokens), np.int64)
-        return Sample(prompt.index, prompt.token_ids, Completion(tokens, logprobs, "stop", versions))
-
-
 def draw(step: int, prompt: int, member: int) -> np.ndarray:
     generator = np.random.default_rng([SALT, step, prompt, member])
     return generator.integers(2, 97, generator.integers(1, 13)).astype(np.int32)
 
 
-def generate(_: Any, prompts: Sequence[Prompt], step: int, resync: Any = None) -> RolloutBatch:
-    """In the place of engines: as many rounds as are asked for."""
-    samples = [Drawn(prompts, step).sample(s) for s in range(len(prompts) * SIZE)]
-    return RolloutBatch(
-        payload=Drawn(prompts, step),
-        groups=np.array([sample.group for sample in samples]),
-        prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
-        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
-        finish_reasons=["stop"] * len(samples),
-        first_version=np.zeros(len(samples), int),
-        last_version=np.zeros(len(samples), int),
-        executed=RolloutExecuted(len(prompts), SIZE, 64),
-    )
+def complete(request: GroupRequest, step: int) -> GroupResult:
+    """In the place of an engine: the completions of a prompt are a function of the step, the prompt and the member."""
+    drawn = [draw(step, request.group, member) for member in range(SIZE)]
+    tokens = np.concatenate(drawn)
+    logprobs, versions = np.full(len(tokens), -4.0, np.float32), np.zeros(len(tokens), np.int64)
+    lengths, reasons = np.array([len(one) for one in drawn], np.int32), ("stop",) * SIZE
+    return GroupResult(request.group, request.prompt_ids, tokens, logprobs, lengths, reasons, versions)
 
 
-def train_sampling(recipe: str, resume: bool) -> int:
-    """A run without engines, which `check` would not let sample; the sequences that were scored."""
-    from megarl.build import train
+def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
+    """A run with scripted engines, which answer in an order drawn from `answers_late`, and no Ray; the sequences that were
+    scored."""
+    from megarl import build
     from megarl.recipe import load_recipe
     from megarl.recipe.algorithm_section import DynamicSamplingSection
-    from megarl.reward.workers import RewardWorkers
     from megarl.rollout.replay import ReplayPool
     from megarl.telemetry.run_directory import Resume
-
-    scored = []
-    score = RewardWorkers.score
-
-    def counted(workers: Any, payload: Any, prompts: Any, num_sequences: int, group_size: int) -> Any:
-        scored.append(num_sequences)
-        return score(workers, payload, prompts, num_sequences, group_size)
 
     loaded = load_recipe(recipe)
     sampling = {"dynamic_sampling": DynamicSamplingSection(max_rounds=MAX_ROUNDS)}
     loaded = loaded.model_copy(update={"algorithm": loaded.algorithm.model_copy(update=sampling)})
+    tokenizer = load_tokenizer(loaded.model.path)
+
+    def score(prompt: Prompt, member: int, tokens: Any) -> TextScore:
+        ids = tokens.result.sample(member).completion.token_ids.tolist()
+        return TextScore({"rarely": rarely(tokenizer.decode(ids, skip_special_tokens=True), prompt)})
+
+    scorer, order = ScriptedScorer(score), random.Random(answers_late)
+    streams: list[RolloutStream] = []
+
+    def open_stream(recipe: Any, pool: Any, prompts: Any, rewards: Any) -> RolloutStream:
+        """In the place of a replay, which stands for engines in the recipe."""
+        scripted: Any = ScriptedPool(lambda request: complete(request, streams[0]._step), 2, lambda: order.randrange(9))
+        streams.append(RolloutStream(recipe, scripted, recipe.run.seed, prompts, rewards))
+        return streams[0]
+
     with (
         mock.patch.object(ReplayPool, "start", lambda _: None),
-        mock.patch.object(ReplayPool, "generate", generate),
-        mock.patch.object(RewardWorkers, "score", counted),
+        mock.patch.object(build, "ReplayStream", open_stream),
+        mock.patch("megarl.reward.workers.Scorer", lambda *_: scorer),
     ):
-        train(loaded, Resume.of(resume, False))
-    return sum(scored)
+        build.train(loaded, Resume.of(resume, False))
+    for stream in streams:
+        stream.close()
+    return scorer.num_scored
 
 
 def expected(folder: Path) -> list[dict[str, Any]]:
@@ -118,12 +110,12 @@ def expected(folder: Path) -> list[dict[str, Any]]:
 def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_the_exact_prompt(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     changes = CHANGES | {"rollout__replay": str(tmp_path)}
-    scored = run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "whole", False, 2, 1, 1, STEPS, **changes)), False)
+    scored = run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "whole", False, 2, 1, 1, STEPS, **changes)), False, 1)
     runs = tmp_path / "runs"
     shutil.copytree(runs / "whole", runs / "cut")
     for undone in range(2, STEPS + 1):
         shutil.rmtree(runs / "cut" / "checkpoints" / f"step-{undone:06d}")
-    run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "cut", False, 2, 1, 1, STEPS, **changes)), True)
+    run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "cut", False, 2, 1, 1, STEPS, **changes)), True, 2)
     whole, wanted = metrics_of(tmp_path, "whole"), expected(tmp_path)
     assert metrics_of(tmp_path, "cut") == whole
     assert scored == [PROMPTS * SIZE * sum(step["rounds"] for step in wanted), 0], "each sequence once, on rank 0"

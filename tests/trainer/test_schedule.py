@@ -148,12 +148,12 @@ def train_with_other_sizes(recipe, where):
 
     generate, start = ReplayPool.generate, RewardWorkers.__init__
 
-    def other_rollout(pool, prompts, step, resync=None):
+    def other_rollout(pool, prompts, step):
         pool._max_concurrent = 7
-        return generate(pool, prompts, step, resync)
+        return generate(pool, prompts, step)
 
-    def fewer_prompts(pool, prompts, step, resync=None):
-        batch = generate(pool, prompts, step, resync)
+    def fewer_prompts(pool, prompts, step):
+        batch = generate(pool, prompts, step)
         return replace(batch, executed=replace(batch.executed, prompts=3))
 
     def other_rewards(workers, specs, path, stops, section, **more):
@@ -199,9 +199,9 @@ def train_drifting(recipe):
     forward = Trainer._forward
 
     def drifting(trainer, plan, batch, name):
-        results, batch, metrics = forward(trainer, plan, batch, name)
-        shifts = [OFFSET if sample < len(results) // 2 else 0.0 for sample in range(len(results))]
-        return [one - shift for one, shift in zip(results, shifts, strict=True)], batch, metrics
+        ran = forward(trainer, plan, batch, name)
+        shifts = [OFFSET if sample < len(ran.results) // 2 else 0.0 for sample in range(len(ran.results))]
+        return replace(ran, results=[one - shift for one, shift in zip(ran.results, shifts, strict=True)])
 
     with mock.patch.object(Trainer, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
         run(load_recipe(recipe), Resume.NEVER)
