@@ -179,7 +179,8 @@ class ClockHandle(EngineHandle):
 
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
         """As `EngineHandle.call`."""
-        return self._engines.call.options(num_returns=num_returns).remote(self.settings.index, method, *arguments)
+        remote = self._engines.call if num_returns == 1 else self._engines.call.options(num_returns=num_returns)
+        return remote.remote(self.settings.index, method, *arguments)
 
     def stop(self) -> None:
         """The next run starts it anew."""

@@ -126,6 +126,8 @@ class Admission:
 
     def _num_replaced(self) -> int:
         """Return how many groups start in the place of others that are not informative."""
+        if self._max_rounds == 1:
+            return 0
         if not self._staleness:
             return (self._rounds - 1) * self._per_step
         num_uninformative = sum(not group.is_informative for group in self._waiting.values())

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
@@ -42,25 +43,31 @@ class _Entry:
     answer: asyncio.Future[tuple[GroupFacts, Any]]
     restarts: int = 0
 
+    @property
+    def size(self) -> int:
+        return len(self.request.seeds)
+
 
 @dataclass
 class _Lane:
-    """An engine with its requests, and the most sequences that it may hold (None: any number). `timer` ends the run if the
-    engine finishes no request in time."""
+    """An engine with its requests, their cost and sequences, and the most sequences that it may hold (None: any number).
+    `timer` ends the run if the engine finishes no request in time."""
 
     engine: EngineHandle
     depth: float | None
-    entries: list[_Entry] = field(default_factory=list)
+    entries: dict[_Entry, None] = field(default_factory=dict)  # an ordered set
     is_live: bool = True
     timer: asyncio.TimerHandle | None = None
+    tokens: int = 0
+    num_sequences: int = 0
 
-    @property
-    def tokens(self) -> int:
-        return sum(entry.cost for entry in self.entries)
+    def add(self, entry: _Entry) -> None:
+        self.entries[entry] = None
+        self.tokens, self.num_sequences = self.tokens + entry.cost, self.num_sequences + entry.size
 
-    @property
-    def num_sequences(self) -> int:
-        return sum(len(entry.request.seeds) for entry in self.entries)
+    def remove(self, entry: _Entry) -> None:
+        del self.entries[entry]
+        self.tokens, self.num_sequences = self.tokens - entry.cost, self.num_sequences - entry.size
 
 
 class Router:
@@ -165,33 +172,36 @@ class Router:
         self._is_scheduled = False
         if self._is_paused:
             return
-        waiting = sorted((entry for entry in self._waiting if not entry.answer.done()), key=lambda entry: entry.is_last)
+        asked = [entry for entry in self._waiting if not entry.answer.done()]
+        waiting = deque(sorted(asked, key=attrgetter("is_last")))  # stable
         self._waiting.clear()
         batches: dict[int, list[_Entry]] = {}
-        for entry in waiting:
+        while waiting:
+            entry = waiting.popleft()
             index = self._choose(entry)
             if index is None:
                 self._waiting.append(entry)
-                continue
+                if self._sessions:
+                    continue  # the engine of a session takes its requests at once
+                break
             lane = self._lanes[index]
             entry.restarts = lane.engine.restarts
-            lane.entries.append(entry)
+            lane.add(entry)
             batches.setdefault(index, []).append(entry)
+        self._waiting += waiting
         for index, entries in batches.items():
             self._spawn(self._submit(self._lanes[index], entries), self._submissions)
         if self._waiting and self.unserved:
             self._on_unserved()
 
     def _choose(self, entry: _Entry) -> int | None:
-        live = {index: lane for index, lane in self._lanes.items() if lane.is_live}
         sticky = self._sessions.get(entry.session)
-        if sticky in live:
+        if sticky is not None and self._lanes[sticky].is_live:
             return sticky
-        size = len(entry.request.seeds)
         free = [
             (lane.tokens, index)
-            for index, lane in live.items()
-            if lane.depth is None or not lane.entries or lane.num_sequences + size <= lane.depth
+            for index, lane in self._lanes.items()
+            if lane.is_live and (lane.depth is None or not lane.entries or lane.num_sequences + entry.size <= lane.depth)
         ]
         if not free:
             return None
@@ -228,7 +238,7 @@ class Router:
         except Exception as error:  # as above
             self._fail([entry], error)
         if entry in lane.entries:  # else another engine has the request by now
-            lane.entries.remove(entry)
+            lane.remove(entry)
             if not entry.answer.done():
                 entry.answer.set_result((answer, tokens))
         self._renew_deadline(lane)
@@ -247,12 +257,13 @@ class Router:
             f"{lane.engine.name}: {len(lane.entries)} groups of step {step} not finished in phase rollout within "
             f"rollout.timeout_s = {self._timeout_s:g}"
         )
-        self._fail(lane.entries, EngineSilent(message))
+        self._fail([*lane.entries], EngineSilent(message))
 
     def _lose(self, lane: _Lane, restarts: int, cause: Exception) -> None:
         """Let other engines do what a dead engine was to do, and start the dead one again unless a sync did."""
         lost = [entry for entry in lane.entries if entry.restarts == restarts]
-        lane.entries = [entry for entry in lane.entries if entry.restarts != restarts]
+        for entry in lost:
+            lane.remove(entry)
         self._waiting.extendleft(reversed([entry for entry in lost if not entry.answer.done()]))
         self._renew_deadline(lane)
         if lane.is_live and lane.engine.restarts == restarts:
