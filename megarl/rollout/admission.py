@@ -1,26 +1,31 @@
 """Which groups start, and which a step trains on: what bounds the staleness of every token. Owns no clock and no I/O.
 
 With P groups a step and a `max_staleness` of S:
-- Groups are numbered in the order of their prompts. The n-th group that is kept starts only while n < (steps + 1 + S) * P.
+- Groups are numbered in the order of their prompts. The n-th group that is kept starts only while n < (steps + 1 + S) * P,
+  where `steps` are over and the engines have their weights.
 - Every group is taken by exactly one step, or removed for a reason that is counted.
-- A step takes every group that would be too old for the next one. Of all others it takes those that finished first, among
-  the first `window` that wait: a group is overtaken by fewer than `window` later ones.
+- A step takes the groups that finished first among the first `window` that wait, as far as no other group becomes too old
+  for that: each later step takes P groups, too.
 - With S = 0 a step takes the groups that started in it, in the order of their prompts.
+
+A group ages from the version that samples its first token, not while it waits for an engine.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass
 class _Waiting:
-    """A group that started and was not taken. `finished` is its number in the order of completion."""
+    """A group that started and was not taken. `version` is that of its first token, None until an engine has the group;
+    `finished` is its number in the order of completion."""
 
     number: int
-    step: int  # at its start, so that its oldest token is at most `steps - step` versions old
+    version: int | None = None
     is_sampled: bool = False
     finished: int | None = None
     is_informative: bool = True
@@ -29,15 +34,17 @@ class _Waiting:
 class Admission:
     """Counts groups from their start until a step takes them."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int, window: int, max_rounds: int = 1) -> None:
-        """With `max_rounds` above 1 groups without information are replaced, up to (max_rounds - 1) * P of them a step."""
+    def __init__(
+        self, groups_per_step: int, max_staleness: int, window: int, max_rounds: int = 1, num_steps: int | None = None
+    ) -> None:
+        """With `max_rounds` above 1 groups without information are replaced, up to (max_rounds - 1) * P of them a step.
+        `num_steps` is the last step of the run: no group starts that no step would take."""
         self._per_step, self._staleness, self._window = groups_per_step, max_staleness, window
-        self._max_rounds = max_rounds
+        self._max_rounds, self._num_steps = max_rounds, num_steps
         self._waiting: dict[int, _Waiting] = {}  # by number, in order
-        self._num_finished = 0
-        self._rounds = 1  # of this step, with S = 0
-        self._num_taken = 0  # steps that have taken their groups
-        self.steps = self.num_started = 0
+        self._num_finished = self._num_taken = 0  # groups; steps that have taken theirs
+        self.num_rounds = 1  # batches of groups that this step has started, with S = 0
+        self.steps = self.version = self.num_started = 0
         self.removed: Counter[str] = Counter()  # groups by reason
 
     @property
@@ -45,30 +52,37 @@ class Admission:
         """The numbers of the groups that started and were neither taken nor removed."""
         return list(self._waiting)
 
-    def begin_step(self) -> None:
-        """The steps that have taken their groups are over: from here on groups start with newer weights."""
-        self.steps = self._num_taken
+    def begin(self, version: int) -> None:
+        """The steps that have taken their groups are over: from here on engines sample with `version`."""
+        self.steps, self.version = self._num_taken, version
 
     def num_to_start(self) -> int:
         """Return how many groups may start now."""
-        allowed = (self.steps + 1 + self._staleness) * self._per_step + sum(self.removed.values())
-        return max(0, allowed + self._num_replaced() - self.num_started)
+        steps = self.steps + 1 + self._staleness
+        steps = steps if self._num_steps is None else min(steps, self._num_steps)
+        allowed = steps * self._per_step + sum(self.removed.values()) + self._num_replaced()
+        return max(0, allowed - self.num_started)
 
     def start(self) -> int:
         """Start the next group; return its number."""
         assert self.num_to_start() > 0, "a group starts that would be too old"
         number, self.num_started = self.num_started, self.num_started + 1
-        self._waiting[number] = _Waiting(number, self.steps)
+        self._waiting[number] = _Waiting(number)
         return number
 
-    def sampled(self, number: int) -> None:
-        """All completions of a group are there; its rewards are not."""
-        self._waiting[number].is_sampled = True
+    def send(self, number: int) -> None:
+        """An engine has the group."""
+        group = self._waiting[number]
+        group.version = self.version if group.version is None else group.version
+
+    def sampled(self, number: int, first_version: int) -> None:
+        """All completions of a group are there; its rewards are not. `first_version` is that of its oldest token."""
+        self._waiting[number].is_sampled, self._waiting[number].version = True, first_version
 
     def finish(self, number: int, is_informative: bool = True) -> None:
-        """A group can be trained on. One that is not informative waits as a last resort, and may be replaced."""
+        """A sampled group can be trained on. One that is not informative waits as a last resort, and may be replaced."""
         group = self._waiting[number]
-        group.is_sampled, group.finished, group.is_informative = True, self._num_finished, is_informative
+        group.finished, group.is_informative = self._num_finished, is_informative
         self._num_finished += 1
         self._begin_round()
 
@@ -79,23 +93,15 @@ class Admission:
         self._begin_round()
 
     @property
-    def num_rounds(self) -> int:
-        """Batches of groups that this step has started."""
-        return self._rounds
-
-    @property
     def is_sampled(self) -> bool:
         """Whether the next step waits for no completion any more, but for rewards at most."""
-        waiting = list(self._waiting.values())
-        if not all(group.is_sampled for group in waiting if self._is_due(group)):
-            return False
-        candidates = [group for group in waiting if group.finished is None or group.is_informative]
-        ready = sum(group.is_sampled for group in candidates[: self._window])
-        return ready >= self._per_step or all(group.is_sampled for group in waiting)
+        if all(group.is_sampled for group in self._waiting.values()):
+            return True
+        return self._staleness > 0 and len(self._pick(lambda group: group.is_sampled)) == self._per_step
 
     def take(self) -> tuple[list[int], list[int]] | None:
         """Take the groups of the next step. Returns their numbers, in order, and the numbers of groups that are removed as
-        they could only be trained on too late; None until there are enough."""
+        no step needs them or may have them; None until there are enough."""
         chosen = self._choose()
         if chosen is None:
             return None
@@ -105,12 +111,12 @@ class Admission:
         for group in dropped:
             del self._waiting[group.number]
             self.removed["too_old" if group.is_informative else "uninformative"] += 1
-        self._num_taken, self._rounds = self._num_taken + 1, 1
+        self._num_taken, self.num_rounds = self._num_taken + 1, 1
         return sorted(group.number for group in chosen), [group.number for group in dropped]
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as plain values, between two steps."""
-        waiting = [(group.number, group.step) for group in self._waiting.values()]
+        waiting = [(group.number, group.version) for group in self._waiting.values()]
         removed = dict(self.removed)
         return {"steps": self._num_taken, "num_started": self.num_started, "removed": removed, "waiting": waiting}
 
@@ -118,18 +124,16 @@ class Admission:
         """Continue where `state` was taken. All groups that waited have to finish again."""
         self.steps = self._num_taken = state["steps"]
         self.num_started, self.removed = state["num_started"], Counter(state["removed"])
-        self._waiting = {number: _Waiting(number, step) for number, step in state["waiting"]}
+        self._waiting = {number: _Waiting(number, version) for number, version in state["waiting"]}
 
     def _is_due(self, group: _Waiting) -> bool:
         """Whether the group would be too old for the step after the next."""
-        return group.step + self._staleness <= self.steps
+        return group.version is not None and group.version + self._staleness <= self.version
 
     def _num_replaced(self) -> int:
         """Return how many groups start in the place of others that are not informative."""
-        if self._max_rounds == 1:
-            return 0
         if not self._staleness:
-            return (self._rounds - 1) * self._per_step
+            return (self.num_rounds - 1) * self._per_step
         num_uninformative = sum(not group.is_informative for group in self._waiting.values())
         return min(num_uninformative, (self._max_rounds - 1) * self._per_step)
 
@@ -138,21 +142,45 @@ class Admission:
         if self._staleness or any(group.finished is None for group in self._waiting.values()):
             return
         num_informative = sum(group.is_informative for group in self._waiting.values())
-        if num_informative < self._per_step and not self.num_to_start() and self._rounds < self._max_rounds:
-            self._rounds += 1
+        if num_informative < self._per_step and not self.num_to_start() and self.num_rounds < self._max_rounds:
+            self.num_rounds += 1
 
     def _choose(self) -> list[_Waiting] | None:
-        waiting = list(self._waiting.values())
-        if any(group.finished is None for group in waiting if self._is_due(group)):
-            return None
-        candidates = [group for group in waiting if group.finished is None or group.is_informative]
-        ready = [group for group in candidates[: self._window] if group.finished is not None]
-        ready.sort(key=lambda group: (0, group.number) if self._is_due(group) else (1, group.finished))
-        if (
-            len(ready) < self._per_step
-            and not self.num_to_start()
-            and not any(group.finished is None for group in candidates)
-        ):
-            # No more can come: groups without information fill the batch.
-            ready += [group for group in waiting if not group.is_informative]
-        return ready[: self._per_step] if len(ready) >= self._per_step else None
+        informative = [group for group in self._waiting.values() if group.is_informative]
+        num_unfinished = sum(group.finished is None for group in informative)
+        if self._staleness:
+            chosen = self._pick(lambda group: group.finished is not None)
+        else:
+            chosen = [] if num_unfinished else informative[: self._per_step]
+        if len(chosen) < self._per_step and not num_unfinished and not self.num_to_start():
+            # No more will come: groups without information fill the batch.
+            chosen += [group for group in self._waiting.values() if not group.is_informative]
+        return chosen[: self._per_step] if len(chosen) >= self._per_step else None
+
+    def _pick(self, is_ready: Callable[[_Waiting], bool]) -> list[_Waiting]:
+        """Return the ready groups that the next step can take, at most P, in the order in which they finished.
+
+        Of the groups with tokens of version u or before, all but (u + S - version) * P must be taken now, as each step takes
+        P groups. A younger group is taken only where that leaves room for them.
+        """
+        waiting = [group for group in self._waiting.values() if group.is_informative]
+        versions = [group.version for group in waiting if group.version is not None]
+        must = {
+            old: sum(version <= old for version in versions) - (old + self._staleness - self.version) * self._per_step
+            for old in range(self.version - self._staleness, self.version)
+        }
+        candidates = [group for n, group in enumerate(waiting) if n < self._window or self._is_due(group)]
+        ready = [
+            (self._num_finished if group.finished is None else group.finished, group)
+            for group in candidates
+            if is_ready(group)
+        ]
+        chosen: list[_Waiting] = []
+        for _, group in sorted(ready, key=lambda pair: (pair[0], pair[1].number)):
+            version = self.version if group.version is None else group.version
+            if all(count < self._per_step - len(chosen) for old, count in must.items() if old < version):
+                chosen.append(group)
+                must = {old: count - (old >= version) for old, count in must.items()}
+            if len(chosen) == self._per_step:
+                break
+        return chosen

@@ -35,6 +35,7 @@ class _Entry:
 
     request: GroupRequest
     step: int
+    send: Callable[[], None]
     owner: Any
     session: Any
     is_last: bool
@@ -102,20 +103,21 @@ class Router:
         self,
         request: GroupRequest,
         step: int,
+        send: Callable[[], None] = lambda: None,
         owner: Any = None,
         session: Any = None,
         is_last: bool = False,
         continues: bool = False,
     ) -> asyncio.Future[tuple[GroupFacts, Any]]:
         """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request
-        in errors; requests that come together go out together, those with `is_last` behind all others. `continues` as in
-        `RolloutEngine.submit`. `cut` says for whom a request is by `owner`."""
+        in errors, and `send` is called when an engine gets it. Requests that come together go out together, those with
+        `is_last` behind all others. `continues` as in `RolloutEngine.submit`; `cut` says for whom a request is by `owner`."""
         request = replace(request, position=self._next_position)
         self._next_position += 1
         longest = self._max_tokens if request.max_new_tokens is None else request.max_new_tokens
         cost = len(request.seeds) * (len(request.prompt_ids) + longest)
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Entry(request, step, owner, session, is_last, continues, cost, answer))
+        self._waiting.append(_Entry(request, step, send, owner, session, is_last, continues, cost, answer))
         self._schedule()
         return answer
 
@@ -186,6 +188,7 @@ class Router:
                 break
             lane = self._lanes[index]
             entry.restarts = lane.engine.restarts
+            entry.send()
             lane.add(entry)
             batches.setdefault(index, []).append(entry)
         self._waiting += waiting

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -140,7 +141,7 @@ class RolloutStream:
         self._masks_truncated = algorithm.overlong is not None and algorithm.overlong.mask
         self._is_synchronous = rollout.max_staleness == 0
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
-        self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds)
+        self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds, recipe.run.steps)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
         self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
@@ -163,7 +164,7 @@ class RolloutStream:
 
         async def begin() -> None:
             self._step = step
-            self._admission.begin_step()
+            self._admission.begin(self._version)
             for group in self._restored:
                 self._start(group)
             self._restored = []
@@ -225,7 +226,7 @@ class RolloutStream:
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, values["step"], temperature=0.0)
             for part, part_values in zip(group.parts, values["parts"], strict=True):
-                part.partials = tuple(_restored(Partial, partial) for partial in part_values["partials"])
+                part.partials = tuple(_restored(Partial, begun) for begun in part_values["partials"])
                 if part_values["result"] is not None:
                     result = _restored(GroupResult, part_values["result"])
                     part.facts, part.tokens = GroupFacts.of(result), ray.put(result)
@@ -310,8 +311,9 @@ class RolloutStream:
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
         try:
-            await asyncio.gather(*(self._sample(part, is_last=part is group.greedy) for part in group.parts))
-            self._admission.sampled(group.number)
+            send = partial(self._admission.send, group.number)
+            await asyncio.gather(*(self._sample(part, send, is_last=part is group.greedy) for part in group.parts))
+            self._admission.sampled(group.number, min(min(part.facts.first_versions) for part in group.parts if part.facts))
             advance_work(group.size)
             self._changed.set()
             await self._score(group)
@@ -322,8 +324,9 @@ class RolloutStream:
             self._error = self._error or error
         self._changed.set()
 
-    async def _sample(self, group: Group, is_last: bool = False) -> None:
-        """Let an engine complete a group, in turns with environments if there are any."""
+    async def _sample(self, group: Group, send: Callable[[], None] = lambda: None, is_last: bool = False) -> None:
+        """Let an engine complete a group, in turns with environments if there are any; `send` is called whenever an engine
+        gets a request."""
         if group.facts is not None:
             return  # before this run was interrupted
         if self._environments is None:
@@ -331,13 +334,13 @@ class RolloutStream:
             seeds = tuple(request_seed(self._seed, group.step, prompt.index, member) for member in range(group.size))
             ids = np.asarray(prompt.token_ids, np.int32)
             request = GroupRequest(0, prompt.index, ids, seeds, group.temperature, partials=group.partials)
-            group.facts, group.tokens = await self._router.sample(request, group.step, owner=group, is_last=is_last)
+            group.facts, group.tokens = await self._router.sample(request, group.step, send, owner=group, is_last=is_last)
             return
         episodes = Episodes(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
             continues = episode.turns > 0
-            _, tokens = await self._router.sample(request, group.step, session=episode.number, continues=continues)
+            _, tokens = await self._router.sample(request, group.step, send, session=episode.number, continues=continues)
             result: GroupResult = await tokens
             return result
 
@@ -440,7 +443,7 @@ class RolloutStream:
             parts = []
             for part in group.parts:
                 result = None if part.tokens is None else _saved(await part.tokens)
-                begun = [_saved(partial) for partial in partials.get(part, part.partials)] if result is None else []
+                begun = [_saved(begun) for begun in partials.get(part, part.partials)] if result is None else []
                 episodes = None if part.episodes is None else _saved(part.episodes)
                 parts.append({"result": result, "partials": begun, "episodes": episodes})
             prompt = group.prompt
