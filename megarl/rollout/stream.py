@@ -32,6 +32,7 @@ from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
+from megarl.rollout import RolloutError
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.episodes import Environments, Episode, Episodes
@@ -44,6 +45,7 @@ from megarl.telemetry.progress import advance_work, begin_work
 Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one.
 QUEUED = 1.25
+LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,14 @@ class RolloutStream:
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
         self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds)
         self._groups: dict[int, Group] = {}  # by number
-        self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
+        self._to_learn: deque[Group] = deque()  # groups that the curriculum does not know yet, in order
         self._num_sampling = 0  # groups, those of an evaluation included
         self._num_lost = 0
         self._step = self._version = 0
         self._error: BaseException | None = None
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout stream", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="rollout stream", daemon=True)
         self._thread.start()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -127,9 +129,14 @@ class RolloutStream:
 
     def begin(self, step: int) -> None:
         """Start the groups that may start once the steps before `step` are over."""
-        self._step = step
         begin_work("sequences", self._per_step * self._size)
-        self._call(self._admit())
+
+        async def begin() -> None:
+            self._step = step
+            self._admission.begin()
+            await self._admit()
+
+        self._call(begin())
 
     def wait_sampled(self, resync: Resync) -> None:
         """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
@@ -175,32 +182,46 @@ class RolloutStream:
         """End the loop; engines, environments and rewards are their owners' to end."""
 
         async def cancel() -> None:
-            for task in [*self._tasks]:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._router.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._loop.shutdown_default_executor()
 
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
         """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
         wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         before, self._wakes = self._wakes, wakes  # `resync` calls, too
         try:
+            if not self._thread.is_alive():
+                work.close()
+                raise RolloutError(LOOP_ENDED)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             future.add_done_callback(lambda _: wakes.put(True))
             while True:
                 if resync is not None and (engines := self._router.unserved):
                     resync(engines)
                 if wakes.get():
+                    if not future.done():
+                        raise RolloutError(LOOP_ENDED)
                     return future.result()
         finally:
             self._wakes = before
 
     # In the loop ------------------------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:  # also if some code asks the process to exit
+            self._wakes.put(True)
 
     async def _make_router(self) -> Router:
         rollout = self._recipe.rollout
@@ -218,7 +239,7 @@ class RolloutStream:
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, self._step, temperature=0.0)
             self._groups[group.number] = group
-            self._to_learn.append(group.number)
+            self._to_learn.append(group)
             self._num_sampling += 1
             task = self._loop.create_task(self._run(group))
             self._tasks.add(task)
@@ -359,16 +380,12 @@ class RolloutStream:
     def _learn(self) -> None:
         """Tell the curriculum the rewards of groups in their order, so that it does not matter which finished first."""
         assert self._prompts is not None and self._rewards is not None
-        while self._to_learn:
-            group = self._groups.get(self._to_learn[0])
-            if group is not None and not group.scores:
-                return
-            self._to_learn.popleft()
-            if group is not None:
-                rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
-                if group.episodes is not None:
-                    rewards = rewards + group.episodes.rewards
-                self._prompts.learn([group.prompt], rewards, ~np.isnan(rewards))
+        while self._to_learn and self._to_learn[0].scores:
+            group = self._to_learn.popleft()
+            rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
+            if group.episodes is not None:
+                rewards = rewards + group.episodes.rewards
+            self._prompts.learn([group.prompt], rewards, ~np.isnan(rewards))
 
     def _passed_over_metrics(
         self, ordered: Sequence[Group], chosen: Sequence[Group], rewards: RewardResult, num_rounds: int
