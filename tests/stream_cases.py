@@ -105,15 +105,17 @@ class ScriptedEngine:
         assert method == "result"
         work = self.work[arguments[0]]
         if (seconds := self.delay(work.request)) is not None:
-            loop.call_later(seconds, lambda: self.work.get(arguments[0]) is work and self.finish(arguments[0]))
+            loop.call_later(seconds, self.finish, arguments[0], None, work)
         self.arrivals.put(work.request)
         return work.facts, work.tokens
 
     async def answer(self, reference: asyncio.Future[Any]) -> Any:
         return await asyncio.shield(reference)
 
-    def finish(self, position: int, error: Exception | None = None) -> None:
-        """Complete a request."""
+    def finish(self, position: int, error: Exception | None = None, expected: Work | None = None) -> None:
+        """Complete a request, only if it is the `expected` one."""
+        if expected is not None and self.work.get(position) is not expected:
+            return  # the engine died in between
         work = self.work.pop(position)
         if error is not None:
             work.facts.set_exception(error)
@@ -231,7 +233,7 @@ class ScriptedRewards:
 
 
 def prompt(index: int) -> Prompt:
-    return Prompt(index, np.array([3, 4], np.int32), "", "", {})
+    return Prompt(index, np.array([3, 4], np.int32), "", "1", {})
 
 
 PER_STEP, SIZE = 2, 2
@@ -278,6 +280,12 @@ class Trainer:
         self.resynced.append(list(engines))
         self.threads.add(threading.current_thread())
         self._send(self.step - 1, engines)
+
+    def in_loop(self, function: Callable[[], Any]) -> None:
+        """Run a function in the stream's loop, and wait for it."""
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.stream._loop.call_soon_threadsafe(lambda: done.put(function()))
+        done.get(timeout=20)
 
     def _send(self, version: int, engines: Sequence[int] | None) -> None:
         self.stream.pause()

@@ -118,6 +118,7 @@ class RolloutStream:
         self._step = self._version = 0
         self._error: BaseException | None = None
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
+        self._has_ended = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollout stream", daemon=True)
         self._thread.start()
@@ -189,18 +190,18 @@ class RolloutStream:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._loop.shutdown_default_executor()
 
-        if self._thread.is_alive():
+        if not self._has_ended:
             asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._thread.join()
+        self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
         """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
         wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         before, self._wakes = self._wakes, wakes  # `resync` calls, too
         try:
-            if not self._thread.is_alive():
+            if self._has_ended:
                 work.close()
                 raise RolloutError(LOOP_ENDED)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -221,6 +222,7 @@ class RolloutStream:
         try:
             self._loop.run_forever()
         finally:  # also if some code asks the process to exit
+            self._has_ended = True
             self._wakes.put(True)
 
     async def _make_router(self) -> Router:

@@ -173,7 +173,8 @@ def test_the_requests_of_a_dead_engine_go_to_others_at_once_and_it_serves_again_
 
 def test_without_a_live_engine_requests_wait_for_weights() -> None:
     async def body() -> None:
-        pool, unserved = ScriptedPool.of(2), []
+        pool = ScriptedPool.of(2)
+        unserved: list[list[int]] = []
         routes = router(pool, unserved=unserved)
         answers = [routes.sample(request(group), 1) for group in range(4)]
         await settle()
@@ -225,7 +226,8 @@ def test_an_engine_that_a_sync_has_restarted_is_not_restarted_again() -> None:
 
 def test_an_engine_that_is_restarted_too_often_ends_all_requests_and_no_sync_is_asked_for() -> None:
     async def body() -> None:
-        pool, unserved = ScriptedPool.of(1), []
+        pool = ScriptedPool.of(1)
+        unserved: list[list[int]] = []
         pool.restart_error = RolloutError("rollout.max_restarts = 0")
         routes = router(pool, unserved=unserved)
         answers = [routes.sample(request(group), 1) for group in range(2)]
@@ -410,7 +412,8 @@ NUM_SCHEDULES = 1_000  # also in CI
 async def schedule(seed: int) -> None:
     """Random arrivals, answers, deaths (also at submission), pauses and syncs: each request is answered exactly once."""
     chance = random.Random(seed)
-    pool, unserved = ScriptedPool.of(chance.randint(1, 3)), []
+    pool = ScriptedPool.of(chance.randint(1, 3))
+    unserved: list[list[int]] = []
     routes = router(pool, chance.choice([None, 2, 5]), unserved)
     answers: list[asyncio.Future[Any]] = []
     late: list[Any] = []  # requests of dead processes, which nobody knows to be lost
