@@ -13,7 +13,7 @@ from megarl.rollout import EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.router import Router
 from tests.stream_cases import Loop, ScriptedPool, lose, request, run, settle
 
-pytestmark = pytest.mark.stream
+pytestmark = [pytest.mark.stream, pytest.mark.timeout(120)]  # a loop whose clock stands still may wait for ever
 
 TIMEOUT_S = 30.0
 
@@ -344,6 +344,7 @@ def test_pause_waits_for_submissions_and_restarts_and_sends_nothing_until_resume
         assert not pause.done()
         second.submissions[0].set_result(None)
         await pause
+        second.holds_submissions = False
         routes.resume(None)
         first.die()
         await settle()
@@ -360,7 +361,6 @@ def test_pause_waits_for_submissions_and_restarts_and_sends_nothing_until_resume
         routes.resume(None)
         await settle()
         assert first.groups[-1] == [2]
-        second.submissions[-1].set_result(None)
         await routes.close()
 
     run(body())

@@ -306,6 +306,8 @@ def _exit() -> None:
     raise SystemExit("some code asked the process to exit")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # what the loop had before it
 @pytest.mark.parametrize("moment", ["sampling", "admission", "take", "pause", "resume", "evaluation", "metrics"])
 def test_a_loop_that_has_ended_ends_the_run(moment: str) -> None:
     pool = prompt_engines()
