@@ -76,7 +76,8 @@ class ScriptedEngine:
     arrivals: queue.SimpleQueue[GroupRequest] = field(default_factory=queue.SimpleQueue)
     calls: list[list[GroupRequest]] = field(default_factory=list)
     continued: list[bool] = field(default_factory=list)
-    work: dict[int, Work] = field(default_factory=dict)
+    work: dict[int, Work] = field(default_factory=dict)  # unfinished, by position
+    known: dict[int, Work] = field(default_factory=dict)
     is_dead: bool = False
     holds_submissions: bool = False
     submissions: list[asyncio.Future[None]] = field(default_factory=list)
@@ -96,14 +97,15 @@ class ScriptedEngine:
             self.continued.append(continues)
             for request in requests:
                 assert request.position not in self.work, "the engine still has a group at the position"
-                self.work[request.position] = Work(request, self.version, loop.create_future(), loop.create_future())
+                work = Work(request, self.version, loop.create_future(), loop.create_future())
+                self.work[request.position] = self.known[request.position] = work
             accepted: asyncio.Future[None] = loop.create_future()
             self.submissions.append(accepted)
             if not self.holds_submissions:
                 accepted.set_result(None)
             return accepted
         assert method == "result"
-        work = self.work[arguments[0]]
+        work = self.known[arguments[0]]
         if (seconds := self.delay(work.request)) is not None:
             loop.call_later(seconds, self.finish, arguments[0], None, work)
         self.arrivals.put(work.request)
@@ -111,6 +113,13 @@ class ScriptedEngine:
 
     async def answer(self, reference: asyncio.Future[Any]) -> Any:
         return await asyncio.shield(reference)
+
+    def accept(self) -> None:
+        """Answer all submissions, and those that come."""
+        self.holds_submissions = False
+        for accepted in self.submissions:
+            if not accepted.done():
+                accepted.set_result(None)
 
     def finish(self, position: int, error: Exception | None = None, expected: Work | None = None) -> None:
         """Complete a request, only if it is the `expected` one."""
@@ -149,7 +158,7 @@ class ScriptedEngine:
     def start(self) -> None:
         """Come back, empty."""
         self.restarts += 1
-        self.is_dead, self.work, self.submissions = False, {}, []
+        self.is_dead, self.work, self.known, self.submissions = False, {}, {}, []
 
     @property
     def groups(self) -> list[list[int]]:

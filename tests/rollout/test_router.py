@@ -421,10 +421,7 @@ async def schedule(seed: int) -> None:
 
     async def sync(engines: list[int] | None) -> None:
         for engine in pool.engines:
-            engine.holds_submissions = False
-            for accepted in engine.submissions:
-                if not accepted.done():
-                    accepted.set_result(None)
+            engine.accept()
         await routes.pause()
         for engine in pool.engines:
             if engine.is_dead and (engines is None or engine.index in engines):
@@ -437,17 +434,14 @@ async def schedule(seed: int) -> None:
             for _ in range(chance.randint(1, 3)):
                 session = chance.choice([None, None, 1, 2])
                 answers.append(routes.sample(request(len(answers), chance.randint(1, 3)), 1, session, chance.random() < 0.2))
-        elif event < 0.6 and engine.work and not engine.holds_submissions and engine.submissions[-1].done():
-            position = chance.choice(list(engine.work))
-            if engine.work[position].facts is not None:
-                engine.finish(position)
+        elif event < 0.6 and engine.work:
+            engine.finish(chance.choice(list(engine.work)))
         elif event < 0.70 and not engine.is_dead:
             late += engine.die(tells=chance.random() < 0.7)
         elif event < 0.75:
-            engine.holds_submissions = not engine.holds_submissions
-            for accepted in engine.submissions:
-                if not accepted.done():
-                    accepted.set_result(None)
+            holds, engine.holds_submissions = engine.holds_submissions, True
+            if holds:
+                engine.accept()
         elif event < 0.85 and not is_paused:
             await sync(None)
             is_paused = True
@@ -461,17 +455,22 @@ async def schedule(seed: int) -> None:
     for work in late:
         if not work.facts.done():
             lose(work)
-    for _ in range(1000):  # all go on, with a sync whenever no engine is left
+    for _ in range(200):  # all go on, with a sync whenever no engine is left
         if routes.unserved or is_paused or any(engine.is_dead for engine in pool.engines):
             await sync(None)
             routes.resume(None)
             is_paused = False
+        for engine in pool.engines:
+            engine.accept()
         await settle()
         for engine in pool.engines:
             for position in list(engine.work):
                 engine.finish(position)
+        await settle()
         if all(answer.done() for answer in answers):
             break
+    else:
+        raise AssertionError(f"not answered: {[group for group, answer in enumerate(answers) if not answer.done()]}")
     results = [facts.group for facts, _ in await asyncio.gather(*answers)]
     assert results == list(range(len(answers)))
     submitted = Counter(request.group for engine in pool.engines for call in engine.calls for request in call)
