@@ -115,10 +115,11 @@ class Admission:
         return sorted(group.number for group in chosen), [group.number for group in dropped]
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain values, between two steps."""
-        waiting = [(group.number, group.version) for group in self._waiting.values()]
-        removed = dict(self.removed)
-        return {"steps": self._num_taken, "num_started": self.num_started, "removed": removed, "waiting": waiting}
+        """Return what `restore` needs, as plain values, between two steps. Groups without information were replaced, so they
+        are given up."""
+        waiting = [(group.number, group.version) for group in self._waiting.values() if group.is_informative]
+        removed = self.removed + Counter(uninformative=len(self._waiting) - len(waiting))
+        return {"steps": self._num_taken, "num_started": self.num_started, "removed": dict(removed), "waiting": waiting}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. All groups that waited have to finish again."""
@@ -147,13 +148,13 @@ class Admission:
 
     def _choose(self) -> list[_Waiting] | None:
         informative = [group for group in self._waiting.values() if group.is_informative]
-        num_unfinished = sum(group.finished is None for group in informative)
+        more_come = self.num_to_start() > 0 or any(group.finished is None for group in informative)
         if self._staleness:
             chosen = self._pick(lambda group: group.finished is not None)
         else:
-            chosen = [] if num_unfinished else informative[: self._per_step]
-        if len(chosen) < self._per_step and not num_unfinished and not self.num_to_start():
-            # No more will come: groups without information fill the batch.
+            chosen = [] if more_come else informative[: self._per_step]
+        if len(chosen) < self._per_step and not more_come:
+            # Groups without information fill the batch.
             chosen += [group for group in self._waiting.values() if not group.is_informative]
         return chosen[: self._per_step] if len(chosen) >= self._per_step else None
 

@@ -111,7 +111,7 @@ class Router:
     ) -> asyncio.Future[tuple[GroupFacts, Any]]:
         """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request
         in errors, and `send` is called when an engine gets it. Requests that come together go out together, those with
-        `is_last` behind all others. `continues` as in `RolloutEngine.submit`; `cut` says for whom a request is by `owner`."""
+        `is_last` behind all others. `continues` as in `RolloutEngine.submit`; `cut` tells requests apart by `owner`."""
         request = replace(request, position=self._next_position)
         self._next_position += 1
         longest = self._max_tokens if request.max_new_tokens is None else request.max_new_tokens
@@ -159,8 +159,11 @@ class Router:
         self._schedule()
 
     async def close(self) -> None:
-        """Wait for nothing any more."""
-        for task in list(self._tasks):
+        """Send nothing more and wait for no engine, but for those that start again: threads start them."""
+        self._is_paused = True
+        for lane in self._lanes.values():
+            self._renew_deadline(lane)
+        for task in self._tasks - self._restarts:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -215,26 +218,30 @@ class Router:
 
     async def _submit(self, lane: _Lane, entries: list[_Entry]) -> None:
         engine, restarts = lane.engine, entries[0].restarts
-        self._renew_deadline(lane)
+        if lane.timer is None:  # else the engine owes an answer already
+            self._renew_deadline(lane)
         try:
             continues = any(entry.continues for entry in entries)
-            await engine.answer(engine.call("submit", [entry.request for entry in entries], continues))
+            accepted = engine.answer(engine.call("submit", [entry.request for entry in entries], continues))
+            await asyncio.wait_for(accepted, self._timeout_s)  # a deadline for `pause`, too
             for entry in entries:
                 facts, tokens = engine.call("result", entry.request.position, num_returns=2)
-                self._spawn(self._wait(lane, entry, facts, tokens))
+                self._spawn(self._wait(lane, entry, restarts, facts, tokens))
         except EngineDied as error:
             self._lose(lane, restarts, error)
+        except TimeoutError:
+            self._fail(entries, self._silent(lane, entries))
         except EngineDirty as error:
             self._fail(entries, RolloutError(f"{engine.name} refuses phase rollout: {error}"))
         except Exception as error:  # whatever it is, whoever waits for the requests raises it
             self._fail(entries, error)
 
-    async def _wait(self, lane: _Lane, entry: _Entry, facts: Any, tokens: Any) -> None:
-        """Pass the answer of an engine on."""
+    async def _wait(self, lane: _Lane, entry: _Entry, restarts: int, facts: Any, tokens: Any) -> None:
+        """Pass the answer of an engine on, which got the request after so many restarts."""
         try:
             answer = await lane.engine.answer(facts)
         except EngineDied as error:
-            self._lose(lane, entry.restarts, error)
+            self._lose(lane, restarts, error)
             return
         except RolloutError as error:
             self._fail([entry], type(error)(f"{lane.engine.name}, phase rollout, step {entry.step}: {error}"))
@@ -255,12 +262,16 @@ class Router:
         lane.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end_silent, lane) if waits else None
 
     def _end_silent(self, lane: _Lane) -> None:
-        step = min(entry.step for entry in lane.entries)
-        message = (
-            f"{lane.engine.name}: {len(lane.entries)} groups of step {step} not finished in phase rollout within "
+        lane.timer = None
+        entries = list(lane.entries)
+        self._fail(entries, self._silent(lane, entries))
+
+    def _silent(self, lane: _Lane, entries: list[_Entry]) -> EngineSilent:
+        step = min(entry.step for entry in entries)
+        return EngineSilent(
+            f"{lane.engine.name}: {len(entries)} groups of step {step} not finished in phase rollout within "
             f"rollout.timeout_s = {self._timeout_s:g}"
         )
-        self._fail([*lane.entries], EngineSilent(message))
 
     def _lose(self, lane: _Lane, restarts: int, cause: Exception) -> None:
         """Let other engines do what a dead engine was to do, and start the dead one again unless a sync did."""

@@ -33,6 +33,7 @@ from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
+from megarl.rollout import RolloutError
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
@@ -48,6 +49,7 @@ Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
 QUEUED = 4.0
+LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,15 @@ class RolloutStream:
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
         self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds, recipe.run.steps)
         self._groups: dict[int, Group] = {}  # by number
-        self._to_learn: deque[int] = deque()  # numbers of groups that the curriculum does not know yet, in order
+        self._to_learn: deque[Group] = deque()  # groups that the curriculum does not know yet, in order
         self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
         self._restored: list[Group] = []  # to be started with the next step
         self._step = self._version = 0
         self._error: BaseException | None = None
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
+        self._has_ended = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout stream", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="rollout stream", daemon=True)
         self._thread.start()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -219,7 +222,6 @@ class RolloutStream:
         assert self._prompts is not None, "a stream without prompts has no state"
         self._prompts.restore(state["prompts"])
         self._admission.restore(state["admission"])
-        self._to_learn = deque(state["to_learn"])
         for values in state["groups"]:
             prompt = self._prompts.prompt(values["index"], tuple(values["origin"]))
             group = Group(prompt, self._size, values["step"], number=values["number"])
@@ -234,6 +236,8 @@ class RolloutStream:
                     part.episodes = _restored(EpisodeFacts, part_values["episodes"])
             self._groups[group.number] = group
             self._restored.append(group)
+            if values["is_to_learn"]:
+                self._to_learn.append(group)
 
     def follow(self, reports: Sequence[EngineReport]) -> None:
         """Adapt what engines hold to the requests that they preempted."""
@@ -256,32 +260,47 @@ class RolloutStream:
         """End the loop; engines, environments and rewards are their owners' to end."""
 
         async def cancel() -> None:
-            for task in [*self._tasks]:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._router.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._loop.shutdown_default_executor()
 
-        if self._thread.is_alive():
+        if not self._has_ended:
             asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._thread.join()
+        self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
         """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
         wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         before, self._wakes = self._wakes, wakes  # `resync` calls, too
         try:
+            if self._has_ended:
+                work.close()
+                raise RolloutError(LOOP_ENDED)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             future.add_done_callback(lambda _: wakes.put(True))
             while True:
                 while resync is not None and (engines := self._router.unserved):
                     resync(engines)
                 if wakes.get():
+                    if not future.done():
+                        raise RolloutError(LOOP_ENDED)
                     return future.result()
         finally:
             self._wakes = before
 
     # In the loop ------------------------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:  # also if some code asks the process to exit
+            self._has_ended = True
+            self._wakes.put(True)
 
     async def _make_router(self) -> Router:
         rollout = self._recipe.rollout
@@ -299,7 +318,7 @@ class RolloutStream:
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, self._step, temperature=0.0)
             self._groups[group.number] = group
-            self._to_learn.append(group.number)
+            self._to_learn.append(group)
             self._start(group)
 
     def _start(self, group: Group) -> None:
@@ -437,22 +456,20 @@ class RolloutStream:
     async def _state(self) -> dict[str, Any]:
         assert self._prompts is not None, "a stream without prompts has no state"
         await self._router.pause()
+        self._learn(in_order=False)  # a resumed run does not know the rewards of groups that were taken
         partials = await self._router.cut()
-        groups = []
-        for group in self._groups.values():
+        groups, admission = [], self._admission.state()
+        for group in [self._groups[number] for number, _ in admission["waiting"]]:
             parts = []
             for part in group.parts:
                 result = None if part.tokens is None else _saved(await part.tokens)
                 begun = [_saved(begun) for begun in partials.get(part, part.partials)] if result is None else []
                 episodes = None if part.episodes is None else _saved(part.episodes)
                 parts.append({"result": result, "partials": begun, "episodes": episodes})
-            prompt = group.prompt
-            groups.append(
-                {"number": group.number, "step": group.step, "index": prompt.index, "origin": prompt.origin, "parts": parts}
-            )
+            names = {"number": group.number, "step": group.step, "index": group.prompt.index, "origin": group.prompt.origin}
+            groups.append(names | {"parts": parts, "is_to_learn": group in self._to_learn})
         self._router.resume([])
-        known = {"prompts": self._prompts.state(), "admission": self._admission.state()}
-        return known | {"to_learn": list(self._to_learn), "groups": groups}
+        return {"prompts": self._prompts.state(), "admission": admission, "groups": groups}
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while self._error is None and not condition():
@@ -461,30 +478,31 @@ class RolloutStream:
         if self._error is not None:
             raise self._error
 
+    def _rewards_in(self, group: Group) -> np.ndarray:
+        """Return the rewards of a group, float32 [members], NaN where masked."""
+        assert self._rewards is not None
+        rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
+        return rewards if group.episodes is None else rewards + group.episodes.rewards
+
     def _is_informative(self, group: Group) -> bool:
         """Whether the rewards of a group differ, so that its advantages are not all 0."""
-        assert self._rewards is not None and group.facts is not None
-        rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
-        if group.episodes is not None:
-            rewards = rewards + group.episodes.rewards
+        assert group.facts is not None
+        rewards = self._rewards_in(group)
         counted = np.isfinite(rewards)
         if self._masks_truncated:
             counted &= np.array([reason != "length" for reason in group.facts.finish_reasons])
         return bool(informative_groups(torch.from_numpy(rewards)[None], torch.from_numpy(counted)[None])[0])
 
-    def _learn(self) -> None:
-        """Tell the curriculum the rewards of groups in their order, so that it does not matter which finished first."""
-        assert self._prompts is not None and self._rewards is not None
-        while self._to_learn:
-            group = self._groups.get(self._to_learn[0])
-            if group is not None and not group.scores:
-                return
-            self._to_learn.popleft()
-            if group is not None:
-                rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
-                if group.episodes is not None:
-                    rewards = rewards + group.episodes.rewards
+    def _learn(self, in_order: bool = True) -> None:
+        """Tell the curriculum the rewards of groups, `in_order` so that it does not matter which finished first."""
+        assert self._prompts is not None
+        for group in list(self._to_learn):
+            if group.scores:
+                self._to_learn.remove(group)
+                rewards = self._rewards_in(group)
                 self._prompts.learn([group.prompt], rewards, ~np.isnan(rewards))
+            elif in_order:
+                return
 
     def _passed_over_metrics(
         self, ordered: Sequence[Group], chosen: Sequence[Group], rewards: RewardResult, num_rounds: int

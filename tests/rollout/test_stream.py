@@ -1,0 +1,210 @@
+"""Laws of the rollout stream, with engines and rewards that answer when the test says so, and no Ray."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from megarl.data.sample import Prompt
+from megarl.rollout import RolloutError
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.stream import Sampling
+from tests.scripted_stream import PER_STEP, SIZE, ScriptedPool, ScriptedPrompts, ScriptedRewards, prompt, trainer
+
+pytestmark = pytest.mark.stream
+
+TIMEOUT_S = 20.0
+
+
+def groups(taken: Any) -> list[int]:
+    return taken.rollouts.groups[::SIZE].tolist()
+
+
+def arrive(pool: ScriptedPool, count: int) -> list[int]:
+    """Wait until the first engine has so many more requests; return their groups."""
+    return [pool.engines[0].arrivals.get(timeout=TIMEOUT_S).group for _ in range(count)]
+
+
+def test_without_staleness_a_step_takes_its_groups_whole_and_in_order() -> None:
+    pool = ScriptedPool.of(1)
+    with trainer(pool) as run, ThreadPoolExecutor(1) as thread:
+        for step in range(3):
+            run.begin()
+            started = arrive(pool, PER_STEP)
+            assert started == [PER_STEP * step, PER_STEP * step + 1]
+            taking = thread.submit(run.take)
+            for group in reversed(started):
+                assert not taking.done()
+                pool.engines[0].release(group)
+            taken = taking.result(TIMEOUT_S)
+            assert groups(taken) == started
+            assert taken.rewards.rewards.tolist() == [0, 1] * PER_STEP
+            assert not pool.engines[0].work and pool.engines[0].arrivals.empty(), "nothing starts while the trainer works"
+            run.sync()
+
+
+def test_with_staleness_engines_work_while_the_trainer_does() -> None:
+    pool = ScriptedPool.of(1)
+    pool.engines[0].delay = lambda request: 0.0 if request.group < PER_STEP else None
+    with trainer(pool, max_staleness=2) as run:
+        run.begin()
+        assert arrive(pool, 3 * PER_STEP) == list(range(6))
+        assert groups(run.take()) == [0, 1]
+        pool.engines[0].release(5)  # during the update: its engine must not begin a group that would be too old
+        run.stream.prompt_metrics()
+        assert {work.request.group for work in pool.engines[0].work.values()} == {2, 3, 4}
+        run.sync()
+        assert pool.engines[0].arrivals.empty()
+        run.begin()
+        assert arrive(pool, PER_STEP) == [6, 7]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_no_token_is_older_than_the_bound_and_every_group_is_taken_once(staleness: int, engines: int) -> None:
+    chance = random.Random(staleness)
+    pool, num_steps, prompts = ScriptedPool.of(engines), 25, ScriptedPrompts()
+    for engine in pool.engines:
+        engine.delay = lambda request: chance.choice([0.0, 0.0, 0.001, 0.004])
+    taken: list[int] = []
+    with trainer(pool, prompts=prompts, max_staleness=staleness) as run:
+        for version in range(num_steps):
+            run.begin()
+            batch = run.take().rollouts
+            assert (version - batch.first_version <= staleness).all()
+            assert len(batch) == PER_STEP * SIZE
+            taken += batch.groups[::SIZE].tolist()
+            run.sync()
+    assert len(set(taken)) == len(taken) == num_steps * PER_STEP
+    assert max(taken) < (num_steps + staleness) * PER_STEP
+    assert set(range((num_steps - staleness) * PER_STEP)) <= set(taken), "an old group was left behind"
+    assert prompts.learned == sorted(prompts.learned), "the curriculum learns in the order of the prompts"
+
+
+def test_short_groups_overtake_a_long_one_within_the_window_and_the_curriculum_learns_in_order() -> None:
+    pool, prompts = ScriptedPool.of(1), ScriptedPrompts()
+    pool.engines[0].delay = lambda request: None if request.group == 0 else 0.0
+    with trainer(pool, prompts=prompts, max_staleness=4, window=4) as run, ThreadPoolExecutor(1) as thread:
+        run.begin()
+        assert groups(run.take()) == [1, 2]
+        assert prompts.learned == []
+        run.sync()
+        run.begin()
+        taking = thread.submit(run.take)
+        run_until = arrive(pool, 12)
+        assert run_until == list(range(12)) and not taking.done(), "only one more group may overtake group 0"
+        pool.engines[0].release(0)
+        assert groups(taking.result(TIMEOUT_S)) == [0, 3]
+        assert prompts.learned == list(range(12)), "of groups that a step took before, too"
+
+
+def test_groups_without_information_are_replaced_in_whole_rounds() -> None:
+    pool = ScriptedPool.of(1)
+    pool.engines[0].delay = lambda request: 0.001 * (request.group % 3)
+    with_signal = {1, 4}
+    rewards = ScriptedRewards(lambda prompt, member: float(member if prompt.index in with_signal else 1))
+    with trainer(pool, rewards, dynamic_rounds=4) as run:
+        run.begin()
+        taken = run.take()
+        assert groups(taken) == [1, 4]
+        assert arrive(pool, 6) == list(range(6)) and pool.engines[0].arrivals.empty()
+        assert taken.metrics["rollout/rounds"] == 3 and taken.metrics["rollout/uninformative_groups"] == 4
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_error_of_an_engine_or_a_reward_ends_the_next_call(staleness: int) -> None:
+    pool = ScriptedPool.of(1)
+    with trainer(pool, max_staleness=staleness) as run, ThreadPoolExecutor(1) as thread:
+        run.begin()
+        taking = thread.submit(run.take)
+        work = pool.engines[0].work
+        arrive(pool, PER_STEP)
+        error = RolloutError("a token is no number")
+        first = next(iter(work.values()))
+        first.facts.get_loop().call_soon_threadsafe(first.facts.set_exception, error)
+        with pytest.raises(RolloutError, match="rollout engine 0, phase rollout, step 1: a token is no number"):
+            taking.result(TIMEOUT_S)
+
+    def broken(prompt: Prompt, member: int) -> float:
+        raise ValueError(f"prompt {prompt.index} has no answer")
+
+    pool = ScriptedPool.of(1)
+    pool.engines[0].delay = lambda request: 0.0
+    with trainer(pool, ScriptedRewards(broken), max_staleness=staleness) as run:
+        run.begin()
+        with pytest.raises(ValueError, match="prompt 0 has no answer"):
+            run.take()
+
+
+def test_weights_are_asked_for_on_the_trainers_thread_when_no_engine_is_left() -> None:
+    pool = ScriptedPool.of(2)
+    with trainer(pool) as run:
+        run.begin()
+        for engine in pool.engines:
+            engine.arrivals.get(timeout=TIMEOUT_S)
+        for engine in pool.engines:
+            engine.delay = lambda request: 0.0
+            next(iter(engine.work.values())).facts.get_loop().call_soon_threadsafe(engine.die)
+        assert groups(run.take()) == [0, 1]
+        assert run.resynced == [[0, 1]] and run.threads == {threading.current_thread()}
+        assert sorted(pool.restarted) == [0, 1]
+
+
+def test_with_a_live_engine_left_no_weights_are_asked_for() -> None:
+    pool = ScriptedPool.of(2)
+    pool.may_restart.clear()
+    with trainer(pool) as run:
+        run.begin()
+        first, second = pool.engines
+        first.arrivals.get(timeout=TIMEOUT_S), second.arrivals.get(timeout=TIMEOUT_S)
+        second.delay = lambda request: 0.0
+        second.release(1)
+        next(iter(first.work.values())).facts.get_loop().call_soon_threadsafe(first.die)
+        assert groups(run.take()) == [0, 1], "although the dead engine is not up"
+        pool.may_restart.set()
+        run.sync()
+        assert run.resynced == []
+        for engine in pool.engines:
+            engine.delay = lambda request: 0.0
+        run.begin()
+        run.take()
+        assert len(first.calls) == 2, "it serves again"
+
+
+def test_an_evaluation_samples_beside_groups_that_wait() -> None:
+    pool = ScriptedPool.of(1)
+
+    def delay(request: GroupRequest) -> float | None:
+        return 0.0 if request.group >= 100 else None
+
+    pool.engines[0].delay = delay
+    with trainer(pool, max_staleness=1) as run:
+        run.begin()
+        arrive(pool, 2 * PER_STEP)
+        batch, rewards = run.stream.sample([prompt(100), prompt(101), prompt(102)], Sampling(3, 0), run.resync)
+        assert batch.groups.tolist() == [100] * 3 + [101] * 3 + [102] * 3
+        assert rewards is not None and rewards.rewards.tolist() == [0, 1, 2] * 3
+        for group in (0, 1):
+            pool.engines[0].release(group)
+        assert groups(run.take()) == [0, 1], "no step trains on an evaluation"
+
+
+def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
+    def check(prompts: Sequence[Prompt]) -> None:
+        if any(prompt.index == 4 for prompt in prompts):
+            raise ValueError("prompt 4 has token 131")
+
+    pool = ScriptedPool.of(1)
+    pool.check = check
+    pool.engines[0].delay = lambda request: 0.0
+    with trainer(pool) as run:
+        for _ in range(2):
+            run.begin()
+            run.take()
+        with pytest.raises(ValueError, match="prompt 4"):
+            run.begin()

@@ -1,0 +1,336 @@
+"""Faults of each part of the rollout stream at each moment: the run goes on, or ends in time with a name.
+
+`kill`: the process is gone. `stop`: it takes no calls. `stall`: it takes calls and gives no answer. The parts are scripted;
+the router, the reward workers and the environment workers around them are real. tests/cluster/test_watchdog_hangs.py has the
+loop that stalls, tests/rollout/test_admission.py kills at the moment of a save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from megarl.data.sample import Prompt
+from megarl.reward import workers as reward_workers
+from megarl.reward.verifiers import TextScore
+from megarl.reward.workers import RewardWorkers, TaskResult
+from megarl.rollout import EngineSilent, RolloutError
+from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset
+from megarl.rollout.stream import Sampling
+from tests.scripted_stream import (
+    PER_STEP,
+    SIZE,
+    ScriptedEngine,
+    ScriptedPool,
+    ScriptedRewards,
+    Trainer,
+    prompt,
+    stream_recipe,
+    trainer,
+)
+
+pytestmark = [pytest.mark.stream, pytest.mark.timeout(60)]
+
+TIMEOUT_S = 0.3  # of the parts
+END_S = 20.0  # more than all deadlines together, for a busy machine
+
+
+@contextmanager
+def ends_with(kind: type[Exception], words: str) -> Iterator[None]:
+    begun = time.monotonic()
+    with pytest.raises(kind, match=words):
+        yield
+    assert time.monotonic() - begun < END_S
+
+
+def prompt_engines() -> ScriptedPool:
+    return ScriptedPool.of(2, delay=lambda request: 0.0)
+
+
+def hold(engine: ScriptedEngine) -> None:
+    engine.delay = lambda request: None
+
+
+# Engines ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("moment", ["admission", "sampling", "scoring", "take", "pause", "resume", "evaluation"])
+def test_a_killed_engine_costs_no_group_and_serves_again(moment: str, staleness: int) -> None:
+    pool = prompt_engines()
+    engine = pool.engines[0]
+
+    def reward(prompt: Prompt, member: int) -> float:
+        if moment == "scoring" and prompt.index == PER_STEP and not engine.restarts and not engine.is_dead:
+            engine.die()
+        return float(member)
+
+    taken: list[int] = []
+    with trainer(pool, ScriptedRewards(reward), max_staleness=staleness) as run:
+        for step in range(5):
+            strikes = step == 1
+            if strikes and moment == "admission":
+                run.in_loop(engine.die)
+            if strikes and moment in ("sampling", "evaluation"):
+                hold(engine)
+            while not engine.arrivals.empty():
+                engine.arrivals.get()
+            if strikes and moment == "evaluation":
+                with ThreadPoolExecutor(1) as thread:
+                    sampling = thread.submit(run.stream.sample, [prompt(100), prompt(101)], Sampling(1, 0), run.resync)
+                    engine.arrivals.get(timeout=END_S)
+                    run.in_loop(engine.die)
+                    engine.delay = lambda request: 0.0
+                    assert sampling.result(END_S)[0].groups.tolist() == [100, 101]
+            run.begin()
+            if strikes and moment == "sampling":
+                engine.arrivals.get(timeout=END_S)
+                run.in_loop(engine.die)
+                engine.delay = lambda request: 0.0
+            if strikes and moment == "take":
+                run.stream.wait_sampled(run.resync)
+                run.in_loop(engine.die)
+            taken += run.take().rollouts.groups[::SIZE].tolist()
+            if strikes and moment == "pause":
+                run.stream.pause()
+                run.in_loop(engine.die)
+            run.sync()
+            if strikes and moment == "resume":
+                run.in_loop(engine.die)
+        assert len(set(taken)) == len(taken) == 5 * PER_STEP and max(taken) < (5 + staleness) * PER_STEP
+        assert run.resynced == [] and engine.restarts == 1
+        assert engine.version == 5 and not engine.is_dead
+
+
+@pytest.mark.parametrize("fault", ["stop", "stall"])
+@pytest.mark.parametrize("moment", ["admission", "sampling", "pause", "evaluation"])
+def test_a_silent_engine_ends_the_run_by_its_name(fault: str, moment: str) -> None:
+    pool = prompt_engines()
+    engine = pool.engines[0]
+    words = rf"rollout engine 0: .* step {7 if moment == 'evaluation' else 1} .*rollout.timeout_s = {TIMEOUT_S}"
+    with trainer(pool, max_staleness=1, timeout_s=TIMEOUT_S) as run, ends_with(EngineSilent, words):
+        engine.holds_submissions = fault == "stop"
+        hold(engine)
+        if moment == "evaluation":
+            run.stream.sample([prompt(100), prompt(101)], Sampling(1, 7), run.resync)
+        run.begin()
+        if moment == "sampling":
+            run.stream.wait_sampled(run.resync)
+        if moment == "pause":
+            run.sync()
+        run.take()
+        run.sync()
+        run.begin()
+        run.take()
+
+
+def test_an_engine_that_never_comes_back_ends_the_run() -> None:
+    pool = prompt_engines()
+    pool.restart_error = RolloutError("rollout engine 0 died in phase rollout after 2 restarts")
+    hold(pool.engines[0])
+    hold(pool.engines[1])
+    with trainer(pool) as run, ends_with(RolloutError, "after 2 restarts"):
+        run.begin()
+        pool.engines[0].arrivals.get(timeout=END_S)
+        run.in_loop(pool.engines[0].die)
+        run.take()
+
+
+# Reward workers --------------------------------------------------------------------------------------------------------
+
+Act = Callable[[int], Any]
+
+
+@pytest.fixture
+def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
+    """Reward workers with one scripted actor. `act` gets the number of the task, and may raise or wait."""
+
+    def make(act: Act) -> RewardWorkers:
+        recipe, numbers = stream_recipe(), itertools.count()
+
+        async def score_task(texts: Any, timeout_s: float, answers: bool) -> TaskResult:
+            process = await act(next(numbers))
+            return TaskResult([TextScore({"last_number": 1.0})] * len(texts), 0.0, process)
+
+        actor = SimpleNamespace(score_task=SimpleNamespace(remote=score_task))
+        monkeypatch.setattr(reward_workers, "_start_actors", lambda arguments, count: ([actor], [1]))
+        monkeypatch.setattr(reward_workers, "TASK_GRACE_S", 0.0)
+        monkeypatch.setattr(ray, "kill", lambda actor: None)
+        section = recipe.phases.reward.model_copy(update={"timeout_s": TIMEOUT_S, "sequences": SIZE})
+        return RewardWorkers(recipe.reward, "nowhere", (), section, local=False)
+
+    return make
+
+
+async def _stall(number: int) -> int:
+    await asyncio.Event().wait()
+    return 1
+
+
+async def _kill(number: int) -> int:
+    raise ray.exceptions.RayActorError(error_msg="the reward worker died")
+
+
+@pytest.mark.parametrize("moment", ["scoring", "take", "evaluation"])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("act", "kind", "words"),
+    [
+        (_stall, TimeoutError, "phase reward: a task of 2 sequences on worker 0"),
+        (_kill, ray.exceptions.RayActorError, "died"),
+    ],
+    ids=["stall", "kill"],
+)
+def test_a_reward_worker_that_is_lost_ends_the_run(
+    rewards: Any, act: Act, kind: type[Exception], words: str, staleness: int, moment: str
+) -> None:
+    with trainer(prompt_engines(), rewards(act), max_staleness=staleness) as run, ends_with(kind, words):
+        if moment == "evaluation":
+            run.stream.sample([prompt(100)], Sampling(2, 0), run.resync)
+        run.begin()
+        if moment == "take":
+            run.stream.wait_sampled(run.resync)
+            run.stream.take()
+        run.take()
+
+
+def test_a_reward_worker_that_ray_started_again_costs_nothing(rewards: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(number: int) -> int:
+        return 1 if number < 2 else 2
+
+    with trainer(prompt_engines(), rewards(act)) as run:
+        for _ in range(3):
+            run.begin()
+            assert run.take().rewards.valid.all()
+            run.sync()
+    assert "reward worker 0 was lost" in caplog.text
+
+
+# Environments ----------------------------------------------------------------------------------------------------------
+
+
+def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Environments of two turns with one scripted worker, whose `answer` gets each question."""
+    monkeypatch.setattr(ray, "put", lambda value: value)
+
+    async def ask(episode: int, question: Any) -> Reply:
+        return await answer(question)
+
+    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
+    workers._timeout_s = TIMEOUT_S
+    workers._actors = [
+        SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
+    ]
+    return SimpleNamespace(
+        section=SimpleNamespace(target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
+        recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),
+        seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers,
+        tokenizer=SimpleNamespace(decode=lambda ids: "turn"),
+        observations=SimpleNamespace(behind=lambda last, messages: np.array([5], np.int32)),
+    )  # fmt: skip
+
+
+async def _answer(question: Any) -> Reply:
+    return Reply() if isinstance(question, Reset) else Reply([{"role": "user", "content": "go on"}], reward=1.0)
+
+
+def _fails(moment: str, fault: Callable[[], Any], times: int = 1000) -> Callable[[Any], Any]:
+    left = itertools.count()
+
+    async def answer(question: Any) -> Reply:
+        if isinstance(question, Reset) == (moment == "reset") and next(left) < times:
+            await fault()
+        return await _answer(question)
+
+    return answer
+
+
+async def _hang() -> None:
+    await asyncio.Event().wait()
+
+
+async def _lost_worker() -> None:
+    raise ray.exceptions.RayActorError(error_msg="the worker restarts")
+
+
+async def _dead_worker() -> None:
+    raise ray.exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize("moment", ["reset", "step"])
+def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    games = environments(_fails(moment, _lost_worker, times=1), monkeypatch)
+    with trainer(prompt_engines(), environments=games) as run:
+        for step in range(2):
+            run.begin()
+            taken = run.take()
+            assert taken.rewards.valid.sum() == PER_STEP * SIZE - (step == 0)
+            if step == 0:
+                assert "the worker of its process is gone" in next(iter(taken.rewards.failures.values()))
+            run.sync()
+
+
+@pytest.mark.parametrize("moment", ["reset", "step"])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        (_hang, EngineSilent, f"environments: .* rollout.timeout_s = {TIMEOUT_S}"),
+        (_dead_worker, RolloutError, "a worker of environments is gone for good"),
+    ],
+    ids=["stall", "kill"],
+)
+def test_an_environment_worker_that_is_lost_ends_the_run(
+    fault: Any, kind: type[Exception], words: str, staleness: int, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    games = environments(_fails(moment, fault), monkeypatch)
+    with trainer(prompt_engines(), environments=games, max_staleness=staleness) as run, ends_with(kind, words):
+        run.begin()
+        run.take()
+
+
+# The loop --------------------------------------------------------------------------------------------------------------
+
+
+def _exit() -> None:
+    raise SystemExit("some code asked the process to exit")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # what the loop had before it
+@pytest.mark.parametrize("moment", ["sampling", "admission", "take", "pause", "resume", "evaluation", "metrics"])
+def test_a_loop_that_has_ended_ends_the_run(moment: str) -> None:
+    pool = prompt_engines()
+    calls: dict[str, Callable[[Trainer], Any]] = {
+        "sampling": Trainer.take,
+        "admission": Trainer.begin,
+        "take": lambda run: run.stream.take(),
+        "pause": lambda run: run.stream.pause(),
+        "resume": lambda run: run.stream.resume(1, None),
+        "evaluation": lambda run: run.stream.sample([prompt(100)], Sampling(1, 0), run.resync),
+        "metrics": lambda run: run.stream.prompt_metrics(),
+    }
+    with trainer(pool, max_staleness=1) as run, ThreadPoolExecutor(1) as thread:
+        run.begin()
+        run.take()
+        for engine in pool.engines:
+            hold(engine)
+        run.sync()
+        run.begin()
+        waits = thread.submit(calls[moment], run) if moment == "sampling" else None
+        run.stream._loop.call_soon_threadsafe(_exit)
+        with ends_with(RolloutError, "the thread of the rollout stream has ended"):
+            if waits is not None:
+                waits.result(END_S)
+            for _ in range(1000):  # the call may be served before the end
+                calls[moment](run)

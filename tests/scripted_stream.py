@@ -1,0 +1,328 @@
+"""Engines that answer when a test says so, without Ray, for routers and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megarl.data.sample import Prompt
+from megarl.reward.verifiers import TextScore
+from megarl.reward.workers import RewardResult
+from megarl.rollout import EngineDied
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
+from megarl.rollout.stream import RolloutStream
+from tests.rollout_cases import recipe
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test moves."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def run(work: Coroutine[Any, Any, None]) -> Loop:
+    """Run a coroutine in a new `Loop`. Fails if it leaves a task behind."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(work)
+        loop = runner.get_loop()
+        assert not asyncio.all_tasks(loop), "a task is left"
+        assert isinstance(loop, Loop)
+        return loop
+
+
+async def settle() -> None:
+    """Let the loop do all that it can do now."""
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+def request(group: int = 0, members: int = 1, prompt_tokens: int = 1, max_new_tokens: int | None = None) -> GroupRequest:
+    return GroupRequest(0, group, np.arange(prompt_tokens), tuple(range(members)), max_new_tokens=max_new_tokens)
+
+
+@dataclass
+class Work:
+    """A request that an engine holds."""
+
+    request: GroupRequest
+    version: int
+    facts: asyncio.Future[GroupFacts]
+    tokens: asyncio.Future[GroupResult]
+
+
+@dataclass(eq=False)
+class ScriptedEngine:
+    """In the place of an EngineHandle. `calls` has the requests of each submission. It completes a request `delay` seconds
+    after it came, or when a test says so if that is None. `submissions` are its answers to `submit`, held back with
+    `holds_submissions`; `arrivals` gets each request."""
+
+    index: int
+    restarts: int = 0
+    version: int = 0
+    delay: Callable[[GroupRequest], float | None] = lambda request: None
+    arrivals: queue.SimpleQueue[GroupRequest] = field(default_factory=queue.SimpleQueue)
+    calls: list[list[GroupRequest]] = field(default_factory=list)
+    continued: list[bool] = field(default_factory=list)
+    work: dict[int, Work] = field(default_factory=dict)  # unfinished, by position
+    known: dict[int, Work] = field(default_factory=dict)
+    is_dead: bool = False
+    holds_submissions: bool = False
+    submissions: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name = f"rollout engine {self.index}"
+        self.settings = SimpleNamespace(index=self.index, takes_turns=False)
+        self.process = SimpleNamespace(max_concurrent=8)
+
+    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+        if self.is_dead:
+            raise EngineDied("it was ended")
+        loop = asyncio.get_running_loop()
+        if method == "submit":
+            requests, continues = arguments
+            self.calls.append(list(requests))
+            self.continued.append(continues)
+            for request in requests:
+                assert request.position not in self.work, "the engine still has a group at the position"
+                work = Work(request, self.version, loop.create_future(), loop.create_future())
+                self.work[request.position] = self.known[request.position] = work
+            accepted: asyncio.Future[None] = loop.create_future()
+            self.submissions.append(accepted)
+            if not self.holds_submissions:
+                accepted.set_result(None)
+            return accepted
+        assert method == "result"
+        work = self.known[arguments[0]]
+        if (seconds := self.delay(work.request)) is not None:
+            loop.call_later(seconds, self.finish, arguments[0], None, work)
+        self.arrivals.put(work.request)
+        return work.facts, work.tokens
+
+    async def answer(self, reference: asyncio.Future[Any]) -> Any:
+        return await asyncio.shield(reference)
+
+    def accept(self) -> None:
+        """Answer all submissions, and those that come."""
+        self.holds_submissions = False
+        for accepted in self.submissions:
+            if not accepted.done():
+                accepted.set_result(None)
+
+    def finish(self, position: int, error: Exception | None = None, expected: Work | None = None) -> None:
+        """Complete a request, only if it is the `expected` one."""
+        if expected is not None and self.work.get(position) is not expected:
+            return  # the engine died in between
+        work = self.work.pop(position)
+        if error is not None:
+            work.facts.set_exception(error)
+            return
+        members = [
+            Partial(np.array([7, 1], np.int32), np.zeros(2, np.float32), np.full(2, work.version), "stop")
+            for _ in work.request.seeds
+        ]
+        result = GroupResult.of(work.request.group, work.request.prompt_ids, members)
+        work.facts.set_result(GroupFacts.of(result))
+        work.tokens.set_result(result)
+
+    def release(self, group: int) -> None:
+        """Complete a request, from another thread."""
+        work = next(work for work in self.work.values() if work.request.group == group)
+        work.facts.get_loop().call_soon_threadsafe(self.finish, work.request.position)
+
+    def die(self, tells: bool = True) -> list[Work]:
+        """End; without `tells` return what it held, which nobody knows to be lost before `lose`."""
+        self.is_dead = True
+        lost, self.work = list(self.work.values()), {}
+        submissions, self.submissions = self.submissions, []
+        for accepted in submissions:
+            if not accepted.done():
+                accepted.set_exception(EngineDied("killed"))
+        if tells:
+            for work in lost:
+                lose(work)
+        return lost
+
+    def start(self) -> None:
+        """Come back, empty."""
+        self.restarts += 1
+        self.is_dead, self.work, self.known, self.submissions = False, {}, {}, []
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The groups of each submission."""
+        return [[request.group for request in call] for call in self.calls]
+
+
+def lose(work: Work) -> None:
+    """Say that the engine of a request is dead."""
+    work.facts.set_exception(EngineDied("killed"))
+
+
+@dataclass(eq=False)
+class ScriptedPool:
+    """In the place of an EnginePool. A restart waits for `may_restart`, and fails with `restart_error`."""
+
+    engines: list[ScriptedEngine]
+    restarted: list[int] = field(default_factory=list)
+    may_restart: threading.Event = field(default_factory=threading.Event)
+    restart_error: Exception | None = None
+    check: Callable[[Sequence[Prompt]], None] = lambda prompts: None
+
+    @classmethod
+    def of(cls, count: int, **settings: Any) -> ScriptedPool:
+        pool = cls([ScriptedEngine(index, **settings) for index in range(count)])
+        pool.may_restart.set()
+        return pool
+
+    def restart(self, engine: ScriptedEngine, phase: str, cause: Exception) -> None:
+        assert self.may_restart.wait(60)
+        self.restarted.append(engine.index)
+        if self.restart_error is not None:
+            raise self.restart_error
+        engine.start()
+
+    async def store_batch(self, facts: Sequence[GroupFacts], tokens: Sequence[Any]) -> RolloutBatch:
+        size = len(facts[0].lengths)
+        payload: Any = list(tokens)
+        return RolloutBatch.of(facts, payload, RolloutExecuted(len(facts), size, 8), {})
+
+
+@dataclass(eq=False)
+class ScriptedPrompts:
+    """In the place of a PromptStream. `learned` has the prompts whose rewards it was given, in order."""
+
+    position: int = 0
+    learned: list[int] = field(default_factory=list)
+
+    def take(self, count: int) -> list[Prompt]:
+        self.position += count
+        return [prompt(index) for index in range(self.position - count, self.position)]
+
+    def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
+        self.learned += [prompt.index for prompt in prompts]
+
+    def metrics(self) -> dict[str, float]:
+        return {"data/position": self.position}
+
+
+@dataclass(eq=False)
+class ScriptedRewards:
+    """In the place of RewardWorkers: member m of a prompt scores m, or as `reward` says, which may raise."""
+
+    reward: Callable[[Prompt, int], float] = lambda prompt, member: float(member)
+
+    async def score_group(
+        self, payload: GroupPayload, samples: Sequence[int], prompt: Prompt, answers: bool = False
+    ) -> list[TextScore]:
+        return [TextScore({"score": self.reward(prompt, sample)}) for sample in samples]
+
+    def send_all(self) -> None:
+        pass
+
+    def total(self, score: TextScore) -> float:
+        assert score.parts is not None
+        return score.parts["score"]
+
+    def join(self, scores: list[TextScore], answers: bool = False) -> RewardResult:
+        rewards = np.array([self.total(score) for score in scores], np.float32)
+        return RewardResult(rewards, np.ones(len(scores), bool), {"score": rewards}, {}, 0, (len(scores),))
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, np.array([3, 4], np.int32), "", "1", {})
+
+
+PER_STEP, SIZE = 2, 2
+
+
+def stream_recipe(dynamic_rounds: int | None = None, **rollout: Any) -> Any:
+    """Two groups of two a step."""
+    values = recipe(Path("nowhere"), **rollout).model_dump()
+    values["phases"]["rollout"] |= {"prompts": PER_STEP, "max_concurrent": 8}
+    values["phases"]["actor_update"] |= {"mini_batch": PER_STEP * SIZE}
+    values["algorithm"]["group_size"] = SIZE
+    if dynamic_rounds is not None:
+        values["algorithm"]["dynamic_sampling"] = {"max_rounds": dynamic_rounds}
+    return recipe(Path("nowhere")).model_validate(values)
+
+
+@dataclass
+class Trainer:
+    """Takes steps from a stream as the trainer does. The engines' version is the number of steps that are over."""
+
+    stream: RolloutStream
+    pool: ScriptedPool
+    step: int = 0
+    resynced: list[list[int]] = field(default_factory=list)
+    threads: set[threading.Thread] = field(default_factory=set)
+
+    def begin(self) -> None:
+        self.step += 1
+        self.stream.begin(self.step)
+
+    def take(self) -> Any:
+        """Take a step's groups."""
+        taken = None
+        while taken is None:
+            self.stream.wait_sampled(self.resync)
+            taken = self.stream.take()
+        return taken
+
+    def sync(self) -> None:
+        """Send the weights of this step to all engines."""
+        self._send(self.step, None)
+
+    def resync(self, engines: Sequence[int]) -> None:
+        self.resynced.append(list(engines))
+        self.threads.add(threading.current_thread())
+        self._send(self.step - 1, engines)
+
+    def in_loop(self, function: Callable[[], Any]) -> None:
+        """Run a function in the stream's loop, and wait for it."""
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.stream._loop.call_soon_threadsafe(lambda: done.put(function()))
+        done.get(timeout=20)
+
+    def _send(self, version: int, engines: Sequence[int] | None) -> None:
+        self.stream.pause()
+        for engine in self.pool.engines:
+            if engines is None or engine.index in engines:
+                if engine.is_dead:
+                    engine.start()
+                engine.version = version
+        self.stream.resume(version, engines)
+
+
+@contextmanager
+def trainer(
+    pool: ScriptedPool,
+    rewards: Any = None,
+    environments: Any = None,
+    prompts: ScriptedPrompts | None = None,
+    dynamic_rounds: int | None = None,
+    **rollout: Any,
+) -> Iterator[Trainer]:
+    """A trainer with a stream that is closed at the end, and leaves no thread."""
+    before = set(threading.enumerate())
+    stream = RolloutStream(
+        stream_recipe(dynamic_rounds, **rollout), pool, 0,  # type: ignore[arg-type]
+        prompts or ScriptedPrompts(), rewards or ScriptedRewards(), environments,  # type: ignore[arg-type]
+    )  # fmt: skip
+    try:
+        yield Trainer(stream, pool)
+    finally:
+        stream.close()
+    assert set(threading.enumerate()) <= before, "a thread is left"
