@@ -63,10 +63,10 @@ class Schedule:
                 self.advance()
             elif event < 0.75:
                 self.start(self.random.randint(1, 2))
-            elif event < 0.90:
-                self.take()
             elif event < 0.94 and self.version < self.steps:
                 self.begin()
+            elif event < 0.94:
+                self.take()
             elif event < 0.96:
                 self.remove()
             elif event < 0.98:
