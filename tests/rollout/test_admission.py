@@ -66,6 +66,8 @@ class Schedule:
             elif event < 0.94 and self.version < self.steps:
                 self.begin()
             elif event < 0.94:
+                if self.staleness == 0:  # the stream starts all groups of a round at once
+                    self.start(1000)
                 self.take()
             elif event < 0.96:
                 self.remove()
