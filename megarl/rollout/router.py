@@ -224,6 +224,8 @@ class Router:
             continues = any(entry.continues for entry in entries)
             accepted = engine.answer(engine.call("submit", [entry.request for entry in entries], continues))
             await asyncio.wait_for(accepted, self._timeout_s)  # a deadline for `pause`, too
+            if engine.restarts != restarts:
+                raise EngineDied("it was started again, without these requests")
             for entry in entries:
                 facts, tokens = engine.call("result", entry.request.position, num_returns=2)
                 self._spawn(self._wait(lane, entry, restarts, facts, tokens))
