@@ -1,23 +1,26 @@
-"""Engines that die under a stream: what they were to do is done, or the call that waits for it ends with the cause."""
+"""Engines that die or are silent under a stream: what they were to do is done, or the call that waits for it names them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.data.sample import Prompt
-from megarl.rollout import EngineDied
+from megarl.reward.verifiers import TextScore
+from megarl.rollout import EngineDied, EngineSilent
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import GroupResult
 from megarl.rollout.stream import RolloutStream, Sampling
 from tests.rollout_cases import recipe
-from tests.stream_cases import ScriptedPool
+from tests.stream_cases import ScriptedPool, ScriptedScorer, scripted_rewards
 
-PROMPTS = [Prompt(index, np.ones(2, np.int32), "", "", {}) for index in range(6)]
+PROMPTS = [Prompt(index, np.ones(2, np.int32), "", "4", {}) for index in range(6)]
 
 
 def complete(request: GroupRequest) -> GroupResult:
@@ -73,3 +76,35 @@ def test_the_last_death_ends_the_call_and_no_weights_are_sent() -> None:
 
     with pytest.raises(EngineDied, match="its process is gone"):
         sample(1, deaths=1, max_restarts=0, resync=resync)
+
+
+class Prompts:
+    def take(self, count: int) -> list[Prompt]:
+        return PROMPTS[:count]
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("silent", ["engine", "reward worker"])
+def test_who_is_silent_is_named_with_its_phase(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(Path("model"), timeout_s=0.2)
+    pool: Any = ScriptedPool(complete)
+    rewards = scripted_rewards(made, ScriptedScorer(lambda *_: TextScore({"last_number": 1.0})))
+    if silent == "engine":
+        monkeypatch.setattr(pool.engines[0], "_facts", never)
+        said = r"^rollout engine 0: 4 groups of step 7 not finished in phase rollout within rollout.timeout_s = 0.2$"
+    else:
+        monkeypatch.setattr("megarl.reward.workers.TASK_GRACE_S", 0.2 - made.phases.reward.timeout_s)
+        worker = SimpleNamespace(score_task=SimpleNamespace(remote=never))
+        rewards._local, rewards._actors = None, [worker]
+        said = r"^phase reward: a task of 16 sequences on worker 0 gave no answer within 0 s$"
+    stream = RolloutStream(made, pool, 0, Prompts(), rewards)  # type: ignore[arg-type]
+    try:
+        stream.begin(7)
+        with pytest.raises((EngineSilent, TimeoutError), match=said):
+            stream.wait_sampled(lambda engines: pytest.fail("no engine died"))
+            stream.take()
+    finally:
+        stream.close()
