@@ -178,12 +178,11 @@ class RolloutEngine:
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Queue groups and generate; groups that are under way go on. On an idle engine the groups are queued while
         generation is paused, with an empty prefix cache unless they continue sequences of the groups before them: the cache
-        then holds the same in every run, as all before was the same. Raises EngineDirty, EngineDied, ValueError for a
-        position that the engine still has."""
+        then holds the same in every run, as all before was the same. A group replaces the group at its position, if any, so
+        that a caller may submit again what it gave up. Raises EngineDirty, EngineDied."""
         async with self._exclusive:
             engine = self._clean()
-            if taken := sorted({request.position for request in requests} & self._groups.keys()):
-                raise ValueError(f"the engine still has groups at the positions {taken}; take or drop them first")
+            await self._drop([request.position for request in requests])
             is_idle = all(group.result.done() for group in self._groups.values())
             if is_idle:
                 await self._pause_scheduler("abort", clear_cache=not continues)
@@ -213,10 +212,7 @@ class RolloutEngine:
     async def drop(self, positions: Sequence[int]) -> None:
         """Abort and forget groups; positions that the engine does not have are ignored."""
         async with self._exclusive:
-            dropped = [self._groups.pop(position) for position in positions if position in self._groups]
-            await self._cut(dropped)
-            for group in dropped:
-                group.result.cancel()
+            await self._drop(positions)
 
     async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
         """Return what each group has sampled so far, finished or not, and continue the unfinished ones. For all groups that
@@ -400,6 +396,12 @@ class RolloutEngine:
         for group in queued:
             group.collecting = None
 
+    async def _drop(self, positions: Sequence[int]) -> None:
+        dropped = [self._groups.pop(position) for position in positions if position in self._groups]
+        await self._cut(dropped)
+        for group in dropped:
+            group.result.cancel()
+
     async def _collect(self, group: PendingGroup, collectors: dict[int, RequestOutputCollector]) -> None:
         """Wait for the requests of a group, and set its result, or an error, unless it was cut."""
         try:
@@ -487,6 +489,8 @@ class RolloutEngine:
     def _alive(self) -> AsyncLLM:
         if self._engine is None:
             raise EngineDied("the engine was not started or is stopped")
+        if self._engine.errored:
+            raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}")
         return self._engine
 
     async def _utility(self, call: Coroutine[Any, Any, Any]) -> Any:

@@ -157,13 +157,14 @@ def test_a_dropped_group_is_forgotten_and_others_go_on(engines: Engines, clients
     client.sample(client.request())
     client.call("submit", [finished])
     client.call("submit", [kept, dropped])
-    with pytest.raises(ValueError, match=f"still has groups at the positions \\[{kept.position}\\]"):
-        client.call("submit", [kept])
+    client.call("submit", [replaced := replace(kept, prompt_ids=finished.prompt_ids)])
     waiting = client._engine.call("result", dropped.position, num_returns=2)[0]
     client.call("drop", [dropped.position, next(Client.positions)])
     with pytest.raises(RolloutError, match=f"no group at position {dropped.position}"):
         client._engine.get(waiting, "rollout")
-    assert_sampled(engines.old, *client.take([kept]))
+    [taken] = client.take([replaced])
+    assert_sampled(engines.old, taken)
+    assert np.array_equal(taken.prompt_ids, finished.prompt_ids)
     client.call("drop", [finished.position])
     assert client.call("cut") == {}
 
