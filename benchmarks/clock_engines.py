@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray
 
 from megarl.data.sample import Prompt
 from megarl.rollout.engine import EngineProcess, GroupRequest
@@ -163,7 +164,7 @@ class ClockEngines:
 
     async def call(self, call: tuple[Any, ...]) -> Any:
         """Call a method of an engine. Index, name and arguments are one argument, as Ray takes time for each."""
-        index, method, *arguments = call
+        index, method, *arguments = [await value if isinstance(value, ray.ObjectRef) else value for value in call]
         return await getattr(self._engines[index], method)(*arguments)
 
 
