@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray
 
 from megarl.data.sample import Prompt
 from megarl.rollout.engine import EngineProcess, GroupRequest
@@ -161,8 +162,9 @@ class ClockEngines:
         self._engines[index] = ClockEngine(slots, token_s)
         return EngineProcess(platform.node(), (), (), slots)
 
-    async def call(self, index: int, method: str, *arguments: Any) -> Any:
-        """Call a method of an engine."""
+    async def call(self, call: tuple[Any, ...]) -> Any:
+        """Call a method of an engine. Index, name and arguments are one argument, as Ray takes time for each."""
+        index, method, *arguments = [await value if isinstance(value, ray.ObjectRef) else value for value in call]
         return await getattr(self._engines[index], method)(*arguments)
 
 
@@ -180,7 +182,7 @@ class ClockHandle(EngineHandle):
     def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
         """As `EngineHandle.call`."""
         remote = self._engines.call if num_returns == 1 else self._engines.call.options(num_returns=num_returns)
-        return remote.remote(self.settings.index, method, *arguments)
+        return remote.remote((self.settings.index, method, *arguments))
 
     def stop(self) -> None:
         """The next run starts it anew."""

@@ -11,17 +11,19 @@ several steps, more than S = 2 allows it, and no stream can hide it.) The update
 
     generation  seconds at full slots: tokens of the groups that were taken, by slots and the time of a token
     / bound     mean seconds of a step over the larger one of generation and training; the first steps are not counted
-    loop        processor time of the thread `rollout stream`, as a share of one core, at 512 completions a second
+    loop        processor time of the thread `rollout stream` for 512 completions, as a share of a second; median of steps
+    late        seconds by which Megatron alone took longer than the training that the cell wants, at most
+    load        processes that wanted to run in the last minute: with more than this machine has cores, repeat
 
 Targets (with --check, exit 1 when one is missed):
 
 1. S = 2: a step takes at most 1.10 of the larger one of generation and training, in each cell.
 2. Training as long as generation: a step is at least 1.8 times faster with S = 2 than with S = 0.
-3. Rank 0's loop takes under 5 % of one core at 512 completions a second, in each cell with S = 2.
+3. Rank 0's loop takes under 5 % of one core at 512 completions a second, in the cell whose step takes one second.
 
 The cells `rewards` have S = 0 and rewards that take as long as `--step-seconds` in all: as completions arrive, and behind a
 barrier after the last completion. Their ratio is printed and not judged: its target (1.15) is one of streamed rewards and of
-phases that start early, and megarl starts none early.
+phases that start early together, and no cell starts a phase early.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ from megarl.recipe import Recipe, load_recipe  # noqa: E402
 from megarl.recipe.sizes import with_engine_sizes  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout import pool  # noqa: E402
+from megarl.rollout.stream import Taken  # noqa: E402
 from megarl.telemetry.clock import PhaseClock, recording  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 from megarl.trainer import Trainer  # noqa: E402
@@ -78,22 +81,25 @@ from tests.runs import tiny_recipe, tiny_run  # noqa: E402
 MOST_OF_BOUND, LEAST_GAIN, MOST_OF_CORE = 1.10, 1.8, 0.05
 COMPLETIONS_A_SECOND = 512
 REWARD_WORKERS = 2
+FASTEST = "512 a second S=2"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`training` and `rewards` are seconds, as shares of a step's generation; with `barrier` no completion is scored before
-    the last one is there."""
+    """`training` and `rewards` are shares of the seconds of a step's generation: `step_s`, or `Sizes.step_s` for None. With
+    `barrier` no completion is scored before the last one is there."""
 
     name: str
     max_staleness: int
     training: float
     rewards: float = 0.0
     barrier: bool = False
+    step_s: float | None = None
 
 
 CELLS = [
     *(Cell(f"{name} S={s}", s, share) for name, share in (("4:1", 0.25), ("2:1", 0.5), ("1:1", 1.0)) for s in (0, 2)),
+    Cell(FASTEST, 2, 1.0, step_s=1.0),
     Cell("rewards streamed", 0, 0.25, rewards=1.0),
     Cell("rewards barrier", 0, 0.25, rewards=1.0, barrier=True),
 ]
@@ -131,12 +137,11 @@ class PacedTrainer(Trainer):
         self.tokens: list[int] = []  # of each step
         self.late_s: list[float] = []  # by which Megatron alone took longer
 
-    def _sample(self, number: int) -> Any:
-        sampled = super()._sample(number)
+    def _batch(self, taken: Taken, *arguments: Any) -> Any:
         self._taken_at, members = time.monotonic(), self.recipe.algorithm.group_size
-        groups = sampled[0].groups[::members].tolist()
+        groups = taken.rollouts.groups[::members].tolist()
         self.tokens.append(sum(int(lengths_of(group, members).sum()) for group in groups))
-        return sampled
+        return super()._batch(taken, *arguments)
 
     def _update(self, *arguments: Any) -> Any:
         updated = super()._update(*arguments)
@@ -167,7 +172,8 @@ def write_recipe(folder: Path, cell: Cell, sizes: Sizes) -> Recipe:
         "weight_sync": {"in_flight": "keep" if cell.max_staleness else "wait", "canary": None},
         "phases": {"rollout": {"prompts": sizes.groups, "max_concurrent": sizes.slots},
                    "reward": {"sequences": min(16, sequences), "workers": REWARD_WORKERS},
-                   "actor_logprob": micro_batch, "actor_update": {"mini_batch": sequences} | micro_batch},
+                   "actor_update": {"mini_batch": sequences} | micro_batch}
+                  | ({"actor_logprob": micro_batch} if cell.max_staleness else {}),
     }  # fmt: skip
     each_s = cell.rewards * sizes.step_s * REWARD_WORKERS / sequences
     rows = [{"question": str(row), "answer": f"{each_s:.6f}"} for row in range(sizes.rows)]
@@ -196,7 +202,7 @@ class Ranks:
         return cls(place, control)
 
 
-def loop_seconds() -> float:
+def loop_clock() -> float:
     """Return the processor time of the stream's thread so far."""
     [thread] = [thread for thread in threading.enumerate() if thread.name == "rollout stream"]
     assert thread.ident is not None
@@ -205,6 +211,9 @@ def loop_seconds() -> float:
 
 def run_cell(cell: Cell, sizes: Sizes, folder: Path, engines: Any, ranks: Ranks) -> dict[str, Any]:
     """Train, and return the figures of the counted steps."""
+    sizes = sizes if cell.step_s is None else replace(sizes, step_s=cell.step_s)
+    if not cell.max_staleness:  # each step is like the first, and takes long
+        sizes = replace(sizes, warmup=1, steps=-(-sizes.steps // 2))
     recipe = write_recipe(folder, cell, sizes)
     training_s, clock = cell.training * sizes.step_s, PhaseClock()
     handle = partial(ClockHandle, engines=engines, token_s=sizes.token_s)
@@ -218,24 +227,22 @@ def run_cell(cell: Cell, sizes: Sizes, folder: Path, engines: Any, ranks: Ranks)
         parts = build.build_parts(recipe, places, ranks.control, RunDirectory.of(recipe), stage, stack)
         trainer = PacedTrainer(recipe, 0, parts, clock, training_s=training_s)
         trainer.sync(0)
-        seconds, metrics, loop_s = [], [], 0.0
+        seconds, loop_seconds, metrics = [], [], []
         for number in range(1, sizes.warmup + sizes.steps + 1):
-            if number == sizes.warmup + 1:
-                loop_s = loop_seconds()
-            begun = time.monotonic()
+            begun, loop_begun = time.monotonic(), loop_clock()
             metrics.append(trainer.step(number))
             seconds.append(time.monotonic() - begun)
-        loop_s = loop_seconds() - loop_s
+            loop_seconds.append(loop_clock() - loop_begun)
     counted = slice(sizes.warmup, None)
     generation_s = statistics.mean(trainer.tokens[counted]) * sizes.token_s / (sizes.slots * sizes.engines)
-    step_s, completions = statistics.mean(seconds[counted]), sizes.steps * sizes.groups * sizes.members
+    step_s, completions = statistics.mean(seconds[counted]), sizes.groups * sizes.members
     return asdict(cell) | {
         "step_s": step_s,
-        "steps_s": seconds,
+        "seconds": seconds,
         "generation_s": generation_s,
         "training_s": training_s,
         "of_bound": step_s / max(generation_s, training_s),
-        "loop_share": loop_s / completions * COMPLETIONS_A_SECOND,
+        "loop_share": statistics.median(loop_seconds[counted]) / completions * COMPLETIONS_A_SECOND,
         "sync_s": statistics.mean(line["sync/total_s"] for line in metrics[counted]),
         "late_s": max(trainer.late_s),
         "load": os.getloadavg()[0],
@@ -260,15 +267,20 @@ def run_cells(cells: Sequence[Cell], sizes: Sizes) -> list[dict[str, Any]]:
             torch.distributed.destroy_process_group()
 
 
+def is_judged(row: dict[str, Any]) -> bool:
+    """Return whether a cell has target 1: at one second a step, the costs of two cores would count too much."""
+    return bool(row["max_staleness"] >= 2 and row["name"] != FASTEST)
+
+
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the targets that the rows miss, each with its value."""
     by_name = {row["name"]: row for row in rows}
     texts = []
-    for row in rows:
-        if row["max_staleness"] >= 2 and row["of_bound"] > MOST_OF_BOUND:
+    for row in filter(is_judged, rows):
+        if row["of_bound"] > MOST_OF_BOUND:
             texts.append(f"1: {row['name']} takes {row['of_bound']:.2f} of the bound")
-        if row["max_staleness"] >= 2 and row["loop_share"] >= MOST_OF_CORE:
-            texts.append(f"3: {row['name']} takes {row['loop_share']:.1%} of a core")
+    if (row := by_name.get(FASTEST)) is not None and row["loop_share"] >= MOST_OF_CORE:
+        texts.append(f"3: the loop takes {row['loop_share']:.1%} of a core")
     if (gain := ratio(by_name, "1:1 S=0", "1:1 S=2")) is not None and gain < LEAST_GAIN:
         texts.append(f"2: S = 2 is {gain:.2f} times faster")
     return texts
@@ -323,7 +335,7 @@ def main() -> int:
         )
         if (gain := ratio(by_name, slow, fast)) is not None
     ]
-    worst = max((row["of_bound"] for row in rows if row["max_staleness"] >= 2), default=None)
+    worst = max((row["of_bound"] for row in filter(is_judged, rows)), default=None)
     parts = [f"{len(rows)} cells, {len(misses)} targets missed", *gains]
     parts += [] if worst is None else [f"S = 2 at most {worst:.2f} of the bound"]
     print(f"stream: {'; '.join(parts)}")
