@@ -221,19 +221,19 @@ def _spread(
     """Cut `copies` and order them so that at any time the same share of each source rank's bytes has travelled: (copy, row,
     rows) of each piece. A rank sends as many parts as there are buckets, or fewer where parts would be small."""
     source, cols, rows = plan.source_rank[copies], plan.cols[copies], plan.rows[copies]
-    unit = np.where(in_blocks[copies], np.minimum(BLOCK, rows), 1)  # rows that stay together
-    unit_bytes = np.where(in_blocks[copies], block_bytes(unit, cols), cols * itemsize)
+    blocks = in_blocks[copies]
+    unit = np.where(blocks, np.minimum(BLOCK, rows), 1)  # rows that stay together
+    unit_bytes = np.where(blocks, SCALE_BYTES * -(-cols // BLOCK) + unit * cols, cols * itemsize)
     units = -(-rows // unit)
+    size = units * unit_bytes
+    # Of each copy: where it begins in the bytes of its rank, how many these are, and in how many parts they travel.
     order = np.argsort(source, kind="stable")
-    end = np.cumsum((units * unit_bytes)[order])
-    ranks, first, rank = np.unique(source[order], return_index=True, return_inverse=True)
-    begin = np.empty_like(end)  # of a copy, in bytes of its rank
-    begin[order] = end - (units * unit_bytes)[order] - (end - (units * unit_bytes)[order])[first][rank]
-    rank = np.searchsorted(ranks, source)
-    total = np.bincount(rank, units * unit_bytes).astype(np.int64)
-    buckets = -(-int(total.sum()) // bucket_bytes)
+    before = np.cumsum(size[order]) - size[order]
+    _, first, rank = np.unique(source[order], return_index=True, return_inverse=True)
+    begin, total = np.empty_like(size), np.empty_like(size)
+    begin[order], total[order] = before - before[first][rank], np.bincount(rank, size[order])[rank]
+    buckets = -(-int(size.sum()) // bucket_bytes)
     parts = np.clip(total // max(SMALLEST_PART, bucket_bytes // SMALLEST_SHARE), 1, buckets)
-    total, parts = total[rank], parts[rank]
     first_part, last_part = begin * parts // total, (begin + (units - 1) * unit_bytes) * parts // total
     counts = last_part - first_part + 1
     copy = np.repeat(np.arange(len(copies)), counts)
