@@ -8,9 +8,9 @@ the model predicts; only the rates and what is shared differ.
 - Buckets travel in rounds. A rank packs its parts of a round once for all engines, as soon as its last round but one is
   done. Then it starts the round: all of its messages to an engine together, once those of the round before are done.
 - A worker starts to receive a bucket once its last bucket but one is in place and the bucket before has arrived.
-- A message leaves once both of its ends have started it. Sending and receiving take the time of the link each, at the same
-  time, and do not disturb each other; the network between the links has room for all. The messages of a link take turns, in
-  the order of the round.
+- The messages of a round leave a rank once all workers to which it sends have started them, and arrive at a worker once all
+  ranks have. Sending and receiving take the time of the link each, at the same time, and do not disturb each other; the
+  network between the links has room for all.
 - A bucket is copied into the weights when all of its parts have arrived, while the other bucket travels.
 - In two legs a trainer rank, the server, receives for a worker. It starts a round once the worker has read the last bucket
   but one; its own part it copies into the bucket. All ranks are in one group: what a rank sends and receives in a round
@@ -130,10 +130,10 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
     for number, reader in enumerate(readers):
         of_worker[reader.worker].append(number)
     ranks = sorted({rank for reader in readers for parts in reader.buckets for rank, _ in parts} | _servers(readers))
-    # The messages of each round that a rank starts together: by rank, and by engine where engines have their own groups.
-    together: list[dict[tuple[int, int | None], list[_Step]]] = []
+    together: list[dict[int, list[_Step]]] = []  # by round and rank, what ends the rank's messages
     arriving: list[list[_Step]] = [[] for _ in readers]  # of the last bucket of each reader
     placed: list[list[_Step]] = [[] for _ in readers]  # by reader and bucket
+    last: dict[int, list[_Step]] = {}  # in two legs, the last messages of a rank
     latency = resources.latency
 
     def step(seconds: float, latency: float, after: Sequence[_Step], *threads: Hashable) -> _Step:
@@ -145,67 +145,81 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
         rates = resources.link(parts[0][0], readers[number])[1]
         placed[number].append(step(sum(size for _, size in parts) / rates.place, latency, through, ("worker", number)))
 
+    def read(number: int, bucket: int) -> list[_Step]:
+        """What empties the memory of a bucket."""
+        return [placed[number][bucket - NUM_BUCKETS]] if bucket >= NUM_BUCKETS else []
+
     def complete(rank: int, done: int) -> None:
         """A rank waits for a round, and hands its buckets over."""
-        messages = [message for key, of_key in together[done].items() if key[0] == rank for message in of_key]
-        handed = step(0.0, latency, messages, ("rank", rank))
+        handed = step(0.0, latency, together[done][rank], ("rank", rank))
         for bucket, worker in rounds[done]:
             for number in of_worker[worker]:
                 if readers[number].server == rank:
                     place(number, bucket, [handed])
 
-    started: dict[int, _Step] = {}  # by rank, of a round
-    begun: dict[tuple[int, int | None], _Step] = {}  # of a round
-    last: dict[tuple[int, int | None], list[_Step]] = {}  # the last messages that started together
-
-    def begin(rank: int, engine: int | None) -> _Step:
-        key = rank, engine
-        if key not in begun:
-            begun[key] = step(0.0, 0.0, [started[rank], *last.get(key, [])])
-        return begun[key]
-
     for turn, entries in enumerate(rounds):
-        received = [(number, bucket) for bucket, worker in entries for number in of_worker[worker]]
+        for rank in ranks if turn >= NUM_BUCKETS else ():
+            complete(rank, turn - NUM_BUCKETS)
         written, copied = Counter[int](), Counter[int]()
+        out, into = Counter[tuple[int, str]](), Counter[tuple[int, str]]()  # seconds by rank or reader, and link
+        emptied: dict[int, list[_Step]] = defaultdict(list)  # what a server waits for
         for bucket, worker in entries:
-            written.update(dict(readers[of_worker[worker][0]].buckets[bucket]))
-        for number, bucket in received:
-            copied.update({rank: size for rank, size in readers[number].buckets[bucket] if rank == readers[number].server})
+            parts = readers[of_worker[worker][0]].buckets[bucket]
+            written.update(dict(parts))
+            for number in of_worker[worker]:
+                reader = readers[number]
+                if reader.server is not None:
+                    emptied[reader.server] += read(number, bucket)
+                for rank, size in parts:
+                    if rank == reader.server:
+                        copied[rank] += size
+                        continue
+                    link, rates = resources.link(rank, reader)
+                    out[rank, link] += size / rates.send
+                    into[number, link] += size / rates.receive
+        begun: dict[int, _Step] = {}
         for rank in ranks:
-            if turn >= NUM_BUCKETS:
-                complete(rank, turn - NUM_BUCKETS)
             rates = resources.link(rank, readers[0])[1]
             step(written[rank] / rates.write, 0.0, [], ("rank", rank))
-            read = [placed[number][bucket - NUM_BUCKETS] for number, bucket in received
-                    if readers[number].server == rank and bucket >= NUM_BUCKETS]  # fmt: skip
-            started[rank] = step(copied[rank] / rates.copy, latency, read, ("rank", rank))
-        begun.clear()
-        together.append(defaultdict(list))
-        for number, bucket in received:
-            reader = readers[number]
-            group = reader.engine if reader.server is None else None
-            if reader.server is None:
-                room = [placed[number][bucket - NUM_BUCKETS]] if bucket >= NUM_BUCKETS else []
-                into = step(0.0, latency, [*room, *arriving[number]])
-            else:
-                into = begin(reader.server, None)
-            arriving[number] = []
-            for rank, size in reader.buckets[bucket]:
-                if rank == reader.server:
-                    continue
-                link, rates = resources.link(rank, reader)
-                ready = [begin(rank, group), into]
-                both = [
-                    step(size / rates.send, latency, ready, ("out", rank, link)),
-                    step(size / rates.receive, latency, ready, ("in", number, link)),
-                ]
-                arriving[number] += both
-                together[-1][rank, group] += both
-                if reader.server is not None:
-                    together[-1][reader.server, None] += both
-            if reader.server is None:
-                place(number, bucket, arriving[number])
-        last |= together[-1]
+            started = step(copied[rank] / rates.copy, latency, emptied[rank], ("rank", rank))
+            begun[rank] = step(0.0, 0.0, [started, *last.get(rank, [])])
+        # By worker, of all engines: that the senders, and the receivers, have started the round.
+        senders, receivers, ready = {}, {}, {}
+        for bucket, worker in entries:
+            senders[worker] = step(0.0, 0.0, [begun[rank] for rank, _ in readers[of_worker[worker][0]].buckets[bucket]])
+            for number in of_worker[worker]:
+                server = readers[number].server
+                room = [*read(number, bucket), *arriving[number]]
+                ready[number] = step(0.0, latency, room) if server is None else begun[server]
+            receivers[worker] = step(0.0, 0.0, [ready[number] for number in of_worker[worker]])
+        workers_of: dict[int, list[int]] = defaultdict(list)  # by rank, to which it sends
+        for bucket, worker in entries:
+            for rank, _ in readers[of_worker[worker][0]].buckets[bucket]:
+                workers_of[rank].append(worker)
+        sending: dict[int, list[_Step]] = defaultdict(list)
+        for (rank, link), seconds in out.items():
+            after = [begun[rank], *(receivers[worker] for worker in workers_of[rank])]
+            sending[rank].append(step(seconds, latency, after, ("out", rank, link)))
+        arrived: dict[int, list[_Step]] = defaultdict(list)
+        for (number, link), seconds in into.items():
+            after = [ready[number], senders[readers[number].worker]]
+            arrived[number].append(step(seconds, latency, after, ("in", number, link)))
+        received, ends = {}, defaultdict[int, list[_Step]](list)
+        for bucket, worker in entries:
+            ranks_of = [rank for rank, _ in readers[of_worker[worker][0]].buckets[bucket]]
+            sent = step(0.0, 0.0, [one for rank in ranks_of for one in sending[rank]])
+            received[worker] = step(0.0, 0.0, [one for number in of_worker[worker] for one in arrived[number]])
+            for number in of_worker[worker]:
+                arriving[number] = [*arrived[number], sent]
+                if (server := readers[number].server) is not None:
+                    ends[server] += arriving[number]
+                else:
+                    place(number, bucket, arriving[number])
+        for rank in ranks:
+            ends[rank] += [*sending[rank], *(received[worker] for worker in workers_of[rank])]
+        together.append(ends)
+        if _servers(readers):
+            last |= {rank: of_rank for rank, of_rank in ends.items() if of_rank}
     for done in range(max(0, len(rounds) - NUM_BUCKETS), len(rounds)):
         for rank in ranks:
             complete(rank, done)

@@ -36,9 +36,13 @@ from megarl.weight_sync.plan import ReshardPlan
 
 ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
 MOST_WRITTEN = 1.5  # buckets that a rank writes in a round: where as many ranks send as receive, each writes about one
-SMALLEST_PART, SMALLEST_SHARE = 4096, 128  # a rank with less for a bucket sends that to fewer buckets: bytes, 1 / share
+SMALLEST_PART = 256 << 10  # bytes: a rank that would send less in a bucket sends in fewer buckets
 GOLDEN_SECTION = (5**0.5 - 1) / 2
 PHASES = 1 << 16  # of a rank's parts
+SPREAD = (
+    round(PHASES * 0.7548776662),
+    round(PHASES * 0.5698402910),
+)  # numbers of pairs become phases far from each other (R2)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -233,7 +237,7 @@ def _spread(
     begin, total = np.empty_like(size), np.empty_like(size)
     begin[order], total[order] = before - before[first][rank], np.bincount(rank, size[order])[rank]
     buckets = -(-int(size.sum()) // bucket_bytes)
-    parts = np.clip(total // max(SMALLEST_PART, bucket_bytes // SMALLEST_SHARE), 1, buckets)
+    parts = np.clip(total // min(SMALLEST_PART, bucket_bytes // 4), 1, buckets)
     first_part, last_part = begin * parts // total, (begin + (units - 1) * unit_bytes) * parts // total
     counts = last_part - first_part + 1
     copy = np.repeat(np.arange(len(copies)), counts)
@@ -242,8 +246,9 @@ def _spread(
         np.clip(-(-(-(-number * total[copy] // parts[copy]) - begin[copy]) // unit_bytes[copy]), 0, units[copy])
         for number in (part, part + 1)
     ]
-    # Ranks take their turns within a bucket, and those with few parts take different buckets.
-    turn = (part * PHASES + source[copy] * round(PHASES * GOLDEN_SECTION) % PHASES) * buckets // parts[copy]
+    # Ranks take turns. Of those with few parts some send to a worker in each bucket, and each to some workers.
+    ends = source[copy] * SPREAD[0] + plan.destination_rank[copies[0]] * SPREAD[1]
+    turn = (part * PHASES + ends % PHASES) * buckets // parts[copy]
     kept = np.flatnonzero(bounds[0] < bounds[1])
     kept = kept[np.lexsort((copy[kept], turn[kept]))]
     copy, row = copy[kept], bounds[0][kept] * unit[copy[kept]]
