@@ -6,6 +6,7 @@ import multiprocessing
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.platform import NcclMessages, messages

@@ -137,7 +137,7 @@ class Engines(ThreadEngines):
         receiver = self.receivers[worker]
         receiver._unpacked = []
         with torch.no_grad():
-            for _ in self.readers[engine, worker].read(self._manifest, engine, receiver):
+            for box in self.readers[engine, worker].read(self._manifest, engine, receiver):
                 receiver._arrived(box)
         return {}
 
