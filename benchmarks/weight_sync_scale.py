@@ -41,8 +41,8 @@ bound for every model and placement; the plans of the largest model in 10 s and 
 
 predicts instead a sync between processes of this machine by the same model, by `mapped`, by `group` over gloo, or in
 `two_legs` over gloo and shared memory, and measures it (`benchmarks/sync_rates.py`) in turns with the input of the model:
-bytes a second of each of the threads of one rank and one worker, and the extra cost of a message, and of a bucket that a
-server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by their
+bytes a second of each of the threads of one rank and one worker, and the extra cost of a bucket that travels, and of one
+that a server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by their
 number. The seconds from the signal of one process to the answer of another, and the cores, are given. Target: the median of
 the measured seconds 1.0 to 1.3 x the prediction. With the five rates given nothing is measured. Layouts are those that a
 recipe may have; options of the other mode are refused.
@@ -362,9 +362,9 @@ def machine_readers(sync: Sync) -> tuple[list[Reader], list[Round]]:
 
 
 def num_signals(readers: Sequence[Reader]) -> tuple[int, int]:
-    """How many messages travel, and how many buckets a server hands over."""
-    messages = sum(rank != reader.server for reader in readers for parts in reader.buckets for rank, _ in parts)
-    return messages, sum(len(reader.buckets) for reader in readers if reader.server is not None)
+    """How many buckets travel, each with messages that start together, and how many a server hands over."""
+    travel = sum(any(rank != reader.server for rank, _ in parts) for reader in readers for parts in reader.buckets)
+    return travel, sum(len(reader.buckets) for reader in readers if reader.server is not None)
 
 
 def predict(sync: Sync, timed: InTurns, machine: Machine) -> dict[str, float]:

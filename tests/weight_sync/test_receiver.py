@@ -54,6 +54,7 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
     worker, reader = receiver.WeightReceiver.__new__(receiver.WeightReceiver), Reader()
     worker._shape, worker._rollout = ModelShape.from_directory(save_model(tmp_path / "m", "llama", True, 0)), RolloutLayout()
     worker._reader = reader  # type: ignore[assignment]
+    worker._open = {"no.such": receiver.OpenModule({}, SpareMemory(), missing=2)}
     worker.model = worker.model_config = None  # type: ignore[assignment]
     worker.device = torch.device("cpu")
 

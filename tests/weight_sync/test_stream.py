@@ -75,7 +75,8 @@ def test_every_row_of_every_copy_travels_once_and_those_of_a_rank_in_order(case:
 @pytest.mark.parametrize("rollout", [RolloutLayout(), RolloutLayout(2), RolloutLayout(4)])
 @pytest.mark.parametrize("layout", [Layout(1, 4), Layout(2, 2, 2), Layout(1, 1, 4)])
 def test_all_ranks_send_all_the_time(layout: Layout, rollout: RolloutLayout) -> None:
-    """When a share of the buckets has travelled, every rank has sent that share of what it sends."""
+    """When a share of the buckets has travelled, every rank has sent that share of what it sends, up to a part: a rank may
+    send one in every second bucket."""
     plan = engine_plan(DEEP, layout, rollout)
     streams = [sync_stream(DEEP, plan, worker, False, torch.bfloat16, 1 << 20, None) for worker in range(rollout.workers)]
     rounds = sync_rounds(plan, streams, False)
@@ -86,7 +87,7 @@ def test_all_ranks_send_all_the_time(layout: Layout, rollout: RolloutLayout) -> 
                 sent[number, part.source_rank] += part.size
     shares = np.cumsum(sent, axis=0) / sent.sum(axis=0)
     expected = (np.arange(len(rounds))[:, None] + 1) / len(rounds)
-    assert len(rounds) > 10 and np.abs(shares - expected).max() < 1.5 / len(rounds), np.abs(shares - expected).max()
+    assert len(rounds) > 10 and np.abs(shares - expected).max() < 2.5 / len(rounds), np.abs(shares - expected).max()
 
 
 @settings(max_examples=30, deadline=None)
