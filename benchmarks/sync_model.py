@@ -5,16 +5,16 @@ the model predicts; only the rates and what is shared differ.
 
 - A thread, and a link in one direction, does its steps in order, each without a break. Between processes a step starts the
   latency after what it waits for.
-- A rank packs its parts in the order of (bucket, engine, worker) into two buckets: the next part once the message of the
-  last part but one has left.
-- A message leaves once its part is packed and the worker's last bucket but one is in place, in the same order. So a message
-  that waits for a slow worker holds up the messages behind it. Sending and receiving take the time of the link each, at the
-  same time, and do not disturb each other; the network between the links has room for all.
+- Buckets travel in rounds. A rank packs its parts of a round once for all engines, as soon as its last round but one is
+  done. Then it starts the round: all of its messages to an engine together, once those of the round before are done.
+- A worker starts to receive a bucket once its last bucket but one is in place and the bucket before has arrived.
+- The messages of a round leave a rank once all workers to which it sends have started them, and arrive at a worker once all
+  ranks have. Sending and receiving take the time of the link each, at the same time, and do not disturb each other; the
+  network between the links has room for all.
 - A bucket is copied into the weights when all of its parts have arrived, while the other bucket travels.
-- In two legs a trainer rank, the server, receives for a worker. Whenever the server comes to a bucket of its worker in the
-  order above, it waits for the bucket before and hands that over, waits until the worker has read the bucket before that,
-  and then receives. Its own part it copies into the bucket. All ranks are in one group: the messages of a rank, sent and
-  received, take turns.
+- In two legs a trainer rank, the server, receives for a worker. It starts a round once the worker has read the last bucket
+  but one; its own part it copies into the bucket. All ranks are in one group: what a rank sends and receives in a round
+  starts together, once its round before is done, which the rank hands over when it has started the next.
 - On a cluster each GPU has links of its own: NVLink inside a node, a network card to other nodes.
 - On one machine threads share the cores; of the steps that could start, the step goes first that has been ready for longest.
 - With `mapped` the threads of a worker copy and hash one piece after another. A rank hashes its pieces once every worker has
@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megarl.weight_sync.stream import Round
 from megarl.weight_sync.transport import NUM_BUCKETS
 
 # [bucket][part] -> (source rank, bytes); with `mapped` pieces stand for buckets
@@ -38,11 +39,12 @@ Parts = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Reader:
-    """A worker of an engine: its buckets, its node, and in two legs the trainer rank that serves it."""
+    """A worker of an engine: its buckets, its node, its number, and in two legs the trainer rank that serves it."""
 
     buckets: Parts
     node: int = 0
     engine: int = 0
+    worker: int = 0
     server: int | None = None
 
 
@@ -115,64 +117,117 @@ class _Step:
         return self
 
 
-def sync_seconds(readers: Sequence[Reader], resources: Cluster | Machine) -> float:
-    """When the last worker of the last engine has verified everything in place. `readers` come engine by engine."""
-    steps = _mapped_steps(readers, resources) if resources.copy_threads else _message_steps(readers, resources)
+def sync_seconds(readers: Sequence[Reader], rounds: Sequence[Round], resources: Cluster | Machine) -> float:
+    """When the last worker of the last engine has verified everything in place. `rounds` are those of an engine's workers;
+    where weights are mapped there are none."""
+    steps = _mapped_steps(readers, resources) if resources.copy_threads else _message_steps(readers, rounds, resources)
     return _run(steps, resources.num_cores) + resources.latency
 
 
-def _message_steps(readers: Sequence[Reader], resources: Cluster | Machine) -> list[_Step]:
+def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources: Cluster | Machine) -> list[_Step]:
     steps: list[_Step] = []
-    sent: dict[int, list[list[_Step]]] = defaultdict(list)  # by rank and part
+    of_worker: dict[int, list[int]] = defaultdict(list)
+    for number, reader in enumerate(readers):
+        of_worker[reader.worker].append(number)
+    ranks = sorted({rank for reader in readers for parts in reader.buckets for rank, _ in parts} | _servers(readers))
+    together: list[dict[int, list[_Step]]] = []  # by round and rank, what ends the rank's messages
     arriving: list[list[_Step]] = [[] for _ in readers]  # of the last bucket of each reader
     placed: list[list[_Step]] = [[] for _ in readers]  # by reader and bucket
+    last: dict[int, list[_Step]] = {}  # in two legs, the last messages of a rank
+    latency = resources.latency
 
     def step(seconds: float, latency: float, after: Sequence[_Step], *threads: Hashable) -> _Step:
         steps.append(_Step(threads, seconds, latency).after(*after))
         return steps[-1]
 
-    def place(number: int, bucket: int) -> None:
-        """The steps in which a bucket gets from the server to its place, or from the worker's own memory."""
-        reader, through, latency = readers[number], arriving[number], resources.latency
-        rates = resources.link(reader.buckets[bucket][0][0], reader)[1]
-        if reader.server is not None:
-            through = [step(0.0, latency, through, ("rank", reader.server))]
-        size = sum(size for _, size in reader.buckets[bucket])
-        placed[number].append(step(size / rates.place, latency, through, ("worker", number)))
+    def place(number: int, bucket: int, through: Sequence[_Step]) -> None:
+        parts = readers[number].buckets[bucket]
+        rates = resources.link(parts[0][0], readers[number])[1]
+        placed[number].append(step(sum(size for _, size in parts) / rates.place, latency, through, ("worker", number)))
 
-    for bucket in range(max(len(reader.buckets) for reader in readers)):
-        for number, reader in enumerate(readers):
-            if bucket >= len(reader.buckets):
-                continue
-            if reader.server is not None and bucket:
-                place(number, bucket - 1)
-            room = [placed[number][bucket - NUM_BUCKETS]] if bucket >= NUM_BUCKETS else []
-            into: list[Hashable] = []
-            if reader.server is not None:
-                room = [step(0.0, resources.latency, room, ("rank", reader.server))]
-                into = [("messages", reader.server)]
-            arriving[number] = []
-            for rank, size in reader.buckets[bucket]:
-                link, rates = resources.link(rank, reader)
-                local = rank == reader.server
-                before = sent[rank][-NUM_BUCKETS] if len(sent[rank]) >= NUM_BUCKETS else []
-                pack_s = size / rates.write + (size / rates.copy if local else 0.0)
-                pack = step(pack_s, 0.0, before, ("rank", rank))
-                if local:  # the server comes back to the bucket after its own part
-                    sent[rank].append([])
-                    continue
-                out: list[Hashable] = [("messages", rank)] if into else []
-                ready = [pack, *room]
-                send = step(size / rates.send, resources.latency, ready, ("out", rank, link), *out)
-                receive = step(size / rates.receive, resources.latency, ready, ("in", number, link), *into)
-                sent[rank].append([send])
-                arriving[number] += [send, receive]
-            if reader.server is None:
-                place(number, bucket)
-    for number, reader in enumerate(readers):
-        if reader.server is not None:
-            place(number, len(reader.buckets) - 1)
+    def read(number: int, bucket: int) -> list[_Step]:
+        """What empties the memory of a bucket."""
+        return [placed[number][bucket - NUM_BUCKETS]] if bucket >= NUM_BUCKETS else []
+
+    def complete(rank: int, done: int) -> None:
+        """A rank waits for a round, and hands its buckets over."""
+        handed = step(0.0, latency, together[done][rank], ("rank", rank))
+        for bucket, worker in rounds[done]:
+            for number in of_worker[worker]:
+                if readers[number].server == rank:
+                    place(number, bucket, [handed])
+
+    for turn, entries in enumerate(rounds):
+        for rank in ranks if turn >= NUM_BUCKETS else ():
+            complete(rank, turn - NUM_BUCKETS)
+        written, copied = Counter[int](), Counter[int]()
+        out, into = Counter[tuple[int, str]](), Counter[tuple[int, str]]()  # seconds by rank or reader, and link
+        emptied: dict[int, list[_Step]] = defaultdict(list)  # what a server waits for
+        for bucket, worker in entries:
+            parts = readers[of_worker[worker][0]].buckets[bucket]
+            written.update(dict(parts))
+            for number in of_worker[worker]:
+                reader = readers[number]
+                if reader.server is not None:
+                    emptied[reader.server] += read(number, bucket)
+                for rank, size in parts:
+                    if rank == reader.server:
+                        copied[rank] += size
+                        continue
+                    link, rates = resources.link(rank, reader)
+                    out[rank, link] += size / rates.send
+                    into[number, link] += size / rates.receive
+        begun: dict[int, _Step] = {}
+        for rank in ranks:
+            rates = resources.link(rank, readers[0])[1]
+            step(written[rank] / rates.write, 0.0, [], ("rank", rank))
+            started = step(copied[rank] / rates.copy, latency, emptied[rank], ("rank", rank))
+            begun[rank] = step(0.0, 0.0, [started, *last.get(rank, [])])
+        # By worker, of all engines: that the senders, and the receivers, have started the round.
+        senders, receivers, ready = {}, {}, {}
+        for bucket, worker in entries:
+            senders[worker] = step(0.0, 0.0, [begun[rank] for rank, _ in readers[of_worker[worker][0]].buckets[bucket]])
+            for number in of_worker[worker]:
+                server = readers[number].server
+                room = [*read(number, bucket), *arriving[number]]
+                ready[number] = step(0.0, latency, room) if server is None else begun[server]
+            receivers[worker] = step(0.0, 0.0, [ready[number] for number in of_worker[worker]])
+        workers_of: dict[int, list[int]] = defaultdict(list)  # by rank, to which it sends
+        for bucket, worker in entries:
+            for rank, _ in readers[of_worker[worker][0]].buckets[bucket]:
+                workers_of[rank].append(worker)
+        sending: dict[int, list[_Step]] = defaultdict(list)
+        for (rank, link), seconds in out.items():
+            after = [begun[rank], *(receivers[worker] for worker in workers_of[rank])]
+            sending[rank].append(step(seconds, latency, after, ("out", rank, link)))
+        arrived: dict[int, list[_Step]] = defaultdict(list)
+        for (number, link), seconds in into.items():
+            after = [ready[number], senders[readers[number].worker]]
+            arrived[number].append(step(seconds, latency, after, ("in", number, link)))
+        received, ends = {}, defaultdict[int, list[_Step]](list)
+        for bucket, worker in entries:
+            ranks_of = [rank for rank, _ in readers[of_worker[worker][0]].buckets[bucket]]
+            sent = step(0.0, 0.0, [one for rank in ranks_of for one in sending[rank]])
+            received[worker] = step(0.0, 0.0, [one for number in of_worker[worker] for one in arrived[number]])
+            for number in of_worker[worker]:
+                arriving[number] = [*arrived[number], sent]
+                if (server := readers[number].server) is not None:
+                    ends[server] += arriving[number]
+                else:
+                    place(number, bucket, arriving[number])
+        for rank in ranks:
+            ends[rank] += [*sending[rank], *(received[worker] for worker in workers_of[rank])]
+        together.append(ends)
+        if _servers(readers):
+            last |= {rank: of_rank for rank, of_rank in ends.items() if of_rank}
+    for done in range(max(0, len(rounds) - NUM_BUCKETS), len(rounds)):
+        for rank in ranks:
+            complete(rank, done)
     return steps
+
+
+def _servers(readers: Sequence[Reader]) -> set[int]:
+    return {reader.server for reader in readers if reader.server is not None}
 
 
 def _mapped_steps(readers: Sequence[Reader], resources: Cluster | Machine) -> list[_Step]:

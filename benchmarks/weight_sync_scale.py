@@ -5,8 +5,8 @@
         [--rollout-data 4] [--json PATH] [--check]
 
 For each model: a trainer layout, engines, and nodes of GPUs, with each `rollout.placement`; with --only the layouts may be
-others. Weights travel in bf16 by the transport `group`, as a run sends them: by one plan for all engines, to each worker in
-its own order (`megarl/weight_sync/stream.py`), into two buckets.
+others. Weights travel in bf16 by the transport `group`, as a run sends them: by one plan and one order for all engines
+(`megarl/weight_sync/stream.py`), into two buckets.
 
 - separate: the engines have GPUs of their own, on the nodes behind the trainer's. Each worker receives its own bytes from
   all ranks over its network card.
@@ -21,13 +21,13 @@ Columns:
 - bound: as long as every shard comes from the rank in the plan, no schedule is faster. The slowest worker's bytes over its
   links, or the bytes that leave the nodes of the ranks of one pipeline stage over the network cards of all of these.
 - megarl: the schedule of a run, by `benchmarks/sync_model.py`, whose docstring says what is assumed.
-- in order: the same if every worker began with the first layer.
+- by layer: the same where adapters are merged: the ranks of a stage send alone.
 - broadcast: the usual method. The root of each stage gathers its tensors over its tensor and expert ranks and broadcasts
   them to every worker, each of which takes the whole model. Computed without latency or waits, gathering hidden behind
   broadcasting: the bytes of its links alone. `a node` is the same where a node takes the model once, over all of its network
   cards, from the trainer or from another node, and passes it on over NVLink.
-- plan: processor seconds of one core for the plan and the streams to all workers, as a trainer rank makes them once, and the
-  peak memory of the process that made them.
+- plan: processor seconds of one core for the plan and the streams, as a trainer rank makes them once, and the peak memory of
+  the process that made them.
 
 Engines of 32 workers are here for what their sync would cost: megarl places an engine on one node, and so refuses them on
 nodes of 8 GPUs (`megarl/planner/placement.py`).
@@ -41,8 +41,8 @@ bound for every model and placement; the plans of the largest model in 10 s and 
 
 predicts instead a sync between processes of this machine by the same model, by `mapped`, by `group` over gloo, or in
 `two_legs` over gloo and shared memory, and measures it (`benchmarks/sync_rates.py`) in turns with the input of the model:
-bytes a second of each of the threads of one rank and one worker, and the extra cost of a message, and of a bucket that a
-server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by their
+bytes a second of each of the threads of one rank and one worker, and the extra cost of a bucket that travels, and of one
+that a server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by their
 number. The seconds from the signal of one process to the answer of another, and the cores, are given. Target: the median of
 the measured seconds 1.0 to 1.3 x the prediction. With the five rates given nothing is measured. Layouts are those that a
 recipe may have; options of the other mode are refused.
@@ -66,6 +66,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -73,7 +74,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
 from benchmarks.sync_model import Cluster, Machine, Rates, Reader, sync_seconds  # noqa: E402
-from benchmarks.sync_rates import TRANSPORTS, InTurns, Sync, measured_in_turns  # noqa: E402
+from benchmarks.sync_rates import DTYPES, TRANSPORTS, InTurns, Sync, measured_in_turns  # noqa: E402
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
@@ -83,7 +84,7 @@ from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
 from megarl.weight_sync.mapped import Pieces  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
-from megarl.weight_sync.stream import Stream, copy_order  # noqa: E402
+from megarl.weight_sync.stream import Round, Stream, copy_order, sync_rounds, sync_stream  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
@@ -159,22 +160,22 @@ class Case:
     def source_nodes(self, cluster: Cluster) -> tuple[int, ...]:
         return tuple(rank // cluster.node_gpus for rank in range(self.trainer.ranks))
 
-    def stream(self, plan: ReshardPlan, engine: int, worker: int, rotated: bool = True) -> Stream:
-        """The stream of a worker; not `rotated`, it begins with the first layer."""
-        workers = self.rollout.workers
-        order = copy_order(plan, worker, (engine * workers + worker, self.engines * workers) if rotated else None)
-        return Stream.of(plan, order, BYTES, self.bucket_bytes)
+    def streams(self, plan: ReshardPlan, by_layer: bool = False) -> list[Stream]:
+        """The streams to the workers of an engine."""
+        form = torch.bfloat16, self.bucket_bytes, None
+        return [sync_stream(self.shape, plan, worker, by_layer, *form) for worker in range(self.rollout.workers)]
 
-    def readers(self, cluster: Cluster, plan: ReshardPlan, rotated: bool = True) -> list[Reader]:
+    def readers(self, cluster: Cluster, streams: Sequence[Stream]) -> list[Reader]:
         """The workers of all engines, on one GPU after another, from the first node of the trainer or behind its last."""
+        buckets = list(map(bucket_parts, streams))
         shared = self.placement == "colocated"
         first = 0 if shared else -(-self.trainer.ranks // cluster.node_gpus)
         readers = []
         for engine in range(self.engines):
             for worker in range(self.rollout.workers):
-                gpu, stream = engine * self.rollout.workers + worker, self.stream(plan, engine, worker, rotated)
+                gpu = engine * self.rollout.workers + worker
                 node, server = first + gpu // cluster.node_gpus, gpu if shared else None
-                readers.append(Reader(bucket_parts(stream), node, engine, server))
+                readers.append(Reader(buckets[worker], node, engine, worker, server))
         return readers
 
     def cut(self, arguments: argparse.Namespace) -> Case:
@@ -250,8 +251,8 @@ def bucket_parts(stream: Stream) -> list[list[tuple[int, int]]]:
 
 
 def plan_cost(case: Case) -> tuple[float, int]:
-    """(processor seconds, peak bytes) of the plan, its hash and the streams to all workers with their parts, which a trainer
-    rank keeps as long as it lives; in a process of their own."""
+    """(processor seconds, peak bytes) of the plan, its hash, the streams to an engine's workers and their rounds, which a
+    trainer rank keeps as long as it lives; in a process of their own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_plan_cost, (case,))
 
@@ -260,8 +261,7 @@ def _plan_cost(case: Case) -> tuple[float, int]:
     began = time.process_time()
     plan = engine_plan(case.shape, case.trainer, case.rollout)
     assert plan.hash
-    streams = [case.stream(plan, engine, worker) for engine in range(case.engines) for worker in range(case.rollout.workers)]
-    assert all(stream.parts for stream in streams), "a stream keeps its parts from the first sync on"
+    assert sync_rounds(plan, case.streams(plan), False)
     # Not the peak of getrusage: a new process has that of the process that started it.
     (peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return time.process_time() - began, int(peak) * 1024
@@ -307,7 +307,8 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     boxes = vllm_boxes(case.shape, case.rollout, lambda weight: not weight.fixed)
     shard = np.bincount(boxes.rank, boxes.sizes, case.rollout.workers)
     excess = np.bincount(plan.destination_rank, plan.sizes, case.rollout.workers) / shard
-    readers = case.readers(cluster, plan)
+    streams, by_layer = case.streams(plan), case.streams(plan, by_layer=True)
+    readers = case.readers(cluster, streams)
     moved = traffic(case, cluster, readers)
     stage_ranks = case.trainer.ranks // case.trainer.pipeline
     bound_workers = max(moved.into_worker / cluster.nic, moved.near / cluster.nvlink)
@@ -332,8 +333,8 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
         "bound_workers": bound_workers,
         "bound_ranks": bound_ranks,
         "bound": max(bound_workers, bound_ranks),
-        "megarl": sync_seconds(readers, cluster),
-        "in_order": sync_seconds(case.readers(cluster, plan, rotated=False), cluster),
+        "megarl": sync_seconds(readers, sync_rounds(plan, streams, False), cluster),
+        "by_layer": sync_seconds(case.readers(cluster, by_layer), sync_rounds(plan, by_layer, True), cluster),
         "broadcast": everyone,
         "broadcast_a_node": once,
         "plan_seconds": seconds,
@@ -341,10 +342,12 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def machine_readers(sync: Sync) -> list[Reader]:
-    """The workers of a sync on this machine; mapped pieces stand for buckets."""
+def machine_readers(sync: Sync) -> tuple[list[Reader], list[Round]]:
+    """The workers of a sync on this machine, and the rounds; mapped pieces stand for buckets."""
     plan, workers = engine_plan(sync.shape, sync.trainer, sync.rollout), sync.rollout.workers
-    readers = []
+    readers, streams, form = [], list[Stream](), (DTYPES[sync.itemsize], sync.bucket_bytes, None)
+    if sync.transport != "mapped":
+        streams = [sync_stream(sync.shape, plan, worker, False, *form) for worker in range(workers)]
     for engine in range(sync.engines):
         for worker in range(workers):
             server = sync.servers[engine][worker] if sync.servers else None
@@ -353,29 +356,28 @@ def machine_readers(sync: Sync) -> list[Reader]:
                 sizes = pieces.rows * plan.cols[pieces.copy] * sync.itemsize
                 parts = [[part] for part in zip(pieces.source.tolist(), sizes.tolist(), strict=True)]
             else:
-                order = copy_order(plan, worker, (engine * workers + worker, sync.engines * workers))
-                parts = bucket_parts(Stream.of(plan, order, sync.itemsize, sync.bucket_bytes))
-            readers.append(Reader(parts, engine=engine, server=server))
-    return readers
+                parts = bucket_parts(streams[worker])
+            readers.append(Reader(parts, engine=engine, worker=worker, server=server))
+    return readers, sync_rounds(plan, streams, False) if streams else []
 
 
 def num_signals(readers: Sequence[Reader]) -> tuple[int, int]:
-    """How many messages travel, and how many buckets a server hands over."""
-    messages = sum(rank != reader.server for reader in readers for parts in reader.buckets for rank, _ in parts)
-    return messages, sum(len(reader.buckets) for reader in readers if reader.server is not None)
+    """How many buckets travel, each with messages that start together, and how many a server hands over."""
+    travel = sum(any(rank != reader.server for rank, _ in parts) for reader in readers for parts in reader.buckets)
+    return travel, sum(len(reader.buckets) for reader in readers if reader.server is not None)
 
 
 def predict(sync: Sync, timed: InTurns, machine: Machine) -> dict[str, float]:
     """Bytes and seconds of a sync on one machine, and the seconds of it that messages and hand-overs cost besides."""
-    readers, costs = machine_readers(sync), [0.0, 0.0]
+    (readers, rounds), costs = machine_readers(sync), [0.0, 0.0]
     for transport, seconds in timed.simplest_s.items() if sync.transport != "mapped" else ():
-        simplest = machine_readers(sync.simplest(transport))
-        extra_s = max(0.0, seconds - sync_seconds(simplest, machine))
+        simplest, simplest_rounds = machine_readers(sync.simplest(transport))
+        extra_s = max(0.0, seconds - sync_seconds(simplest, simplest_rounds, machine))
         kind = int(transport == "two_legs")
         costs[kind] = extra_s / num_signals(simplest)[kind]
     signals_s = sum(cost * count for cost, count in zip(costs, num_signals(readers), strict=True))
     num_bytes = float(sum(size for reader in readers for parts in reader.buckets for _, size in parts))
-    return {"bytes": num_bytes, "signals": signals_s, "seconds": sync_seconds(readers, machine) + signals_s}
+    return {"bytes": num_bytes, "signals": signals_s, "seconds": sync_seconds(readers, rounds, machine) + signals_s}
 
 
 def missed(row: dict[str, Any]) -> list[str]:
@@ -403,7 +405,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "ranks",
         "megarl",
     ]
-    for name in [*columns, "/ bound", "in order", "broadcast", "a node", "plan s", "plan GB"]:
+    for name in [*columns, "/ bound", "by layer", "broadcast", "a node", "plan s", "plan GB"]:
         table.add_column(name, justify="right")
     for row in rows:
         trainer, rollout, moved = row["trainer"], row["rollout"], row["link_bytes"]
@@ -417,7 +419,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             *(f"{moved[name] / 1e9:.1f}" for name in ("out_of_rank", "into_worker", "near")),
             *(f"{row[name]:.3f}" for name in ("bound_workers", "bound_ranks", "megarl")),
             f"{row['megarl'] / row['bound']:.3f}",
-            *(f"{row[name]:.2f}" for name in ("in_order", "broadcast", "broadcast_a_node")),
+            *(f"{row[name]:.2f}" for name in ("by_layer", "broadcast", "broadcast_a_node")),
             f"{row['plan_seconds']:.2f}",
             f"{row['plan_peak_bytes'] / 1e9:.2f}",
         )

@@ -20,8 +20,10 @@ from megarl.models.megatron_weights import megatron_segments
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync import publish
 from megarl.weight_sync.checks import words_of
+from megarl.weight_sync.group import Written
 from megarl.weight_sync.mapped import local_box
 from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.stream import Round
 
 if TYPE_CHECKING:
     from megarl.rollout.groups import RolloutBatch
@@ -197,11 +199,12 @@ def corrupt(publisher: HasSync, times: int, bucket: int = 0) -> None:
     sender: Any = sync._sender
     send_bucket = sender.send
 
-    def send_wrong(stream: int, number: int) -> None:
-        if number == bucket and left[0]:
-            left[0] -= 1
-            sender.buckets[sender._turn, 100] ^= 1
-        send_bucket(stream, number)
+    def send_wrong(entries: Round, written: Sequence[Written]) -> None:
+        for part in written:
+            if part.bucket == bucket and left[0]:
+                left[0] -= 1
+                part.content[100] ^= 1
+        send_bucket(entries, written)
 
     sender.send = send_wrong
 

@@ -1,7 +1,7 @@
 """Process groups that exchange messages between pairs of members, next to torch's default group.
 
-Both classes have `send` and `receive`, which start a transfer, `finish`, which waits for one, and `leave`. Both ends must
-start the messages between them in the same order.
+Both classes have `send` and `receive`, which start a transfer, `together`, in which several start at once, `finish`, which
+waits for one, and `leave`. Both ends must start the messages between them in the same order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +50,10 @@ class GlooMessages:
         options._timeout = timeout
         self._group = dist.ProcessGroupGloo(store, member, size, options)
 
+    def together(self) -> AbstractContextManager[None]:
+        """As of `NcclMessages`; gloo's messages do not wait for each other."""
+        return nullcontext()
+
     def send(self, content: torch.Tensor, member: int) -> int:
         self._pending[next(self._numbers)] = self._group.send([content], member, 0), content
         return next(reversed(self._pending))
@@ -74,8 +78,8 @@ class NcclMessages:
     """Exchanges memory of the current device.
 
     A member's messages run one after another in one stream, in the order in which they started, and each waits for its
-    partner. No deadlock is possible when all members start messages in one common order: the first unfinished message is the
-    next one at both ends.
+    partner; those that start `together` run at the same time. No deadlock is possible when all members start messages in one
+    common order: the first unfinished message is the next one at both ends.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, join_s: float) -> None:
@@ -92,20 +96,37 @@ class NcclMessages:
             self._group: Any = dist.ProcessGroupNCCL(store, member, size, options)
             # One communicator for all members; by default torch makes one for each pair at its first message.
             self._group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        self._together: list[Any] | None = None  # the work of the messages that start together, once there is one
 
-    def send(self, content: torch.Tensor, member: int) -> Any:
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Start all messages of the block at once, as `torch.distributed.batch_isend_irecv` does, which takes only torch's
+        own groups. They are done when all of them are."""
+        works = self._together = []
+        self._group._start_coalescing()
+        try:
+            yield
+        finally:
+            self._together = None
+            if self._group is not None:
+                works.append(self._group._end_coalescing())
+
+    def send(self, content: torch.Tensor, member: int) -> list[Any]:
         """Start to send what the current stream has written so far."""
-        return self._group.send([content], member, 0)
+        work = self._group.send([content], member, 0)
+        return [work] if self._together is None else self._together
 
-    def receive(self, content: torch.Tensor, member: int) -> Any:
+    def receive(self, content: torch.Tensor, member: int) -> list[Any]:
         """Start to receive; work queued in the current stream so far still reads the old content."""
-        return self._group.recv([content], member, 0)
+        work = self._group.recv([content], member, 0)
+        return [work] if self._together is None else self._together
 
-    def finish(self, work: Any, timeout_s: float) -> None:
+    def finish(self, works: list[Any], timeout_s: float) -> None:
         """Block the host until a message is done, because the host tells the other end; `work.wait` blocks only the stream.
 
         Raises RuntimeError at the deadline. A failed message counts as done: its checksums reveal the wrong bytes.
         """
+        (work,) = works
         looks, end = 0, time.monotonic() + timeout_s
         while not work.is_completed():
             looks += 1

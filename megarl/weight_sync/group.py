@@ -4,10 +4,10 @@ The groups are independent of torch's default group; their members come together
 both sides leave the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new
 group. So no message of a failed attempt is left.
 
-A rank sends part after part in the order (bucket, stream, engine), a worker receives in the order (bucket, rank). Messages
-of a pair arrive in order, and all members keep the order (bucket, stream, engine, rank). So where the messages of a member
-wait for each other, as NCCL's do, the first pending message is the next message at both of its ends, and goes through as
-soon as its bucket is read.
+Buckets travel in rounds (`stream.sync_rounds`), and all members go through the rounds in order. What a member sends and
+receives in a round starts together. So where the messages of a member wait for each other, as NCCL's do, those of the first
+round that is not done go through as soon as their buckets are read. While a round travels, the round before is handed over
+and the next is written.
 
 In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have a group of their own for
 this. The worker maps the server's buckets, and both tell each other in the engine's group which bucket is full and which is
@@ -17,7 +17,8 @@ free.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from megarl.platform import current as platform
 from megarl.platform.messages import deadline_passed, peer_lost
 from megarl.weight_sync.codec import SentParts, TakenParts
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.stream import Stream
+from megarl.weight_sync.stream import Part, Round, Stream
 from megarl.weight_sync.transport import NUM_BUCKETS, RANK_WAITS
 
 MessageGroup = GlooMessages | NcclMessages
@@ -148,6 +149,18 @@ class EngineGroups:
             return None
         return Message(engine, what, work)
 
+    @contextmanager
+    def together(self, engine: int) -> Iterator[None]:
+        """Start all messages of the block at once."""
+        if not self.has(engine):
+            yield
+            return
+        try:
+            with together(self._groups[engine][1]):
+                yield
+        except RuntimeError as error:
+            self._lose(engine, f"send: {error}")
+
     def finish(self, message: Message | None) -> bool:
         """Wait for a message until the deadline of the attempt; False where its engine is lost."""
         if message is None or not self.has(message.engine):
@@ -232,6 +245,11 @@ class Inbox:
             self.parts.put(message, bucket, number, self.bucket(bucket))
 
 
+def together(group: MessageGroup) -> AbstractContextManager[None]:
+    """Start all messages of the block at once. Raises RuntimeError where that fails."""
+    return group.together()
+
+
 def start(call: Callable[[torch.Tensor, int], Any], content: torch.Tensor, member: int, what: str) -> Any:
     """Start a message to or from a trainer rank; `call` is `send` or `receive` of a group. Raises SyncAborted where the rank
     has left the group."""
@@ -266,12 +284,22 @@ class HandOver:
         self.inbox.begin(manifest)
 
 
+class Written(NamedTuple):
+    """A part of this rank in a round: its memory, uint8 [bytes], ends with its checksum."""
+
+    bucket: int
+    stream: int
+    part: Part
+    content: torch.Tensor
+
+
 class BucketSender:
     """A trainer rank's end: sends its parts of the buckets, and in two legs receives for the workers that it serves."""
 
     def __init__(
         self,
         streams: Sequence[Stream],
+        rounds: Sequence[Round],
         rank: int,
         groups: EngineGroups,
         store: dist.TCPStore,
@@ -282,8 +310,10 @@ class BucketSender:
         messages are differences."""
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
         self._manifest, self._parts = manifest, parts
-        self.buckets = bucket_memory(max(stream.capacity for stream in streams), manifest.on_device)
-        self._sending: list[list[Message]] = [[] for _ in range(NUM_BUCKETS)]
+        self.buckets = bucket_memory(
+            max(sum(part.size for _, _, part in self._own(one)) for one in rounds), manifest.on_device
+        )
+        self._under_way: list[tuple[Round, list[Message]]] = []  # rounds that started and are not done
         self._turn = 0
         self._deadline = 0.0
         self._ranks: MessageGroup | None = None  # the group of the trainer ranks, for two legs
@@ -291,14 +321,13 @@ class BucketSender:
         for engine, servers in enumerate(manifest.servers):
             for worker, server in enumerate(servers):
                 if server == rank:
-                    stream = streams[manifest.stream(engine, worker)]
-                    self.served[engine, worker] = HandOver(stream, manifest.on_device, parts is not None)
+                    self.served[engine, worker] = HandOver(streams[worker], manifest.on_device, parts is not None)
         self.sent_bytes = 0
 
     def begin(self, manifest: WeightManifest) -> None:
         """Begin an attempt, once `groups` have begun it. Raises SyncError where the other ranks do not come."""
         self._manifest, self.sent_bytes, self._turn = manifest, 0, 0
-        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        self._under_way = []
         timeout_s = manifest.timeout_s
         self._deadline = time.monotonic() + RANK_WAITS * timeout_s
         if self._parts is not None:
@@ -315,90 +344,116 @@ class BucketSender:
         for hand_over in self.served.values():
             hand_over.begin(manifest)
 
-    def receive(self, stream: int, bucket: int) -> None:
-        """Where this rank has no part of a bucket, start to receive it for the workers that the rank serves."""
-        for engine, worker in self._takers(stream):
-            self._receive(engine, worker, bucket)
-
-    def _receive(self, engine: int, worker: int, bucket: int) -> None:
-        """In two legs, start to receive a bucket for a worker if this rank serves it, and hand over the bucket before."""
-        if (hand_over := self.served.get((engine, worker))) is not None:
-            assert self._ranks is not None, "two legs have a group of the ranks"
-            self._pass_on(engine, worker, hand_over, bucket - 1)
-            if bucket >= NUM_BUCKETS:  # the worker must have read the bucket whose memory is used again
-                self._groups.finish(hand_over.freed.pop(0))
-            hand_over.inbox.post(bucket, self._ranks, self._rank)
-
-    def serves(self, stream: int) -> bool:
-        """Whether anybody still takes a stream. In two legs servers take all that was announced, also for lost engines."""
-        return any(self._manifest.servers or self._groups.has(engine) for engine, _ in self._takers(stream))
-
-    def room(self, stream: int) -> torch.Tensor:
-        """Memory for the next bucket, uint8 [capacity], once the message that it held last has left."""
+    def room(self, entries: Round) -> list[Written]:
+        """Memory for this rank's parts of the next round, as far as anybody takes them, once the last round but one is done.
+        Raises SyncError for a rank that is late."""
+        if len(self._under_way) == NUM_BUCKETS:
+            self._complete()
         self._turn = (self._turn + 1) % NUM_BUCKETS
-        self._wait(self._turn)
-        memory = self.buckets[self._turn, : self._streams[stream].capacity]
+        memory, start, written = self.buckets[self._turn], 0, []
         if self._parts is not None:
             memory.zero_()  # so that the gaps between pieces do not differ
-        return memory
+        for bucket, stream, part in self._own(entries):
+            # In two legs servers take all that was announced, also for lost engines.
+            if self._manifest.servers or any(map(self._groups.has, self._manifest.engines)):
+                written.append(Written(bucket, stream, part, memory[start : start + part.size]))
+                start += part.size
+        return written
 
-    def send(self, stream: int, bucket: int) -> None:
-        """Start to send this rank's part of the bucket in the memory of the last `room`. Engine after engine, so that the
-        messages of all ranks have one order: in two legs a rank may send to one engine's server and be another's."""
-        part = self._streams[stream].part(bucket, self._rank)
-        assert part is not None, f"rank {self._rank} has nothing in bucket {bucket} of stream {stream}"
-        content = self.buckets[self._turn, part.start : part.end]
-        if self._parts is not None:
-            content = self._parts.message(stream, bucket, part, content)
-        for engine, worker in self._takers(stream):
-            what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
-            self._receive(engine, worker, bucket)
-            if not self._manifest.servers:
-                message = self._groups.send(engine, worker, content, what)
-            elif (server := self._manifest.servers[engine][worker]) == self._rank:
-                inbox = self.served[engine, worker].inbox
-                number = inbox.stream.parts[bucket].index(part)
-                room = inbox.room(bucket, number)
-                room[: len(content)].copy_(content)
-                inbox.arrive(bucket, number, room)
-                continue
-            else:
-                assert self._ranks is not None, "two legs have a group of the ranks"
-                message = Message(engine, what, start(self._ranks.send, content, server, what))
-            if message is not None:
-                self._sending[self._turn].append(message)
-                self.sent_bytes += len(content)
+    def send(self, entries: Round, written: Sequence[Written]) -> None:
+        """Start a round: send this rank's parts, which stand in their `room`, to all engines, and receive for the workers
+        that this rank serves."""
+        contents = [
+            one.content if self._parts is None else self._parts.message(one.stream, one.bucket, one.part, one.content)
+            for one in written
+        ]
+        send = self._send_in_two_legs if self._manifest.servers else self._send_to_workers
+        self._under_way.append((entries, send(entries, written, contents)))
 
     def finish(self) -> None:
         """Wait for everything that was started, and hand over the last buckets. Raises SyncError for a rank that is late."""
-        for (engine, worker), hand_over in self.served.items():
-            if engine in self._manifest.engines:
-                self._pass_on(engine, worker, hand_over, hand_over.inbox.stream.num_buckets - 1)
-                if hand_over.inbox.parts is not None:
-                    hand_over.inbox.parts.version = self._manifest.version
-        for turn in range(NUM_BUCKETS):
-            self._wait(turn)
-        for hand_over in self.served.values():
+        while self._under_way:
+            self._complete()
+        for (engine, _), hand_over in self.served.items():
+            if engine in self._manifest.engines and hand_over.inbox.parts is not None:
+                hand_over.inbox.parts.version = self._manifest.version
             for message in hand_over.messages:
                 self._groups.finish(message)
             hand_over.messages = []
 
     def abort(self) -> None:
         """Leave the group of the ranks, so that waits of the others fail at once."""
-        self._sending = [[] for _ in range(NUM_BUCKETS)]
+        self._under_way = []
         if self._ranks is not None:
             self._ranks.leave()
             self._ranks = None
 
-    def _takers(self, stream: int) -> list[tuple[int, int]]:
-        """The engines of this attempt that take a stream, and the worker that does in each."""
-        manifest, worker = self._manifest, stream % self._manifest.rollout.workers
-        return [(engine, worker) for engine in manifest.engines if manifest.stream(engine, worker) == stream]
+    def _own(self, entries: Round) -> list[tuple[int, int, Part]]:
+        """This rank's parts of a round, with bucket and stream."""
+        parts = [(bucket, number, self._streams[number].part(bucket, self._rank)) for bucket, number in entries]
+        return [(bucket, number, part) for bucket, number, part in parts if part is not None]
+
+    def _send_to_workers(
+        self, entries: Round, written: Sequence[Written], contents: Sequence[torch.Tensor]
+    ) -> list[Message]:
+        messages = []
+        for engine in self._manifest.engines:
+            with self._groups.together(engine):
+                for (bucket, worker, _, _), content in zip(written, contents, strict=True):
+                    what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
+                    message = self._groups.send(engine, worker, content, what)
+                    if message is not None:
+                        messages.append(message)
+                        self.sent_bytes += len(content)
+        return messages
+
+    def _send_in_two_legs(
+        self, entries: Round, written: Sequence[Written], contents: Sequence[torch.Tensor]
+    ) -> list[Message]:
+        ranks, manifest, messages = self._ranks, self._manifest, []
+        assert ranks is not None, "two legs have a group of the ranks"
+        receiving = [
+            (bucket, hand_over)
+            for bucket, number in entries
+            for (engine, worker), hand_over in self.served.items()
+            if worker == number and engine in manifest.engines
+        ]
+        for bucket, hand_over in receiving:
+            if bucket >= NUM_BUCKETS:  # the worker must have read the bucket whose memory is used again
+                self._groups.finish(hand_over.freed.pop(0))
+        with together(ranks):
+            for bucket, hand_over in receiving:
+                hand_over.inbox.post(bucket, ranks, self._rank)
+            for (bucket, worker, part, _), content in zip(written, contents, strict=True):
+                for engine in manifest.engines:
+                    server = manifest.servers[engine][worker]
+                    if server == self._rank:
+                        inbox = self.served[engine, worker].inbox
+                        number = inbox.stream.parts[bucket].index(part)
+                        room = inbox.room(bucket, number)
+                        room[: len(content)].copy_(content)
+                        inbox.arrive(bucket, number, room)
+                        continue
+                    what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
+                    messages.append(Message(engine, what, start(ranks.send, content, server, what)))
+                    self.sent_bytes += len(content)
+        return messages
+
+    def _complete(self) -> None:
+        """Wait for the first round that is not done, and hand its buckets over."""
+        entries, messages = self._under_way.pop(0)
+        for (engine, worker), hand_over in self.served.items():
+            for bucket in (bucket for bucket, number in entries if number == worker and engine in self._manifest.engines):
+                self._pass_on(engine, worker, hand_over, bucket)
+        for message in messages:
+            if not self._manifest.servers:
+                self._groups.finish(message)
+            else:
+                assert self._ranks is not None, "two legs have a group of the ranks"
+                finish(self._ranks, message.work, self._deadline, message.what)
 
     def _pass_on(self, engine: int, worker: int, hand_over: HandOver, bucket: int) -> None:
         """Hand a bucket over once it is complete."""
-        if bucket < 0:
-            return
         assert self._ranks is not None, "two legs have a group of the ranks"
         hand_over.inbox.complete(bucket, self._ranks, self._deadline)
         platform.settle()  # the worker reads what was copied here
@@ -408,13 +463,3 @@ class BucketSender:
         if bucket + NUM_BUCKETS < hand_over.inbox.stream.num_buckets:
             what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
             hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
-
-    def _wait(self, turn: int) -> None:
-        """Wait for the messages of a turn."""
-        for message in self._sending[turn]:
-            if not self._manifest.servers:
-                self._groups.finish(message)
-            else:
-                assert self._ranks is not None, "two legs have a group of the ranks"
-                finish(self._ranks, message.work, self._deadline, message.what)
-        self._sending[turn] = []

@@ -62,9 +62,9 @@ def digest_of(version: int, files: Mapping[str, bytes]) -> str:
 class WeightManifest:
     """One version on its way; plain types, so that it travels as JSON.
 
-    `attempt` counts from 1 how often this version was sent, `session` the attempts of all versions. `engines` of all
-    `num_engines` take part, each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with
-    `quantization` "fp8" linear weights travel as FP8 blocks.
+    `attempt` counts from 1 how often this version was sent, `session` the attempts of all versions. `engines` take part,
+    each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with `quantization` "fp8" linear
+    weights travel as FP8 blocks.
 
     Each engine has a process group with the trainer ranks, over the store at `store` (host and port); by engine number,
     `groups` changes when the group must be made anew. With `transport` "mapped" the workers read the parameters of the
@@ -73,7 +73,7 @@ class WeightManifest:
     without servers a worker receives from all ranks.
 
     With `wire` "delta" messages are differences to version `base`, which every receiver has; without a base they are whole.
-    The workers of all engines begin with different layers; `by_layer` all take the first layer, then the second.
+    `by_layer` all workers take the first layer, then the second.
     """
 
     version: int
@@ -86,7 +86,6 @@ class WeightManifest:
     bucket_bytes: int
     timeout_s: float
     engines: tuple[int, ...]
-    num_engines: int
     transport: str
     on_device: bool
     store: tuple[str, int]
@@ -103,16 +102,6 @@ class WeightManifest:
         """The trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
         return sorted(set(self.servers[engine])) if self.servers else range(self.layout.ranks)
 
-    def stream(self, engine: int, worker: int) -> int:
-        """The number of the stream that a worker takes. There is one order for all engines where all take the same bytes
-        at the same time: mapped, by layer, and where a rank keeps what it sent last."""
-        return self.rollout.workers * (engine if self.num_orders > 1 else 0) + worker
-
-    @property
-    def num_orders(self) -> int:
-        """How many orders of layers there are, each for its own engine; or one for all engines."""
-        return self.num_engines if self.transport == "group" and self.wire == "full" and not self.by_layer else 1
-
     @property
     def worker_waits(self) -> int:
         """How many times `timeout_s` a worker waits for a trainer rank, which may wait for an engine, or in two legs for a
@@ -123,10 +112,6 @@ class WeightManifest:
     def report_waits(self) -> int:
         """How many times `timeout_s` rank 0 waits for an engine's report, from the begin of the attempt."""
         return self.worker_waits + 1
-
-    def turn(self, stream: int) -> tuple[int, int] | None:
-        """The turn of a stream's reader, as in `copy_order`."""
-        return None if self.by_layer else (stream, self.num_orders * self.rollout.workers)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

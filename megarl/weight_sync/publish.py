@@ -27,7 +27,7 @@ from megarl.weight_sync.group import BucketSender, EngineGroups, Message, open_s
 from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.mapped import Needs, Pieces, local_checksums, needs_of, obstacle_of, share
 from megarl.weight_sync.plan import sync_plan
-from megarl.weight_sync.stream import Piece, bucket_sequence, copy_order, last_pieces, sync_stream
+from megarl.weight_sync.stream import ALIGNMENT, Piece, copy_order, last_pieces, sync_rounds, sync_stream
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -196,15 +196,12 @@ class WeightSync:
         """Make the buckets of the transport `group`. Collective."""
         settings, workers = self._settings, self._settings.rollout.workers
         example = self._manifest(0, 0, ())
-        streams = [
-            sync_stream(self._shape, self._plan, number % workers, example.turn(number), settings.dtype,
-                        settings.bucket_bytes, settings.quantization)
-            for number in range(example.num_orders * workers)
-        ]  # fmt: skip
-        self._streams, self._sequence = streams, bucket_sequence(self._plan, streams, settings.merges)
-        self._last_pieces = last_pieces(self._plan, streams, self._sequence, self._rank)
+        form = settings.dtype, settings.bucket_bytes, settings.quantization
+        streams = [sync_stream(self._shape, self._plan, worker, example.by_layer, *form) for worker in range(workers)]
+        self._streams, self._rounds = streams, sync_rounds(self._plan, streams, example.by_layer)
+        self._last_pieces = last_pieces(self._plan, streams, self._rounds, self._rank)
         self._parts = SentParts() if settings.wire == "delta" else None
-        self._sender = BucketSender(streams, self._rank, self._groups, self._store, self._parts, example)
+        self._sender = BucketSender(streams, self._rounds, self._rank, self._groups, self._store, self._parts, example)
         handles = {place: hand_over.handle for place, hand_over in self._sender.served.items()}
         everywhere = {place: handle for of_rank in self._gather(handles) for place, handle in of_rank.items()}
         self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
@@ -255,7 +252,6 @@ class WeightSync:
             bucket_bytes=settings.bucket_bytes,
             timeout_s=settings.timeout_s,
             engines=engines,
-            num_engines=settings.num_engines,
             transport=self._transport,
             on_device=settings.on_device,
             store=self._store_address,
@@ -263,7 +259,7 @@ class WeightSync:
             wire=settings.wire,
             base=self._bases.begin(attempt, engines, self._starts) if attempt else None,
             quantization=settings.quantization,
-            by_layer=settings.merges,
+            by_layer=settings.merges or settings.mode == "checkpoint",
             addresses=self._addresses,
             servers=settings.servers if self._transport == "group" else (),
             session=self._session,
@@ -353,33 +349,26 @@ class WeightSync:
 
     @torch.no_grad()
     def _send_buckets(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor], sender: BucketSender) -> float:
-        """Write and send all parts of this rank, in the same order on all ranks, so that no two ranks wait for each other;
-        the seconds without waits."""
+        """Write and send all parts of this rank, round after round; the seconds without waits."""
         pack_s = 0.0
         # The mapping may make a parameter anew at each access (adapters are merged in). So each is accessed once, and kept
         # until its last piece is sent.
         matrices: dict[str, torch.Tensor] = {}
         sender.begin(manifest)
-        for bucket, number in self._sequence:
-            if not sender.serves(number):
-                continue
-            stream = self._streams[number]
-            part = stream.part(bucket, self._rank)
-            if part is None:
-                with span("wait_engines"):
-                    sender.receive(number, bucket)
-                continue
+        for entries in self._rounds:
             with span("wait_engines"):
-                memory = sender.room(number)
+                written = sender.room(entries)
             begun = time.perf_counter()
-            for piece in stream.at_source(self._plan, part):
-                self._write(piece, parameters, matrices, memory[piece.start : piece.end])
-                if self._last_pieces[piece.parameter] == (number, piece.number):
-                    del matrices[piece.parameter]
-            content = memory[part.start : part.check]
-            memory[part.check : part.end].view(torch.int64)[0] = checksum(content, manifest.version, bucket)
-            sender.send(number, bucket)
+            for bucket, number, part, content in written:
+                for piece in self._streams[number].at_source(self._plan, part):
+                    target = content[piece.start - part.start : piece.end - part.start]
+                    self._write(piece, parameters, matrices, target)
+                    if self._last_pieces[piece.parameter] == (number, piece.number):
+                        del matrices[piece.parameter]
+                content[-ALIGNMENT:].view(torch.int64)[0] = checksum(content[:-ALIGNMENT], manifest.version, bucket)
             pack_s += time.perf_counter() - begun
+            with span("wait_engines"):
+                sender.send(entries, written)
         with span("wait_engines"):
             sender.finish()
         return pack_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from megarl.platform import current as platform
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
-from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
+from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start, together
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.weight_sync.mapped import Mapped, Pieces
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
@@ -110,7 +111,7 @@ class Direct:
     def __init__(self, inbox: Inbox, group: MessageGroup, deadline: float) -> None:
         self._inbox, self._group, self._deadline = inbox, group, deadline
         for bucket in range(min(NUM_BUCKETS, inbox.stream.num_buckets)):
-            inbox.post(bucket, group)
+            self._post(bucket)
 
     def take(self, bucket: int) -> torch.Tensor:
         """Wait for a bucket; its memory, uint8 [capacity]. Raises SyncError."""
@@ -119,10 +120,14 @@ class Direct:
     def release(self, bucket: int) -> None:
         """Let the bucket's memory be written again."""
         if bucket + NUM_BUCKETS < self._inbox.stream.num_buckets:
-            self._inbox.post(bucket + NUM_BUCKETS, self._group)
+            self._post(bucket + NUM_BUCKETS)
 
     def end(self) -> None:
         """Called after the last bucket."""
+
+    def _post(self, bucket: int) -> None:
+        with together(self._group):
+            self._inbox.post(bucket, self._group)
 
 
 class HandedOver:
@@ -166,6 +171,7 @@ class WeightReader:
         self._stream: Stream
         self._pieces: Pieces
         self._elements: dict[str, int] = {}
+        self._module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
         self._mapped: list[tuple[Box, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
         self._link = Link()
@@ -173,8 +179,8 @@ class WeightReader:
         self.is_complete = False  # whether the last version was read to its end
 
     def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[Box, None, None]:
-        """Write every box of a version to its place; yields each box once it is written, layer by layer, except those that
-        threads write. A box larger than a bucket comes in pieces.
+        """Write every box of a version to its place; yields each box once it is written, except those that threads write.
+        Boxes come in pieces, in the order of the buckets: several modules are incomplete at a time.
 
         A caller that stops early must close the generator: then nobody waits for this worker. Boxes in host buckets are
         verified before they are written; boxes in device buckets, and mapped boxes, at the end.
@@ -184,7 +190,7 @@ class WeightReader:
         self.times, self.is_complete = ReadTimes(), False
         deadline = time.monotonic() + manifest.worker_waits * manifest.timeout_s
         try:
-            self._prepare(manifest, engine)
+            self._prepare(manifest)
             group = self._link.join(manifest, engine, self._worker)
             if manifest.transport == "mapped":
                 yield from self._read_mapped(manifest, group, deadline, writer)
@@ -206,6 +212,10 @@ class WeightReader:
     def elements(self, parameter: str) -> int:
         """Elements of a local parameter that come with a version; its other elements are padding."""
         return self._elements[parameter]
+
+    def module_elements(self, owner: str) -> int:
+        """Elements of the parameters of a module that come with a version."""
+        return self._module_elements[owner]
 
     def close(self) -> None:
         self._addresses, self._mapped = (), []
@@ -341,10 +351,9 @@ class WeightReader:
         where = f"bucket {bucket} of {self._stream.num_buckets} from trainer rank {part.source_rank}"
         return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
-    def _prepare(self, manifest: WeightManifest, engine: int) -> None:
-        turn = manifest.turn(manifest.stream(engine, self._worker))
+    def _prepare(self, manifest: WeightManifest) -> None:
         form = manifest.precision, manifest.bucket_bytes, manifest.quantization
-        key = (manifest.plan_hash, *form, turn, manifest.transport)
+        key = (manifest.plan_hash, *form, manifest.by_layer, manifest.transport)
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -353,15 +362,19 @@ class WeightReader:
                 f"weight version {manifest.version}: the trainer's reshard plan {manifest.plan_hash[:12]} is not "
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
-        copies, dtype = copy_order(plan, self._worker, turn), DTYPES[manifest.precision]
+        copies, dtype = plan.to_destination(self._worker), DTYPES[manifest.precision]
         self._plan = plan
         if manifest.transport == "mapped":
-            self._pieces = Pieces.of(plan, copies, dtype.itemsize)
+            order = copy_order(plan, self._worker, (self._worker, manifest.rollout.workers))
+            self._pieces = Pieces.of(plan, order, dtype.itemsize)
         else:
-            self._stream = sync_stream(self._shape, plan, self._worker, turn, dtype, *form[1:])
+            self._stream = sync_stream(self._shape, plan, self._worker, manifest.by_layer, dtype, *form[1:])
         self._addresses, self._mapped = (), []
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
+        self._module_elements = Counter()
+        for parameter, elements in self._elements.items():
+            self._module_elements[parameter.rpartition(".")[0]] += elements
         self._key = key
 
 

@@ -43,6 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
+class OpenModule:
+    """A module that is being written, box after box: its parameters, where those in spare memory are, and how many elements
+    have not come."""
+
+    targets: dict[str, torch.Tensor]
+    spare: SpareMemory
+    missing: int
+
+
+@dataclass
 class NoInit(WeightTransferInitInfo):
     """Empty: everything a receiver needs comes with each version."""
 
@@ -79,9 +89,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._reader: WeightReader | None = None
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, torch.nn.Module] = {}
-        self._spare = SpareMemory()
-        self._owner: str | None = None  # the module that is being written, box after box
-        self._targets: dict[str, torch.Tensor] = {}  # its parameters
+        self._open: dict[str, OpenModule] = {}
+        self._spares: list[SpareMemory] = []  # of modules that are complete
         self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         if self.device.type != "cpu":
             self._homes = {}
@@ -128,7 +137,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._reader = WeightReader(self._shape, self._worker())
         started = time.perf_counter()
         self._repack_s = 0.0
-        self._owner, self._targets, self._unpacked = None, {}, []
+        self._unpacked = []
         whole = manifest.mode == "checkpoint"
         writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if whole else self
         # Close it even if a failure's traceback still holds it: then the other end stops waiting for this worker.
@@ -137,11 +146,10 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 load_checkpoint_tensors(self.model, self.model_config, writer.complete(boxes))
             else:
                 try:
-                    for _ in boxes:
-                        pass
+                    for box in boxes:
+                        self._arrived(box)
                 finally:
-                    self._targets = {}
-                    self._spare.clear()
+                    self._open, self._spares = {}, []
         if not self._reader.is_complete:
             raise SyncError("vLLM's loader stopped before the last tensor, so the version was not verified")
         received_s, times = time.perf_counter() - started, self._reader.times
@@ -202,15 +210,15 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         )
 
     def place(self, box: Box) -> torch.Tensor:
-        """Write box after box: a new module completes the module before."""
-        if box.parameter not in self._targets:
-            self._index_modules()
-            if box.owner != self._owner:
-                self._targets = {}  # first, since spare memory is not lent again while it is referred to
-                self._complete()
-                self._owner = box.owner
-            self._targets[box.parameter] = self._target(box.parameter, box.dtype, self._spare)
-        return box.within(self._targets[box.parameter])
+        """Write box after box."""
+        self._index_modules()
+        if (module := self._open.get(box.owner)) is None:
+            assert self._reader is not None  # it gave the box
+            spare = self._spares.pop() if self._spares else SpareMemory()
+            module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements(box.owner))
+        if box.parameter not in module.targets:
+            module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
+        return box.within(module.targets[box.parameter])
 
     def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
         """Write the boxes of a work in a thread."""
@@ -230,8 +238,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
 
     def finish(self) -> None:
         """Have vLLM pack the modules that are packed at the end."""
-        self._targets = {}
-        self._complete()
         begun = time.perf_counter()
         for name in dict.fromkeys(self._unpacked):
             self._process(name)
@@ -240,13 +246,17 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
-    def _complete(self) -> None:
-        """Complete the module to which boxes were written one after another."""
-        if self._owner is not None:
+    def _arrived(self, box: Box) -> None:
+        """Count a box that `place` wrote; the last box completes its module."""
+        module = self._open[box.owner]
+        module.missing -= box.rows * box.cols
+        if not module.missing:
+            del self._open[box.owner]
+            module.targets.clear()  # first, since spare memory is not lent again while it is referred to
             begun = time.perf_counter()
-            self.written(self._owner, self._spare)
+            self.written(box.owner, module.spare)
             self._repack_s += time.perf_counter() - begun
-            self._owner = None
+            self._spares.append(module.spare)
 
     # vLLM's model -------------------------------------------------------------------------------------------------------
 

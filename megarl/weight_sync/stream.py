@@ -6,19 +6,24 @@ content of one message, which ends with its checksum.
     bucket | piece piece piece checksum | piece checksum | free |
            '-- part of rank 0 ----------'-- of rank 2 ---'
 
-Workers receive the layers in the order of the forward pass, but each reader begins with another layer. If all readers began
-with the first layer, they would all ask the ranks of the first pipeline stage at once, and the other stages would idle.
-Where adapters are merged into weights while these are sent, all readers begin with the first layer: otherwise a rank would
-hold merged weights of as many layers as there are readers, and would merge each layer once a reader.
+Every bucket holds the same share of what each rank sends to the worker. So all ranks send all the time, each at the rate at
+which it finishes with the others, and near and far ranks mix. In the order of the layers the ranks of the first pipeline
+stage would send alone, then those of the second. A rank's weights keep their order, so about one module of each rank is
+incomplete at a time.
+
+Where adapters are merged into weights while these are sent, weights go layer by layer: otherwise a rank would hold merged
+weights of many layers. So they do in checkpoint mode, where a worker would hold many incomplete tensors.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from math import gcd
 from typing import NamedTuple
 
@@ -30,20 +35,25 @@ from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes, quan
 from megarl.weight_sync.plan import ReshardPlan
 
 ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
+MOST_WRITTEN = 1.5  # buckets that a rank writes in a round: where as many ranks send as receive, each writes about one
+SMALLEST_PART = 256 << 10  # bytes: a rank that would send less in a bucket sends in fewer buckets
+GOLDEN_SECTION = (5**0.5 - 1) / 2
+PHASES = 1 << 16  # of a rank's parts
+SPREAD = (
+    round(PHASES * 0.7548776662),
+    round(PHASES * 0.5698402910),
+)  # numbers of pairs become phases far from each other (R2)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# (reader, number of readers) of a worker; None where all workers go layer by layer from the first layer on.
-Turn = tuple[int, int] | None
 
 
-def copy_order(plan: ReshardPlan, worker: int, turn: Turn = None) -> np.ndarray:
-    """Order the copies to one worker as they travel: positions in the plan, int64 [copies].
+def copy_order(plan: ReshardPlan, worker: int, turn: tuple[int, int]) -> np.ndarray:
+    """Order the copies of a worker that maps weights: positions in the plan, int64 [copies].
 
-    Readers are the workers of all engines, which take weights at the same time. The reader of this `turn` begins with the
-    layer in which the first `start_share` of its elements ends, and goes round. Layers stay whole and in their order, so a
-    layer is complete before the next layer comes.
+    Workers copy at the same time. The reader of this `turn`, with the number of readers, begins with the layer in which the
+    first `start_share` of its elements ends, and goes round. Layers stay whole and in their order.
     """
     copies = plan.to_destination(worker)
-    if turn is None or len(copies) == 0:
+    if len(copies) == 0:
         return copies
     starts = layer_starts(plan, copies)
     sizes = plan.sizes[copies]
@@ -60,8 +70,8 @@ def start_share(reader: int, readers: int) -> Fraction:
     fixed distance apart, are spread evenly: they often ask the same ranks.
     """
     assert 0 <= reader < readers, f"reader {reader} of {readers}"
-    golden = (5**0.5 - 1) / 2
-    step = min((step for step in range(1, readers + 1) if gcd(step, readers) == 1), key=lambda s: abs(s - golden * readers))
+    steps = (step for step in range(1, readers + 1) if gcd(step, readers) == 1)
+    step = min(steps, key=lambda step: abs(step - GOLDEN_SECTION * readers))
     return Fraction(reader * step % readers, readers)
 
 
@@ -85,6 +95,11 @@ class Part(NamedTuple):
     start: int
     end: int
     pieces: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Bytes with the checksum."""
+        return self.end - self.start
 
     @property
     def check(self) -> int:
@@ -137,11 +152,12 @@ class Stream:
         quantised: Collection[str] = (),
         apart: Collection[int] = (),
     ) -> Stream:
-        """Pack `copies`, positions in the plan to one destination in the order in which they travel.
+        """Pack `copies`, positions in the plan to one destination in its order.
 
         `itemsize` is bytes an element on the wire, except for the tensors that are `quantised` to FP8 blocks. A new bucket
-        begins at each of the positions in `copies` that are `apart`. Raises ValueError where the plan cuts blocks, and where
-        one row of a box, or of blocks, does not fit a bucket."""
+        begins at each of the positions in `copies` that are `apart`; what stands between two of them is spread over its
+        buckets. Raises ValueError where the plan cuts blocks, and where one row of a box, or of blocks, does not fit a
+        bucket."""
         in_blocks = np.zeros(len(plan), dtype=bool)
         if quantised:
             in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
@@ -203,6 +219,42 @@ class Stream:
         return list(map(Piece, pieces.tolist(), parameters, *numbers))
 
 
+def _spread(
+    plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut `copies` and order them so that at any time the same share of each source rank's bytes has travelled: (copy, row,
+    rows) of each piece. A rank sends as many parts as there are buckets, or fewer where parts would be small."""
+    source, cols, rows = plan.source_rank[copies], plan.cols[copies], plan.rows[copies]
+    blocks = in_blocks[copies]
+    unit = np.where(blocks, np.minimum(BLOCK, rows), 1)  # rows that stay together
+    unit_bytes = np.where(blocks, SCALE_BYTES * -(-cols // BLOCK) + unit * cols, cols * itemsize)
+    units = -(-rows // unit)
+    size = units * unit_bytes
+    # Of each copy: where it begins in the bytes of its rank, how many these are, and in how many parts they travel.
+    order = np.argsort(source, kind="stable")
+    before = np.cumsum(size[order]) - size[order]
+    _, first, rank = np.unique(source[order], return_index=True, return_inverse=True)
+    begin, total = np.empty_like(size), np.empty_like(size)
+    begin[order], total[order] = before - before[first][rank], np.bincount(rank, size[order])[rank]
+    buckets = -(-int(size.sum()) // bucket_bytes)
+    parts = np.clip(total // min(SMALLEST_PART, bucket_bytes // 4), 1, buckets)
+    first_part, last_part = begin * parts // total, (begin + (units - 1) * unit_bytes) * parts // total
+    counts = last_part - first_part + 1
+    copy = np.repeat(np.arange(len(copies)), counts)
+    part = np.arange(len(copy)) - np.repeat(np.cumsum(counts) - counts - first_part, counts)
+    bounds = [
+        np.clip(-(-(-(-number * total[copy] // parts[copy]) - begin[copy]) // unit_bytes[copy]), 0, units[copy])
+        for number in (part, part + 1)
+    ]
+    # Ranks take turns. Of those with few parts some send to a worker in each bucket, and each to some workers.
+    ends = source[copy] * SPREAD[0] + plan.destination_rank[copies[0]] * SPREAD[1]
+    turn = (part * PHASES + ends % PHASES) * buckets // parts[copy]
+    kept = np.flatnonzero(bounds[0] < bounds[1])
+    kept = kept[np.lexsort((copy[kept], turn[kept]))]
+    copy, row = copy[kept], bounds[0][kept] * unit[copy[kept]]
+    return copies[copy], row, np.minimum(bounds[1][kept] * unit[copy], rows[copy]) - row
+
+
 def _cut(
     plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray, apart: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -211,33 +263,38 @@ def _cut(
     pieces: list[tuple[int, int, int, int]] = []
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
-    columns = (plan.rows[copies], plan.cols[copies], plan.source_rank[copies], in_blocks[copies])
-    copies_to_cut = zip(copies.tolist(), *(column.tolist() for column in columns), strict=True)
-    for position, (copy, rows, cols, source, blocks) in enumerate(copies_to_cut):
-        if position in apart and used:
+    for together in np.split(copies, sorted(set(apart) - {0})):
+        if used:
             bucket, used = bucket + 1, 0
             present.clear()
-        row, unit = 0, min(BLOCK, rows) if blocks else 1
-        row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
-        if _aligned(row_bytes) + ALIGNMENT > bucket_bytes:
-            unit_name = "a row of blocks" if blocks else "a row"
-            raise ValueError(
-                f"weight_sync.bucket_bytes = {bucket_bytes} is less than {unit_name} of {plan.names[plan.name[copy]]} "
-                f"needs, {_aligned(row_bytes) + ALIGNMENT} bytes with its checksum; give it at least these"
-            )
-        while row < rows:
-            # A part ends with its checksum, which takes a line.
-            free = (bucket_bytes - used - (0 if source in present else ALIGNMENT)) // ALIGNMENT * ALIGNMENT
-            fits = min(rows - row, free // row_bytes * unit)
-            if fits <= 0:
-                bucket, used = bucket + 1, 0
-                present.clear()
-                continue
-            pieces.append((copy, row, fits, bucket))
-            size = block_bytes(fits, cols) if blocks else fits * row_bytes
-            used += _aligned(size) + (0 if source in present else ALIGNMENT)
-            present.add(source)
-            row += fits
+        spread = _spread(plan, together, itemsize, bucket_bytes, in_blocks) if len(together) else ()
+        columns = (column.tolist() for column in spread)
+        of_copy = (
+            (column[spread[0]].tolist() for column in (plan.cols, plan.rows, plan.source_rank, in_blocks)) if spread else ()
+        )
+        for copy, row, num_rows, cols, copy_rows, source, blocks in zip(*columns, *of_copy, strict=True):
+            unit = min(BLOCK, copy_rows) if blocks else 1
+            row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
+            if _aligned(row_bytes) + ALIGNMENT > bucket_bytes:
+                unit_name = "a row of blocks" if blocks else "a row"
+                raise ValueError(
+                    f"weight_sync.bucket_bytes = {bucket_bytes} is less than {unit_name} of {plan.names[plan.name[copy]]} "
+                    f"needs, {_aligned(row_bytes) + ALIGNMENT} bytes with its checksum; give it at least these"
+                )
+            end = row + num_rows
+            while row < end:
+                # A part ends with its checksum, which takes a line.
+                free = (bucket_bytes - used - (0 if source in present else ALIGNMENT)) // ALIGNMENT * ALIGNMENT
+                fits = min(end - row, free // row_bytes * unit)
+                if fits <= 0:
+                    bucket, used = bucket + 1, 0
+                    present.clear()
+                    continue
+                pieces.append((copy, row, fits, bucket))
+                size = block_bytes(fits, cols) if blocks else fits * row_bytes
+                used += _aligned(size) + (0 if source in present else ALIGNMENT)
+                present.add(source)
+                row += fits
     table = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return table[0], table[1], table[2], table[3]
 
@@ -267,36 +324,58 @@ def sync_stream(
     shape: ModelShape,
     plan: ReshardPlan,
     worker: int,
-    turn: Turn,
+    by_layer: bool,
     dtype: torch.dtype,
     bucket_bytes: int,
     quantization: str | None,
 ) -> Stream:
-    """The stream of one of an engine's workers in its turn, or by layer (None); both ends compute it. By layer no bucket
-    holds pieces of two layers, so that a rank can finish a layer for all workers before it begins the next."""
+    """The stream to one of an engine's workers, the same for all engines; both ends compute it. By layer no bucket holds
+    pieces of two layers, so that a rank can finish a layer for all workers before it begins the next."""
     quantised = quantised_tensors(shape) if quantization == "fp8" else {}
-    copies = copy_order(plan, worker, turn)
-    apart = layer_starts(plan, copies).tolist() if turn is None else ()
+    copies = plan.to_destination(worker)
+    apart = layer_starts(plan, copies).tolist() if by_layer else ()
     return Stream.of(plan, copies, dtype.itemsize, bucket_bytes, quantised, apart)
 
 
-def bucket_sequence(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) -> list[tuple[int, int]]:
-    """Every (bucket, stream) in the order in which all ranks write: bucket after bucket over all streams, and with
-    `by_layer` so within each layer, however many buckets each stream has of it."""
-    buckets = [(bucket, number) for number, stream in enumerate(streams) for bucket in range(stream.num_buckets)]
-    if not by_layer:
-        return sorted(buckets)
+# (bucket, stream): no two of a round are of one stream.
+Round = Sequence[tuple[int, int]]
+
+
+def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) -> list[Round]:
+    """The rounds in which all buckets of the streams to an engine's workers travel; all ranks go through them in order.
+
+    A round has the next bucket of each stream, as long as no rank writes more than `MOST_WRITTEN` of a bucket; with
+    `by_layer` all buckets of a layer go before those of the next."""
     # The final norm and the head stand behind the last layer, and count with it.
-    layers = [np.maximum.accumulate(_layer_numbers(plan, stream.copy[stream.starts[:-1]])).tolist() for stream in streams]
-    return sorted(buckets, key=lambda key: (layers[key[1]][key[0]], *key))
+    layers = [
+        np.maximum.accumulate(_layer_numbers(plan, stream.copy[stream.starts[:-1]]))
+        if by_layer
+        else np.zeros(stream.num_buckets)
+        for stream in streams
+    ]
+    room = MOST_WRITTEN * max(stream.capacity for stream in streams)
+    taken, rounds = [0] * len(streams), list[Round]()
+    while waiting := [number for number, stream in enumerate(streams) if taken[number] < stream.num_buckets]:
+        layer = min(layers[number][taken[number]] for number in waiting)
+        written, entries = Counter[int](), list[tuple[int, int]]()
+        # First the streams that are behind, in the order of their numbers.
+        for number in sorted(waiting, key=lambda number: Fraction(taken[number], streams[number].num_buckets)):
+            bucket = taken[number]
+            sizes = {part.source_rank: part.size for part in streams[number].parts[bucket]}
+            if layers[number][bucket] == layer and all(written[rank] + size <= room for rank, size in sizes.items()):
+                written.update(sizes)
+                taken[number] += 1
+                entries.append((bucket, number))
+        rounds.append(entries)
+    return rounds
 
 
 def last_pieces(
-    plan: ReshardPlan, streams: Sequence[Stream], sequence: Sequence[tuple[int, int]], rank: int
+    plan: ReshardPlan, streams: Sequence[Stream], rounds: Sequence[Round], rank: int
 ) -> dict[str, tuple[int, int]]:
     """For each local parameter that a rank sends from: the stream that has the last piece, and the number of that piece."""
     last: dict[int, tuple[int, int]] = {}
-    for bucket, number in sequence:
+    for bucket, number in chain.from_iterable(rounds):
         if (part := streams[number].part(bucket, rank)) is not None:
             parameters = plan.source_parameter[streams[number].copy[part.pieces]].tolist()
             last |= {key: (number, piece) for key, piece in zip(parameters, part.pieces.tolist(), strict=True)}

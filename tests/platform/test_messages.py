@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.platform import NcclMessages, messages
@@ -45,10 +47,41 @@ class Work:
 def test_a_message_over_nccl_is_through_when_the_device_says_so_and_late_at_the_deadline() -> None:
     group = object.__new__(NcclMessages)  # a real one needs a GPU
     work = Work(looks=50)
-    group.finish(work, timeout_s=60.0)
+    group.finish([work], timeout_s=60.0)
     assert work.waited
     with pytest.raises(RuntimeError, match="Timed out waiting for its partner"):
-        group.finish(Work(looks=float("inf")), timeout_s=0.05)
+        group.finish([Work(looks=float("inf"))], timeout_s=0.05)
+
+
+class Coalescing:
+    """The calls of torch's NCCL group that a block of messages makes."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.work = Work(looks=0)
+
+    def send(self, *arguments: Any) -> None:
+        self.calls.append("send")
+
+    def recv(self, *arguments: Any) -> None:
+        self.calls.append("recv")
+
+    def _start_coalescing(self) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self) -> Work:
+        self.calls.append("end")
+        return self.work
+
+
+def test_messages_over_nccl_that_start_together_are_through_together() -> None:
+    group = object.__new__(NcclMessages)  # a real one needs a GPU
+    group._group, group._together = (backend := Coalescing()), None
+    with group.together():
+        first, second = group.send(torch.zeros(1), 1), group.receive(torch.zeros(1), 2)
+    group.finish(first, timeout_s=60.0)
+    group.finish(second, timeout_s=60.0)
+    assert backend.calls == ["start", "send", "recv", "end"] and backend.work.waited
 
 
 def test_a_machine_that_knows_itself_as_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,53 +17,68 @@ import torch
 from benchmarks import sync_model
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, sync_seconds
 from benchmarks.sync_rates import TRANSPORTS, Sync, measured_in_turns
-from benchmarks.weight_sync_scale import BYTES, CASES, Case, check_cut, main, missed, rate_case
+from benchmarks.weight_sync_scale import BYTES, CASES, MODELS, Case, check_cut, main, missed, rate_case
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.weight_sync.plan import engine_plan
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.read import WeightReader
+from megarl.weight_sync.stream import sync_rounds
 from tests.models.test_table import CONFIGS, shape_of
 
 # A link moves 10 bytes a second, NVLink 100; copies take no time. Both ranks are on node 0.
 PLAIN = Cluster(8, nvlink=100.0, nic=10.0, copy=math.inf, latency=0.0, source_nodes=(0, 0))
+
+
+def seconds_of(readers: Sequence[Reader], resources: Cluster | Machine) -> float:
+    """With every worker's next bucket in each round."""
+    workers = {reader.worker: len(reader.buckets) for reader in readers}
+    rounds = [
+        [(bucket, worker) for worker, num_buckets in workers.items() if bucket < num_buckets]
+        for bucket in range(max(workers.values()))
+    ]
+    return sync_seconds(readers, rounds, resources)
+
+
 H100 = Cluster(8, nvlink=450e9, nic=50e9, copy=1.5e12, latency=30e-6)
 
 
 def test_a_message_takes_each_of_its_steps_once() -> None:
     slow = replace(PLAIN, copy=50.0, latency=0.5)
-    assert sync_seconds([Reader([[(0, 100)]], node=1)], slow) == pytest.approx(2 + 0.5 + 10 + 0.5 + 2 + 0.5)
-    assert sync_seconds([Reader([[(0, 100)]], node=0)], slow) == pytest.approx(2 + 0.5 + 1 + 0.5 + 2 + 0.5)
+    assert seconds_of([Reader([[(0, 100)]], node=1)], slow) == pytest.approx(2 + 0.5 + 10 + 0.5 + 2 + 0.5)
+    assert seconds_of([Reader([[(0, 100)]], node=0)], slow) == pytest.approx(2 + 0.5 + 1 + 0.5 + 2 + 0.5)
 
 
 def test_the_messages_of_a_link_take_turns() -> None:
-    one_rank = [Reader([[(0, 100)]], node) for node in (1, 2)]
-    assert sync_seconds(one_rank, PLAIN) == pytest.approx(20)
+    one_rank = [Reader([[(0, 100)]], node, worker=node) for node in (1, 2)]
+    assert seconds_of(one_rank, PLAIN) == pytest.approx(20)
     one_worker = [Reader([[(0, 100), (1, 100)]], node=1)]
-    assert sync_seconds(one_worker, PLAIN) == pytest.approx(20)
-    apart = [Reader([[(rank, 100)]], 1 + rank) for rank in (0, 1)]
-    assert sync_seconds(apart, PLAIN) == pytest.approx(10)
+    assert seconds_of(one_worker, PLAIN) == pytest.approx(20)
+    apart = [Reader([[(rank, 100)]], 1 + rank, worker=rank) for rank in (0, 1)]
+    assert seconds_of(apart, PLAIN) == pytest.approx(10)
 
 
 def test_a_bucket_travels_while_the_other_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     placing = replace(MACHINE, rates=RATES._replace(write=math.inf, send=10.0, place=10.0))
     readers = [Reader([[(0, 100)]] * 5)]
-    assert sync_seconds(readers, placing) == pytest.approx(60)
+    assert seconds_of(readers, placing) == pytest.approx(60)
     monkeypatch.setattr(sync_model, "NUM_BUCKETS", 1)
-    assert sync_seconds(readers, placing) == pytest.approx(100)
+    assert seconds_of(readers, placing) == pytest.approx(100)
 
 
-def test_in_two_legs_a_server_s_messages_take_turns_and_the_worker_copies_what_has_arrived() -> None:
+def test_in_two_legs_a_server_s_rounds_take_turns_and_the_worker_copies_what_has_arrived() -> None:
     apart = replace(PLAIN, source_nodes=(0, 1))
-    both = [Reader([[(1 - server, 100)]], node=server, server=server) for server in (0, 1)]
-    assert sync_seconds(both[:1], apart) == pytest.approx(10)
-    assert sync_seconds(both, apart) == pytest.approx(20)  # each rank sends and receives
+    both = [Reader([[(1 - server, 100)]], node=server, worker=server, server=server) for server in (0, 1)]
+    assert seconds_of(both[:1], apart) == pytest.approx(10)
+    assert seconds_of(both, apart) == pytest.approx(10)  # each rank sends and receives at the same time
+    # Rank 1 sends in the first round and receives in the second.
+    assert sync_seconds(both, [[(0, 0)], [(0, 1)]], apart) == pytest.approx(20)
     # Packed, copied into the bucket, and copied out of it by the worker, without a link.
     local = [Reader([[(0, 100)]], node=0, server=0)]
-    assert sync_seconds(local, replace(apart, copy=50.0)) == pytest.approx(2 + 2 + 2)
-    # The last bucket is handed over once the server has written all of its own parts.
+    assert seconds_of(local, replace(apart, copy=50.0)) == pytest.approx(2 + 2 + 2)
+    # The first bucket is handed over once the second is written.
     twice = [Reader([[(0, 100)]] * 2, node=0, server=0)]
-    assert sync_seconds(twice, replace(apart, copy=50.0, latency=0.5)) == pytest.approx(2 * (2 + 2) + 0.5 + 2 + 0.5)
+    assert seconds_of(twice, replace(apart, copy=50.0, latency=0.5)) == pytest.approx(2 * (2 + 2) + 0.5 + 2 + 2 + 0.5)
 
 
 # A rank writes 10 bytes a second and sends 20; the second thread of a worker takes 50, its main thread 25; copies are free.
@@ -72,39 +88,40 @@ MACHINE = Machine(num_cores=64, rates=RATES, latency=0.0)
 
 def test_a_bucket_on_one_machine_takes_each_thread_once() -> None:
     reader = [Reader([[(0, 100)]])]
-    assert sync_seconds(reader, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving meanwhile
-    assert sync_seconds(reader, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
-    assert sync_seconds(reader, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
+    assert seconds_of(reader, MACHINE) == pytest.approx(10 + 5 + 4)  # sending takes longer than receiving meanwhile
+    assert seconds_of(reader, replace(MACHINE, num_cores=1)) == pytest.approx(10 + 5 + 2 + 4)
+    assert seconds_of(reader, replace(MACHINE, latency=0.5)) == pytest.approx(10 + 0.5 + 5 + 0.5 + 4 + 0.5)
 
 
 def test_mapped_pieces_are_shared_by_threads_and_hashed_by_ranks_behind_all_copies() -> None:
     machine = replace(MACHINE, copy_threads=2)
     pieces: Parts = [[(0, 100)]] * 5
     engines = [Reader(pieces, engine=engine) for engine in range(4)]
-    assert sync_seconds(engines[:1], machine) == pytest.approx(3 * 4 + 500 / 10)
-    assert sync_seconds(engines, machine) == pytest.approx(3 * 4 + 500 / 10)
-    assert sync_seconds(engines, replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 500 / 10)
-    assert sync_seconds(engines[:1], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
+    assert seconds_of(engines[:1], machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert seconds_of(engines, machine) == pytest.approx(3 * 4 + 500 / 10)
+    assert seconds_of(engines, replace(machine, num_cores=2)) == pytest.approx(10 * 4 + 500 / 10)
+    assert seconds_of(engines[:1], replace(machine, copy_threads=1)) == pytest.approx(5 * 4 + 500 / 10)
     # The first rank's pieces are hashed while the second's are still copied.
     two: Parts = [[(0, 100)], [(1, 100)]]
-    assert sync_seconds([Reader(two)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
+    assert seconds_of([Reader(two)], replace(machine, copy_threads=1)) == pytest.approx(2 * 4 + 100 / 10)
 
 
-def test_the_streams_are_those_of_a_run() -> None:
-    """Of every worker, at both ends."""
+def test_the_streams_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every worker, at both ends; and the rounds."""
     shape, rollout, engines = shape_of("qwen3"), RolloutLayout(2), 3
-    case = Case("", Layout(), rollout, engines, 1 << 13)
+    monkeypatch.setitem(MODELS, "tiny", {"model_type": "qwen3", **CONFIGS["qwen3"]})
+    case = Case("tiny", Layout(), rollout, engines, 1 << 13)
     settings = SyncSettings(torch.bfloat16, rollout, engines, case.bucket_bytes, timeout_s=60.0, transport="group")
     plan = engine_plan(shape, Layout(), rollout)
     assert settings.dtype.itemsize == BYTES
     with contextlib.closing(WeightSync(shape, Layout(), settings, 0, None)) as sync:
         manifest = sync._manifest(1, 1, (0, 1, 2))
-        assert len(sync._streams) == engines * rollout.workers
-        for number, stream in enumerate(sync._streams):
-            engine, worker = divmod(number, rollout.workers)
+        streams = case.streams(plan)
+        assert sync._rounds == sync_rounds(plan, streams, False)
+        for worker, stream in enumerate(sync._streams):
             reader = WeightReader(shape, worker)
-            reader._prepare(manifest, engine)
-            for other in (reader._stream, case.stream(plan, engine, worker)):
+            reader._prepare(manifest)
+            for other in (reader._stream, streams[worker]):
                 assert np.array_equal(other.copy, stream.copy) and np.array_equal(other.offset, stream.offset)
 
 
@@ -157,7 +174,7 @@ def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:
 def test_where_engines_and_ranks_share_gpus_each_worker_has_a_server_of_its_own() -> None:
     case = CASES[0].colocated()
     cluster = replace(H100, source_nodes=case.source_nodes(H100))
-    readers = case.readers(cluster, engine_plan(case.shape, case.trainer, case.rollout))
+    readers = case.readers(cluster, case.streams(engine_plan(case.shape, case.trainer, case.rollout)))
     assert [reader.server for reader in readers] == list(range(case.trainer.ranks))
     assert all(reader.node == cluster.source_nodes[reader.server or 0] for reader in readers)
 

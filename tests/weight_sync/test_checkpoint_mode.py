@@ -18,7 +18,6 @@ from megarl.models.vllm_weights import fixed_tensors
 from megarl.weight_sync.copies import Box
 from megarl.weight_sync.plan import ReshardPlan, checkpoint_plan
 from megarl.weight_sync.read import WholeTensors
-from megarl.weight_sync.stream import copy_order
 from tests.in_process_engine import answers
 from tests.rollout_cases import Publisher, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
@@ -120,7 +119,7 @@ def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path:
 
 def write(writer: WholeTensors, plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int) -> Iterator[Box]:
     """Write the boxes of a worker, each in two pieces, the later rows first."""
-    for copy in copy_order(plan, worker):
+    for copy in plan.to_destination(worker):
         source = shards[int(plan.source_rank[copy])][plan.source_parameters[plan.source_parameter[copy]]]
         row, col = int(plan.source_row[copy]), int(plan.source_col[copy])
         content = source[row : row + int(plan.rows[copy]), col : col + int(plan.cols[copy])]

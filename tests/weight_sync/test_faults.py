@@ -22,8 +22,10 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.vllm_weights import vllm_segments
 from megarl.platform.messages import peer_lost
+from megarl.weight_sync.group import Written
 from megarl.weight_sync.manifest import SyncError, WeightManifest
 from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.stream import Round
 from tests.engine_processes import ANSWER_S, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
@@ -157,7 +159,7 @@ def test_a_corrupt_part_is_never_answered_from(trainer: Trainer, part: int) -> N
         if mapped:
             corrupt_weights(publisher, trainer.shards, number)
         else:
-            corrupt(publisher, times=2, bucket=number)
+            corrupt(publisher, times=1, bucket=number)  # of both engines
 
     with pytest.MonkeyPatch.context() as patch:
         if not mapped:
@@ -225,10 +227,10 @@ def dies_at(sync: WeightSync, state: str) -> None:
         before = {"first": buckets[1], "middle": buckets[len(buckets) // 2], "last": buckets[-1]}
         send_bucket = sender.send
 
-        def send_or_die(stream: int, bucket: int) -> None:
-            if bucket == before.get(state):
+        def send_or_die(entries: Round, written: Sequence[Written]) -> None:
+            if any(part.bucket == before.get(state) for part in written):
                 die()
-            send_bucket(stream, bucket)
+            send_bucket(entries, written)
 
         sender.send = send_or_die
 

@@ -19,7 +19,6 @@ from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import parameter_sizes, vllm_segments
 from megarl.rollout import RolloutError
 from megarl.weight_sync.codec import FP8
-from megarl.weight_sync.copies import SpareMemory
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.recipe.test_wire import MOE
 from tests.rollout_cases import cut
@@ -83,8 +82,8 @@ class Worker:
 
         receiver: Any = WeightReceiver.__new__(WeightReceiver)
         receiver._shape, receiver._reader, receiver._modules = shape, reader, self.modules
-        receiver._spare, receiver._repack_s, receiver.device = SpareMemory(), 0.0, torch.device("cpu")
-        receiver._owner, receiver._targets = None, {}
+        receiver._repack_s, receiver.device = 0.0, torch.device("cpu")
+        receiver._open, receiver._spares = {}, []
         receiver._homes = {} if captures_graphs else None
         receiver._sizes, receiver.model = parameter_sizes(shape, rollout, number), torch.nn.Module()
         return receiver
@@ -138,8 +137,8 @@ class Engines(ThreadEngines):
         receiver = self.receivers[worker]
         receiver._unpacked = []
         with torch.no_grad():
-            for _ in self.readers[engine, worker].read(self._manifest, engine, receiver):
-                pass
+            for box in self.readers[engine, worker].read(self._manifest, engine, receiver):
+                receiver._arrived(box)
         return {}
 
 

@@ -83,8 +83,8 @@ class Writing(ThreadEngines):
         self.workers = [Worker(vllm.parameter_sizes(shape, rollout, worker)) for worker in range(rollout.workers)]
 
     def _take(self, engine: int, worker: int) -> Parameters:
-        for _ in self.readers[engine, worker].read(self._manifest, engine, self.workers[worker]):
-            pass
+        for box in self.readers[engine, worker].read(self._manifest, engine, self.workers[worker]):
+            self.workers[worker].arrived(box)
         return {}
 
 
@@ -94,17 +94,27 @@ class Worker:
     def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         self.sizes = sizes
         self.weights = {name: torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
-        self._spare, self._owner = SpareMemory(), ""
+        self._open: dict[str, tuple[SpareMemory, int]] = {}  # of modules, with the elements that are missing
+        self._spares: list[SpareMemory] = []
         self._targets: dict[int, Parameters] = {}  # by spare memory
 
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
         return divide(boxes, self.sizes, lambda owner: owner in ("model.embed_tokens", "lm_head"), bucket_bytes)
 
     def place(self, box: Box) -> torch.Tensor:
-        if box.owner != self._owner:
-            self.written(self._owner, self._spare)
-            self._owner = box.owner
-        return box.within(self._target(box, self._spare))
+        if box.owner not in self._open:
+            missing = sum(rows * cols for name, (rows, cols) in self.sizes.items() if name.rpartition(".")[0] == box.owner)
+            self._open[box.owner] = self._spares.pop() if self._spares else SpareMemory(), missing
+        return box.within(self._target(box, self._open[box.owner][0]))
+
+    def arrived(self, box: Box) -> None:
+        spare, missing = self._open.pop(box.owner)
+        missing -= box.rows * box.cols
+        if missing:
+            self._open[box.owner] = spare, missing
+        else:
+            self.written(box.owner, spare)
+            self._spares.append(spare)
 
     def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
         return [box.within(self._target(box, spare)) for box in boxes]
@@ -116,8 +126,8 @@ class Worker:
         spare.take_back()
 
     def finish(self) -> None:
-        self.written(self._owner, self._spare)
-        self._spare.clear()
+        assert not self._open, "every module is complete"
+        self._spares = []
 
     def _target(self, box: Box, spare: SpareMemory) -> torch.Tensor:
         live = self.weights[box.parameter]

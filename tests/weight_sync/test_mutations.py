@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.weight_sync import publish, read
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum, device_checksum
-from megarl.weight_sync.group import BucketSender
+from megarl.weight_sync.group import BucketSender, Written
 from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.stream import Stream
+from megarl.weight_sync.stream import Round, Stream
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 
@@ -46,10 +46,11 @@ class Case(NamedTuple):
         """Publish a model as the next version; `mutation` changes the buckets of worker 0. Raises what the worker raised."""
         sender: Any = self.publisher.sync._sender
 
-        def send(stream: int, bucket: int) -> None:
-            if mutation is not None and stream == 0:
-                mutation(bucket, sender.buckets[sender._turn, : self.stream.parts[bucket][-1].end])
-            BucketSender.send(sender, stream, bucket)
+        def send(entries: Round, written: Sequence[Written]) -> None:
+            for bucket, stream, _, content in written:  # the only part of its bucket
+                if mutation is not None and stream == 0:
+                    mutation(bucket, content)
+            BucketSender.send(sender, entries, written)
 
         sender.send = send
         self.publisher.publish(self.engines.versions[0] + 1, self.models[model], self.engines)

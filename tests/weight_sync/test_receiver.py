@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
 
     worker, reader = receiver.WeightReceiver.__new__(receiver.WeightReceiver), Reader()
     worker._shape, worker._rollout = ModelShape.from_directory(save_model(tmp_path / "m", "llama", True, 0)), RolloutLayout()
-    worker._reader, worker._spare = reader, SpareMemory()  # type: ignore[assignment]
+    worker._reader = reader  # type: ignore[assignment]
+    worker._open = {"no.such": receiver.OpenModule({}, SpareMemory(), missing=2)}
     worker.model = worker.model_config = None  # type: ignore[assignment]
     worker.device = torch.device("cpu")
 
@@ -81,11 +83,14 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
     from megarl.weight_sync.receiver import WeightReceiver
 
     receiver: Any = WeightReceiver.__new__(WeightReceiver)
-    receiver._modules, receiver._spare, receiver._repack_s = modules, SpareMemory(), 0.0
+    receiver._modules, receiver._repack_s = modules, 0.0
     receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
     receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__)
-    receiver._rollout, receiver._unpacked, receiver._owner, receiver._targets = RolloutLayout(), [], None, {}
+    of_module = Counter[str]()
+    for name, elements in covered.items():
+        of_module[name.rpartition(".")[0]] += elements
+    receiver._reader = SimpleNamespace(elements=covered.__getitem__, module_elements=of_module.__getitem__)
+    receiver._rollout, receiver._unpacked, receiver._open, receiver._spares = RolloutLayout(), [], {}, []
     return receiver
 
 
@@ -106,8 +111,9 @@ def take(receiver: Any, contents: Mapping[str, torch.Tensor], threads: int) -> N
     else:
         for box in boxes:
             receiver.place(box).copy_(contents[box.parameter])
+            receiver._arrived(box)
     receiver.finish()
-    receiver._spare.clear()
+    assert not receiver._open
 
 
 def linear(elements: int, quant_method: Any) -> torch.nn.Module:
@@ -167,6 +173,27 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(threads
         take(receiver, contents, threads)
         assert len(set(places)) == 1
         assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
+
+
+def test_modules_whose_boxes_take_turns_are_packed_when_they_are_complete() -> None:
+    """Each in memory of its own, which the next module gets."""
+    packed: list[tuple[int, list[float]]] = []
+
+    class Packing:
+        def process_weights_after_loading(self, module: Any) -> None:
+            packed.append((module.weight.data_ptr(), module.weight[:, 0].tolist()))
+            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    names = ["a", "b", "c"]
+    receiver = receiver_of({name: linear(0, Packing()) for name in names}, {f"{name}.weight": 32 for name in names})
+    for number, rows in ((1, 0), (2, 0), (1, 2), (3, 0), (2, 2), (3, 2)):
+        box = Box(f"{names[number - 1]}.weight", rows, 0, 2, 8, torch.float32)
+        receiver.place(box).fill_(10 * number + rows)
+        receiver._arrived(box)
+    receiver.finish()
+    assert [rows for _, rows in packed] == [[10 * number + row for row in (0, 0, 2, 2)] for number in (1, 2, 3)]
+    first, second, third = (place for place, _ in packed)
+    assert first == third != second and not receiver._open
 
 
 class Noting:

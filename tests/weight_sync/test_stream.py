@@ -3,6 +3,8 @@ other."""
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from megarl.models.vllm_weights import vllm_segments
 from megarl.weight_sync.boxes import shard_bytes
 from megarl.weight_sync.checks import CHECKSUM_BYTES
 from megarl.weight_sync.plan import ReshardPlan, engine_plan, sync_plan
-from megarl.weight_sync.stream import ALIGNMENT, Stream, bucket_sequence, copy_order, sync_stream
+from megarl.weight_sync.stream import ALIGNMENT, Stream, sync_rounds, sync_stream
 from tests.models.test_table import shape_of
 from tests.weight_sync.test_memory import SHAPE as DEEP
 
@@ -48,23 +50,44 @@ cases = st.tuples(
 def stream_of(case: tuple[Layout, RolloutLayout, int, int, int]) -> tuple[ReshardPlan, np.ndarray, Stream]:
     layout, rollout, itemsize, bucket_bytes, worker = case
     plan, worker = engine_plan(SHAPE, layout, rollout), worker % rollout.workers
-    order = copy_order(plan, worker, (worker, rollout.workers))
-    return plan, order, Stream.of(plan, order, itemsize, bucket_bytes)
+    copies = plan.to_destination(worker)
+    return plan, copies, Stream.of(plan, copies, itemsize, bucket_bytes)
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases)
-def test_every_row_of_every_copy_travels_once_and_in_order(case: tuple) -> None:  # type: ignore[type-arg]
-    plan, order, stream = stream_of(case)
-    rows = [(copy, row) for copy in order.tolist() for row in range(int(plan.rows[copy]))]
-    sent = [
-        (int(copy), int(first) + row)
-        for copy, first, count in zip(stream.copy, stream.row, stream.rows, strict=True)
-        for row in range(int(count))
-    ]
-    assert sent == rows
-    assert stream.size.sum() == int(plan.sizes[order].sum()) * case[2]
+def test_every_row_of_every_copy_travels_once_and_those_of_a_rank_in_order(case: tuple) -> None:  # type: ignore[type-arg]
+    plan, copies, stream = stream_of(case)
+    for rank in range(case[0].ranks):
+        of_rank = copies[plan.source_rank[copies] == rank]
+        rows = [(copy, row) for copy in of_rank.tolist() for row in range(int(plan.rows[copy]))]
+        pieces = np.flatnonzero(stream.source == rank)
+        sent = [
+            (int(copy), int(first) + row)
+            for copy, first, count in zip(stream.copy[pieces], stream.row[pieces], stream.rows[pieces], strict=True)
+            for row in range(int(count))
+        ]
+        assert sent == rows
+    assert stream.size.sum() == int(plan.sizes[copies].sum()) * case[2]
     assert (np.diff(stream.bucket) >= 0).all()
+
+
+@pytest.mark.parametrize("rollout", [RolloutLayout(), RolloutLayout(2), RolloutLayout(4)])
+@pytest.mark.parametrize("layout", [Layout(1, 4), Layout(2, 2, 2), Layout(1, 1, 4)])
+def test_all_ranks_send_all_the_time(layout: Layout, rollout: RolloutLayout) -> None:
+    """When a share of the buckets has travelled, every rank has sent that share of what it sends, up to a part: a rank may
+    send one in every second bucket."""
+    plan = engine_plan(DEEP, layout, rollout)
+    streams = [sync_stream(DEEP, plan, worker, False, torch.bfloat16, 1 << 20, None) for worker in range(rollout.workers)]
+    rounds = sync_rounds(plan, streams, False)
+    sent = np.zeros((len(rounds), layout.ranks))
+    for number, entries in enumerate(rounds):
+        for bucket, worker in entries:
+            for part in streams[worker].parts[bucket]:
+                sent[number, part.source_rank] += part.size
+    shares = np.cumsum(sent, axis=0) / sent.sum(axis=0)
+    expected = (np.arange(len(rounds))[:, None] + 1) / len(rounds)
+    assert len(rounds) > 10 and np.abs(shares - expected).max() < 2.5 / len(rounds), np.abs(shares - expected).max()
 
 
 @settings(max_examples=30, deadline=None)
@@ -117,7 +140,7 @@ def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
     layout, rollout = Layout(tensor=2), RolloutLayout(2)
     check_blocks(megatron_segments(shape, layout), vllm_segments(shape, rollout), quantised)
     plan = engine_plan(shape, layout, rollout)
-    stream, other = (Stream.of(plan, copy_order(plan, worker), 2, 1 << 16, quantised) for worker in (0, 1))
+    stream, other = (Stream.of(plan, plan.to_destination(worker), 2, 1 << 16, quantised) for worker in (0, 1))
     assert stream.size.sum() + other.size.sum() == shard_bytes(shape, rollout, 2, quantised)
     names = [plan.names[plan.name[copy]] for copy in stream.copy]
     for piece, name in enumerate(names):
@@ -139,19 +162,21 @@ def test_a_plan_that_cuts_blocks_is_refused() -> None:
         check_blocks(megatron_segments(shape, Layout()), vllm_segments(shape, RolloutLayout()), quantised)
     plan = engine_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"FP8 blocks: model\.layers\.0\.self_attn\.k_proj\.weight .* starts inside one"):
-        Stream.of(plan, copy_order(plan, 0), 2, 1 << 16, quantised)
+        Stream.of(plan, plan.to_destination(0), 2, 1 << 16, quantised)
 
 
 def test_a_row_of_blocks_that_fits_no_bucket_is_named() -> None:
     shape = ModelShape.from_config(BLOCKS)
     plan = engine_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"bucket_bytes = 20000 is less than a row of blocks of model\.layers\.0\."):
-        Stream.of(plan, copy_order(plan, 0), 2, 20000, quantised_tensors(shape))
+        Stream.of(plan, plan.to_destination(0), 2, 20000, quantised_tensors(shape))
 
 
-def by_layer_streams(shape: ModelShape, plan: ReshardPlan, rollout: RolloutLayout, bucket_bytes: int) -> list[Stream]:
+def streams_of(
+    shape: ModelShape, plan: ReshardPlan, rollout: RolloutLayout, bucket_bytes: int, by_layer: bool
+) -> list[Stream]:
     form = torch.bfloat16, bucket_bytes, None
-    return [sync_stream(shape, plan, worker, None, *form) for worker in range(rollout.workers)]
+    return [sync_stream(shape, plan, worker, by_layer, *form) for worker in range(rollout.workers)]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 17, 1 << 22], ids=["parts of a layer", "more than a layer"])
@@ -172,9 +197,9 @@ def test_by_layer_all_workers_take_a_layer_before_the_next_begins(
 ) -> None:
     """So a rank that merges adapters holds the weights of one layer, and merges each weight once."""
     plan = sync_plan(shape, layout, rollout, "reshard")
-    streams = by_layer_streams(shape, plan, rollout, bucket_bytes)
-    sequence, seen = bucket_sequence(plan, streams, by_layer=True), list[str]()
-    for bucket, number in sequence:
+    streams = streams_of(shape, plan, rollout, bucket_bytes, by_layer=True)
+    seen = list[str]()
+    for bucket, number in chain.from_iterable(sync_rounds(plan, streams, by_layer=True)):
         parameters = {piece.parameter for piece in streams[number].at_destination(plan, bucket)}
         layers = {name.split(".")[2] for name in parameters if ".layers." in name}
         assert len(layers) <= 1, f"a bucket with pieces of the layers {layers}"
@@ -183,12 +208,18 @@ def test_by_layer_all_workers_take_a_layer_before_the_next_begins(
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_every_bucket_comes_once_and_the_buckets_of_a_stream_in_their_order(by_layer: bool) -> None:
-    """Then no two ranks wait for each other, and a worker's messages come in the order of its receives."""
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["one rank sends all", "four ranks"])
+def test_every_bucket_comes_once_and_the_buckets_of_a_stream_in_their_order(layout: Layout, by_layer: bool) -> None:
+    """Then a worker's messages come in the order of its receives. In a round no rank writes more than one and a half."""
     rollout = RolloutLayout(2, 2)
-    plan = sync_plan(DEEP, Layout(2, 2), rollout, "reshard")
-    streams = by_layer_streams(DEEP, plan, rollout, 1 << 17)
-    sequence = bucket_sequence(plan, streams, by_layer)
+    plan = sync_plan(DEEP, layout, rollout, "reshard")
+    streams = streams_of(DEEP, plan, rollout, 1 << 17, by_layer)
+    rounds = sync_rounds(plan, streams, by_layer)
     for number, stream in enumerate(streams):
-        assert [bucket for bucket, of in sequence if of == number] == list(range(stream.num_buckets))
-    assert len(sequence) == sum(stream.num_buckets for stream in streams)
+        assert [bucket for bucket, of in chain.from_iterable(rounds) if of == number] == list(range(stream.num_buckets))
+    assert sum(map(len, rounds)) == sum(stream.num_buckets for stream in streams)
+    for entries in rounds:
+        assert len({number for _, number in entries}) == len(entries)
+        parts = [streams[number].part(bucket, rank) for bucket, number in entries for rank in range(layout.ranks)]
+        for rank in range(layout.ranks):
+            assert sum(part.size for part in parts if part is not None and part.source_rank == rank) <= 1.5 * (1 << 17)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.weight_sync.group import BucketSender
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.plan import engine_plan
-from megarl.weight_sync.stream import bucket_sequence, sync_stream
+from megarl.weight_sync.stream import sync_rounds, sync_stream
 from tests.weight_sync.test_stream import SHAPE
 
 pytestmark = pytest.mark.sync
-Messages = deque[tuple[str, int]]
+# What starts together: the sizes of the messages to ("send") and from ("receive") each rank, in their order.
+Batch = dict[tuple[str, int], deque[int]]
 
 
 class Recorder:
@@ -25,38 +28,56 @@ class Recorder:
     lost: dict[int, str] = {}
 
     def __init__(self) -> None:
-        self.messages: Messages = deque()
+        self.batches: deque[Batch] = deque()
+        self._is_open = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self.batches.append({})
+        self._is_open = True
+        yield
+        self._is_open = False
+        if not self.batches[-1]:
+            self.batches.pop()
 
     def send(self, content: torch.Tensor, member: int, *more: Any) -> None:
-        self.messages.append(("send", member))
+        self._add("send", content, member)
 
     def receive(self, content: torch.Tensor, member: int, *more: Any) -> None:
-        self.messages.append(("receive", member))
+        self._add("receive", content, member)
 
     def finish(self, *arguments: Any) -> bool:
         return True
 
+    def _add(self, end: str, content: torch.Tensor, member: int) -> None:
+        if not self._is_open:
+            self.batches.append({})
+        self.batches[-1].setdefault((end, member), deque()).append(len(content))
 
-def messages_of(rank: int, layout: Layout, manifest: WeightManifest, by_layer: bool) -> Messages:
-    plan, workers = engine_plan(SHAPE, layout, manifest.rollout), manifest.rollout.workers
-    streams = [
-        sync_stream(SHAPE, plan, number % workers, manifest.turn(number), torch.float32, 8192, None)
-        for number in range(manifest.num_orders * workers)
-    ]
+
+class Engines(Recorder):
+    def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> None:  # type: ignore[override]
+        """A bucket is handed over."""
+
+    def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> None:  # type: ignore[override]
+        """A bucket is free again."""
+
+
+def batches_of(rank: int, layout: Layout, manifest: WeightManifest, by_layer: bool) -> deque[Batch]:
+    plan = engine_plan(SHAPE, layout, manifest.rollout)
+    form = torch.float32, 8192, None
+    streams = [sync_stream(SHAPE, plan, worker, by_layer, *form) for worker in range(manifest.rollout.workers)]
     group = Recorder()
-    engines: Any = Recorder()
+    engines: Any = Engines()
     store: Any = None
-    sender = BucketSender(streams, rank, engines, store, None, manifest)
+    rounds = sync_rounds(plan, streams, by_layer)
+    sender = BucketSender(streams, rounds, rank, engines, store, None, manifest)
     sender._ranks = group  # type: ignore[assignment]
     sender.begin(manifest)
-    for bucket, number in bucket_sequence(plan, streams, by_layer):
-        if streams[number].part(bucket, rank) is None:
-            sender.receive(number, bucket)
-        else:
-            sender.room(number)
-            sender.send(number, bucket)
+    for entries in rounds:
+        sender.send(entries, sender.room(entries))
     sender.finish()
-    return group.messages
+    return group.batches
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -72,25 +93,25 @@ def messages_of(rank: int, layout: Layout, manifest: WeightManifest, by_layer: b
 def test_no_two_ranks_wait_for_each_other(
     layout: Layout, rollout: RolloutLayout, servers: tuple[tuple[int, ...], ...], by_layer: bool
 ) -> None:
-    """Each rank's messages go in their order, and each only together with its other end."""
+    """Each rank's batches go in their order, and each message only together with its other end."""
     engines = tuple(range(len(servers)))
     manifest = WeightManifest(
         version=1, attempt=1, plan_hash="", layout=layout, rollout=rollout, mode="reshard", precision="fp32",
-        bucket_bytes=8192, timeout_s=60.0, engines=engines, num_engines=len(engines), transport="group", on_device=False,
+        bucket_bytes=8192, timeout_s=60.0, engines=engines, transport="group", on_device=False,
         store=("", 0), groups=engines, by_layer=by_layer, servers=servers,
     )  # fmt: skip
-    queues = [messages_of(rank, layout, manifest, by_layer) for rank in range(layout.ranks)]
+    queues = [batches_of(rank, layout, manifest, by_layer) for rank in range(layout.ranks)]
     total = sum(map(len, queues))
-    while True:
-        ready = [
-            (rank, peer)
-            for rank, queue in enumerate(queues)
-            if queue and queue[0][0] == "send" and queues[peer := queue[0][1]] and queues[peer][0] == ("receive", rank)
-        ]
-        if not ready:
-            break
-        for rank, peer in ready:
-            if queues[rank][0] == ("send", peer) and queues[peer][0] == ("receive", rank):
-                queues[rank].popleft()
-                queues[peer].popleft()
+    while passed := [
+        (rank, peer)
+        for rank, queue in enumerate(queues)
+        for end, peer in (queue[0] if queue else ())
+        if end == "send" and queues[peer] and ("receive", rank) in queues[peer][0]
+    ]:
+        for rank, peer in passed:
+            sent, received = queues[rank][0], queues[peer][0]
+            assert sent.pop(("send", peer)) == received.pop(("receive", rank)), "other messages than the peer waits for"
+        for queue in queues:
+            if queue and not queue[0]:
+                queue.popleft()
     assert total > 20 and not any(queues), [queue and queue[0] for queue in queues]
