@@ -279,8 +279,8 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in filter(is_judged, rows):
         if row["of_bound"] > MOST_OF_BOUND:
             texts.append(f"1: {row['name']} takes {row['of_bound']:.2f} of the bound")
-    if (row := by_name.get(FASTEST)) is not None and row["loop_share"] >= MOST_OF_CORE:
-        texts.append(f"3: the loop takes {row['loop_share']:.1%} of a core")
+    if (fastest := by_name.get(FASTEST)) is not None and fastest["loop_share"] >= MOST_OF_CORE:
+        texts.append(f"3: the loop takes {fastest['loop_share']:.1%} of a core")
     if (gain := ratio(by_name, "1:1 S=0", "1:1 S=2")) is not None and gain < LEAST_GAIN:
         texts.append(f"2: S = 2 is {gain:.2f} times faster")
     return texts

@@ -161,7 +161,9 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
         for rank in ranks if turn >= NUM_BUCKETS else ():
             complete(rank, turn - NUM_BUCKETS)
         written, copied = Counter[int](), Counter[int]()
-        out, into = Counter[tuple[int, str]](), Counter[tuple[int, str]]()  # seconds by rank or reader, and link
+        # Seconds by rank or reader, and link.
+        out: defaultdict[tuple[int, str], float] = defaultdict(float)
+        into: defaultdict[tuple[int, str], float] = defaultdict(float)
         emptied: dict[int, list[_Step]] = defaultdict(list)  # what a server waits for
         for bucket, worker in entries:
             parts = readers[of_worker[worker][0]].buckets[bucket]

@@ -254,6 +254,7 @@ def stream_recipe(dynamic_rounds: int | None = None, **rollout: Any) -> Any:
     values["phases"]["rollout"] |= {"prompts": PER_STEP, "max_concurrent": 8}
     values["phases"]["actor_update"] |= {"mini_batch": PER_STEP * SIZE}
     values["algorithm"]["group_size"] = SIZE
+    values["run"]["steps"] = 1000
     if dynamic_rounds is not None:
         values["algorithm"]["dynamic_sampling"] = {"max_rounds": dynamic_rounds}
     return recipe(Path("nowhere")).model_validate(values)
