@@ -44,8 +44,8 @@ predicts instead a sync between processes of this machine by the same model, by 
 bytes a second of each of the threads of one rank and one worker, and the extra cost of a bucket that travels, and of one
 that a server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by
 their number. The seconds from the signal of one process to the answer of another, and the cores, are given. Target: the
-median of the measured seconds 1.0 to 1.3 x the prediction. With the five rates given nothing is measured. Layouts are those that a
-recipe may have; options of the other mode are refused.
+median of the measured seconds 1.0 to 1.3 x the prediction. With the five rates given nothing is measured. Layouts are
+those that a recipe may have; options of the other mode are refused.
 """
 
 from __future__ import annotations
