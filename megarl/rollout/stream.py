@@ -148,6 +148,7 @@ class RolloutStream:
         self._to_learn: deque[Group] = deque()  # groups that the curriculum does not know yet, in order
         self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
         self._restored: list[Group] = []  # to be started with the next step
+        self._is_awaited = False  # the trainer waits for groups
         self._step = self._version = 0
         self._error: BaseException | None = None
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
@@ -178,7 +179,7 @@ class RolloutStream:
     def wait_sampled(self, resync: Resync) -> None:
         """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
         engine is left. Raises what engines and environments raise."""
-        self._call(self._until(lambda: self._admission.is_sampled), resync)
+        self._call(self._wait_sampled(), resync)
 
     def next_part(self, num_groups: int, resync: Resync) -> RolloutBatch:
         """Return the groups of this step that were sampled first, without those of earlier parts, in the order of their
@@ -372,7 +373,8 @@ class RolloutStream:
         group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
 
     async def _score(self, group: Group, answers: bool = False) -> None:
-        """Let the reward workers score a group. Without staleness tasks are full but for the last one, whoever is first."""
+        """Let the reward workers score a group. Tasks are full, but for the last one without staleness, and with staleness
+        for those that the trainer waits for."""
         if self._rewards is None:
             return
         timeout_s = self._recipe.rollout.timeout_s
@@ -384,19 +386,22 @@ class RolloutStream:
         ]
         await asyncio.sleep(0)  # now they wait in the workers' queue
         self._num_sampling -= 1
-        if not self._is_synchronous or not self._num_sampling:
+        # With staleness the trainer may not need them yet, and full tasks cost fewer calls.
+        if self._num_sampling == 0 or (self._is_awaited and not self._is_synchronous):
             self._rewards.send_all()
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
             part.scores = scores
 
     async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
         self._num_sampling += len(groups)
+        self._is_awaited = True
 
         async def run(group: Group) -> None:
             await self._sample(group)
             await self._score(group, answers)
 
         await asyncio.gather(*(run(group) for group in groups))
+        self._is_awaited = False
         return await self._join(groups, answers)
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
@@ -408,6 +413,12 @@ class RolloutStream:
 
     def _in_no_part(self) -> list[Group]:
         return [group for group in self._groups.values() if group.facts is not None and not group.is_in_part]
+
+    async def _wait_sampled(self) -> None:
+        self._is_awaited = True
+        if self._rewards is not None and not self._is_synchronous:
+            self._rewards.send_all()
+        await self._until(lambda: self._admission.is_sampled)
 
     async def _take(self) -> Taken | None:
         taken: tuple[list[int], list[int]] | None = None
@@ -421,6 +432,7 @@ class RolloutStream:
         await self._until(is_over)
         if taken is None:
             return None
+        self._is_awaited = False
         chosen = [self._groups.pop(number) for number in taken[0]]
         passed_over = [self._groups.pop(number) for number in taken[1]]
         stale = max(self._version - min(group.facts.first_versions) for group in chosen if group.facts is not None)
