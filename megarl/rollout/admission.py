@@ -165,19 +165,18 @@ class Admission:
         P groups. A younger group is taken only where that leaves room for them.
         """
         waiting = [group for group in self._waiting.values() if group.is_informative]
+        if len(ready := [group for group in waiting if is_ready(group)]) < self._per_step:
+            return ready
         versions = [group.version for group in waiting if group.version is not None]
         must = {
             old: sum(version <= old for version in versions) - (old + self._staleness - self.version) * self._per_step
             for old in range(self.version - self._staleness, self.version)
         }
-        candidates = [group for n, group in enumerate(waiting) if n < self._window or self._is_due(group)]
-        ready = [
-            (self._num_finished if group.finished is None else group.finished, group)
-            for group in candidates
-            if is_ready(group)
-        ]
+        window = waiting[: self._window] + [group for group in waiting[self._window :] if self._is_due(group)]
+        # Groups that wait for their rewards come last.
+        ready = sorted(filter(is_ready, window), key=lambda group: (group.finished is None, group.finished, group.number))
         chosen: list[_Waiting] = []
-        for _, group in sorted(ready, key=lambda pair: (pair[0], pair[1].number)):
+        for group in ready:
             version = self.version if group.version is None else group.version
             if all(count < self._per_step - len(chosen) for old, count in must.items() if old < version):
                 chosen.append(group)

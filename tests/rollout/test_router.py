@@ -488,3 +488,23 @@ def test_random_schedules_answer_each_request_exactly_once() -> None:
             run(schedule(seed))
         except Exception as error:
             raise AssertionError(f"schedule {seed}") from error
+
+
+def test_an_engine_that_preempts_requests_gets_fewer_sequences_and_slowly_more_again() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        routes = router(pool, depth=4)
+        routes.follow({0: 3, 1: 0})
+        for group in range(12):
+            routes.sample(request(group), 1)
+        await settle()
+        assert [len(engine.work) for engine in pool.engines] == [3, 4]
+        for _ in range(6):
+            routes.follow({0: 0, 1: 0})
+        for position in list(pool.engines[0].work):
+            pool.engines[0].finish(position)
+        await settle()
+        assert [len(engine.work) for engine in pool.engines] == [4, 4], "never more than the depth"
+        await routes.close()
+
+    run(body())
