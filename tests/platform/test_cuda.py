@@ -88,7 +88,7 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
         weights = SimpleNamespace(publish=lambda *_: calls.append("publish"))
         trainer = object.__new__(pipeline.Trainer)
         trainer.parts = SimpleNamespace(
-            roles={"actor": Actor(calls)}, weights=weights, rollouts=None, engines_sleep=engines_sleep
+            roles={"actor": Actor(calls)}, weights=weights, engines=None, rollouts=None, engines_sleep=engines_sleep
         )  # type: ignore[assignment]
         trainer.canary = None
         trainer._publish(1, None)
