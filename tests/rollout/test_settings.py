@@ -13,7 +13,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import recipe_yaml
-from megarl.recipe.phase_table import engine_lines
+from megarl.recipe.phase_table import engine_lines, stream_line
 from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
 from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
 from megarl.rollout import RolloutError
@@ -148,7 +148,8 @@ def test_null_is_what_the_device_leaves_and_enough_for_every_sequence(tmp_path: 
     file = tmp_path / "resolved.yaml"
     file.write_text(recipe_yaml(recipe))
     assert load_recipe(file) == recipe
-    assert engine_lines(recipe) == [f"engines: {caches[141] / GIB:.3g} GiB of KV cache a worker, 64 sequences at a time"]
+    sizes = f"engines: {caches[141] / GIB:.3g} GiB of KV cache a worker, 64 sequences at a time"
+    assert engine_lines(recipe) == [stream_line(recipe), sizes]
 
 
 def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
@@ -158,7 +159,7 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
     assert (on_cpu.rollout.kv_cache_bytes, on_cpu.phases.rollout.max_concurrent) == (256 << 20, 64)
     monkeypatch.setattr("megarl.recipe.sizes.vllm_is_for_cpus", lambda: False)
     unsized = qwen(tmp_path, "device=null")
-    assert not is_sized(unsized) and "null" in engine_lines(unsized)[0]
+    assert not is_sized(unsized) and "null" in engine_lines(unsized)[1]
     assert with_engine_sizes(unsized, None).rollout.kv_cache_bytes == 256 << 20
     # The device that is found counts as the one that is stated.
     found, stated = with_engine_sizes(unsized, 80 * GIB), qwen(tmp_path, "device.memory_gib=80")
