@@ -129,7 +129,8 @@ class Admission:
 
     def _is_due(self, group: _Waiting) -> bool:
         """Whether the group would be too old for the step after the next."""
-        return group.version is not None and group.version + self._staleness <= self.version
+        is_old = group.version is not None and group.version + self._staleness <= self.version
+        return self._staleness == 0 or is_old
 
     def _num_replaced(self) -> int:
         """Return how many groups start in the place of others that are not informative."""

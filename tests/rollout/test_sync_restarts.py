@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -104,18 +105,18 @@ def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
 
 
 def kill_in_the_middle(publisher: Publisher, victim: psutil.Process) -> None:
-    """In the next sync, before the middle one of its buckets is sent. There is room for it where the engine has read all but
-    the last one before it, so it is about to wait for this one."""
+    """In the next sync, before the middle one of its rounds of buckets is sent. There is room for it where the engine has
+    read all but the last one before it, so it is about to wait for this one."""
     sender: Any = publisher.sync._sender
-    middle = publisher.sync._streams[0].num_buckets // 2
+    middle = len(publisher.sync._rounds) // 2
     assert middle > NUM_BUCKETS
-    send = sender.send
+    send, num_sent = sender.send, itertools.count()
 
-    def send_to_the_dead(stream: int, bucket: int) -> None:
-        if bucket == middle:
+    def send_to_the_dead(entries: Any, written: Any) -> None:
+        if next(num_sent) == middle:
             sender.send = send
             victim.kill()
-        send(stream, bucket)
+        send(entries, written)
 
     sender.send = send_to_the_dead
 
