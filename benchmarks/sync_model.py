@@ -30,7 +30,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megarl.weight_sync.stream import Round
+from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.transport import NUM_BUCKETS
 
 # [bucket][part] -> (source rank, bytes); with `mapped` pieces stand for buckets

@@ -6,7 +6,7 @@
 
 For each model: a trainer layout, engines, and nodes of GPUs, with each `rollout.placement`; with --only the layouts may be
 others. Weights travel in bf16 by the transport `group`, as a run sends them: by one plan and one order for all engines
-(`megarl/weight_sync/stream.py`), into two buckets.
+(`megarl/weight_sync/buckets.py`), into two buckets.
 
 - separate: the engines have GPUs of their own, on the nodes behind the trainer's. Each worker receives its own bytes from
   all ranks over its network card.
@@ -81,10 +81,10 @@ from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
 from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
+from megarl.weight_sync.buckets import Round, Stream, copy_order, sync_rounds, sync_stream  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
 from megarl.weight_sync.mapped import Pieces  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
-from megarl.weight_sync.stream import Round, Stream, copy_order, sync_rounds, sync_stream  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15

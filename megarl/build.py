@@ -36,7 +36,7 @@ from megarl.models.stored_weights import check_weights
 from megarl.planner.placement import PlacementError
 from megarl.platform import current as platform
 from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe
-from megarl.recipe.device_section import cpu_engine_args, without_gpus
+from megarl.recipe.device_section import cpu_engine_args, with_gpus, without_gpus
 from megarl.recipe.role_sections import trained_sections, without_transformer_engine
 from megarl.recipe.sizes import with_engine_sizes
 from megarl.recipe.violation import Violation
@@ -200,6 +200,8 @@ def check_models(recipe: Recipe) -> None:
         violations += without_gpus(recipe)
         if (actor := shapes.get("model.path")) is not None:
             violations += cpu_engine_args(recipe, actor)
+    else:
+        violations += with_gpus(recipe)
     if violations:
         raise RecipeError(violations)
 

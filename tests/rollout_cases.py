@@ -19,11 +19,11 @@ from megarl.models.layout import Layout, RolloutLayout, Segment
 from megarl.models.megatron_weights import megatron_segments
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync import publish
+from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.checks import words_of
 from megarl.weight_sync.group import Written
 from megarl.weight_sync.mapped import local_box
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.stream import Round
 
 if TYPE_CHECKING:
     from megarl.rollout.groups import RolloutBatch

@@ -71,7 +71,7 @@ class WeightSyncSection(Section):
     actor's by more than rounding has drifted. `null`: none."""
 
 
-# Most bytes of a bucket that are not of a row (`weight_sync/stream.py`).
+# Most bytes of a bucket that are not of a row (`weight_sync/buckets.py`).
 ROW_OVERHEAD_BYTES = 256
 
 

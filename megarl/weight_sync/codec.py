@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from megarl.models.quantised_blocks import BLOCK, scale_bytes
+from megarl.weight_sync.buckets import ALIGNMENT, Part, Stream
 from megarl.weight_sync.copies import Box
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.stream import ALIGNMENT, Part, Stream
 from megarl.weight_sync.transport import NUM_BUCKETS
 
 FP8 = torch.float8_e4m3fn

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from megarl.platform import GlooMessages, NcclMessages
 from megarl.platform import current as platform
 from megarl.platform.messages import deadline_passed, peer_lost
+from megarl.weight_sync.buckets import Part, Round, Stream
 from megarl.weight_sync.codec import SentParts, TakenParts
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.stream import Part, Round, Stream
 from megarl.weight_sync.transport import NUM_BUCKETS, RANK_WAITS
 
 MessageGroup = GlooMessages | NcclMessages

@@ -21,13 +21,13 @@ from megarl.models.vllm_weights import has_weight_map
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
+from megarl.weight_sync.buckets import ALIGNMENT, Piece, copy_order, last_pieces, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum
 from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_blocks
 from megarl.weight_sync.group import BucketSender, EngineGroups, Message, open_store, present_engines
 from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.mapped import Needs, Pieces, local_checksums, needs_of, obstacle_of, share
 from megarl.weight_sync.plan import sync_plan
-from megarl.weight_sync.stream import ALIGNMENT, Piece, copy_order, last_pieces, sync_rounds, sync_stream
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
+from megarl.weight_sync.buckets import Part, Piece, Stream, copy_order, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
@@ -21,7 +22,6 @@ from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish,
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.weight_sync.mapped import Mapped, Pieces
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
-from megarl.weight_sync.stream import Part, Piece, Stream, copy_order, sync_stream
 from megarl.weight_sync.transport import NUM_BUCKETS
 
 

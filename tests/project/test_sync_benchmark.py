@@ -20,10 +20,10 @@ from benchmarks.sync_rates import TRANSPORTS, Sync, measured_in_turns
 from benchmarks.weight_sync_scale import BYTES, CASES, MODELS, Case, check_cut, main, missed, rate_case
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.weight_sync.buckets import sync_rounds
 from megarl.weight_sync.plan import engine_plan
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.read import WeightReader
-from megarl.weight_sync.stream import sync_rounds
 from tests.models.test_table import CONFIGS, shape_of
 
 # A link moves 10 bytes a second, NVLink 100; copies take no time. Both ranks are on node 0.

@@ -22,10 +22,10 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.vllm_weights import vllm_segments
 from megarl.platform.messages import peer_lost
+from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.group import Written
 from megarl.weight_sync.manifest import SyncError, WeightManifest
 from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.stream import Round
 from tests.engine_processes import ANSWER_S, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines

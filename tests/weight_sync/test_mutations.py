@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.weight_sync import publish, read
+from megarl.weight_sync.buckets import Round, Stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum, device_checksum
 from megarl.weight_sync.group import BucketSender, Written
 from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.stream import Round, Stream
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 

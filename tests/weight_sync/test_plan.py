@@ -27,8 +27,8 @@ from megarl.models.vllm_weights import (
     vllm_segments,
 )
 from megarl.weight_sync.boxes import Boxes, megatron_boxes, shard_bytes, vllm_boxes
+from megarl.weight_sync.buckets import copy_order, layer_starts, start_share
 from megarl.weight_sync.plan import ReshardPlan, engine_plan, plan_reshard
-from megarl.weight_sync.stream import copy_order, layer_starts, start_share
 from tests.models.test_table import fill, layouts, shape_of
 
 Parameters = dict[tuple[int, str], np.ndarray]

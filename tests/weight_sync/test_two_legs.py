@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megarl.models.layout import Layout, RolloutLayout
+from megarl.weight_sync.buckets import sync_rounds, sync_stream
 from megarl.weight_sync.group import BucketSender
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.plan import engine_plan
-from megarl.weight_sync.stream import sync_rounds, sync_stream
 from tests.weight_sync.test_stream import SHAPE
 
 pytestmark = pytest.mark.sync

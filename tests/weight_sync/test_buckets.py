@@ -17,9 +17,9 @@ from megarl.models.megatron_weights import megatron_segments
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
 from megarl.models.vllm_weights import vllm_segments
 from megarl.weight_sync.boxes import shard_bytes
+from megarl.weight_sync.buckets import ALIGNMENT, Stream, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES
 from megarl.weight_sync.plan import ReshardPlan, engine_plan, sync_plan
-from megarl.weight_sync.stream import ALIGNMENT, Stream, sync_rounds, sync_stream
 from tests.models.test_table import shape_of
 from tests.weight_sync.test_memory import SHAPE as DEEP
 
