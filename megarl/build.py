@@ -354,8 +354,12 @@ def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
     for the rewards of a batch, if its tasks run one after another."""
     scored = 0 if recipe.weight_sync.canary is None else 2  # once more where engines differ
     syncs = (REPORT_WAITS + scored) * recipe.weight_sync.timeout_s * recipe.rollout.engines
-    rollouts = (recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
-    tasks = -(-recipe.num_sequences // recipe.phases.reward.sequences)
+    # An engine has `timeout_s` for each group or turn, of which many may come one after the other.
+    ahead, turns = 1 + recipe.rollout.max_staleness, 1 if recipe.environment is None else recipe.environment.max_turns
+    at_a_time = recipe.rollout.engines * (recipe.phases.rollout.max_concurrent or recipe.num_sequences)
+    rounds = -(-ahead * recipe.num_sequences // at_a_time) * turns
+    rollouts = (rounds * recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
+    tasks = -(-ahead * recipe.num_sequences // recipe.phases.reward.sequences)
     return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s
 
 

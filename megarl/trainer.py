@@ -452,7 +452,8 @@ class Trainer:
             if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
             if isinstance(self.parts.rollouts, RolloutStream):
-                self.parts.rollouts.pause()
+                with span("wait_engines"):  # one may start again
+                    self.parts.rollouts.pause()
             metrics = self.parts.weights.publish(version, shards, self.parts.engines, engines)
         if canary is not None:
             metrics |= self._judge_engines(canary, engines)
@@ -573,7 +574,8 @@ class Trainer:
 
     def state(self, number: int) -> dict[str, Any]:
         """Return what a resume after step `number` needs besides the roles; the rollouts are on rank 0 only."""
-        rollouts = None if self.parts.rollouts is None else self.parts.rollouts.state()
+        with self.clock.phase("checkpoint"), span("wait_engines"):
+            rollouts = None if self.parts.rollouts is None else self.parts.rollouts.state()
         state = {"step": number, "version": self.version, "rollouts": rollouts, "random": torch.get_rng_state()}
         return state | {"kl_coefficient": self.kl.coefficient}
 

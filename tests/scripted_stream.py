@@ -79,6 +79,7 @@ class ScriptedEngine:
     work: dict[int, Work] = field(default_factory=dict)  # unfinished, by position
     known: dict[int, Work] = field(default_factory=dict)
     is_dead: bool = False
+    is_silent: bool = False  # when it is to cut its requests
     holds_submissions: bool = False
     submissions: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -104,6 +105,11 @@ class ScriptedEngine:
             if not self.holds_submissions:
                 accepted.set_result(None)
             return accepted
+        if method == "cut":
+            parts: asyncio.Future[Any] = loop.create_future()
+            if not self.is_silent:
+                parts.set_result({position: self.work[position].request.partials for position in arguments[0]})
+            return parts
         assert method == "result"
         work = self.known[arguments[0]]
         if (seconds := self.delay(work.request)) is not None:

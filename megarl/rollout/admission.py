@@ -107,7 +107,8 @@ class Admission:
             return None
         for group in chosen:
             del self._waiting[group.number]
-        dropped = [group for group in self._waiting.values() if self._is_due(group) or not group.is_informative]
+        finished = [group for group in self._waiting.values() if group.finished is not None]
+        dropped = [group for group in finished if self._is_due(group) or not group.is_informative]
         for group in dropped:
             del self._waiting[group.number]
             self.removed["too_old" if group.is_informative else "uninformative"] += 1
@@ -119,13 +120,18 @@ class Admission:
         are given up."""
         waiting = [(group.number, group.version) for group in self._waiting.values() if group.is_informative]
         removed = self.removed + Counter(uninformative=len(self._waiting) - len(waiting))
-        return {"steps": self._num_taken, "num_started": self.num_started, "removed": dict(removed), "waiting": waiting}
+        known = {"steps": self._num_taken, "num_started": self.num_started, "max_staleness": self._staleness}
+        return known | {"removed": dict(removed), "waiting": waiting}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. All groups that waited have to finish again."""
+        """Continue where `state` was taken. All groups that waited have to finish again; if tokens may be less stale than
+        before, they are given up, as not all of them could be trained on in time."""
         self.steps = self._num_taken = state["steps"]
         self.num_started, self.removed = state["num_started"], Counter(state["removed"])
-        self._waiting = {number: _Waiting(number, version) for number, version in state["waiting"]}
+        if state["max_staleness"] > self._staleness:
+            self.removed["too_old"] += len(state["waiting"])
+        else:
+            self._waiting = {number: _Waiting(number, version) for number, version in state["waiting"]}
 
     def _is_due(self, group: _Waiting) -> bool:
         """Whether the group would be too old for the step after the next."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DEATH_POLL_S = 0.25  # how often a waiting call looks whether the engine core died
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 ADAPTER = 1  # vLLM's number of the adapters, the same for all versions
-GREEDY = -1  # the sample number of a greedy completion, which is in no batch
+GREEDY = -1  # in the place of the group of a greedy completion
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,8 +445,7 @@ class RolloutEngine:
             group.partials[member] = group.partials[member] + sampled
             if not is_cut:
                 finished.append(member)
-            sample = GREEDY if request.temperature == 0.0 else request.position * len(request.seeds) + member
-            self._log.add(sample, request_output, int(sampled.versions[-1]))
+            self._log.add(GREEDY if request.temperature == 0.0 else request.group, request_output, int(sampled.versions[-1]))
         if self._settings.record_routing:
             await self._take_routing(group, finished, outputs)
 

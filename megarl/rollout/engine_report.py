@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 
 class RequestTimes(NamedTuple):
-    """The times of one completion, in seconds since 1970 of the engine's clock. `begun` is when the scheduler admitted it;
-    `version` is the weight version that sampled its last token. A time that vLLM did not record is 0."""
+    """The times of one completion, in seconds since 1970 of the engine's clock. `group` is that of the prompt, -1 for a
+    greedy completion. `begun` is when the scheduler admitted it; `version` is the weight version that sampled its last
+    token. A time that vLLM did not record is 0."""
 
     name: str
-    sample: int
+    group: int
     arrived: float
     begun: float
     first_token: float
@@ -67,7 +68,7 @@ class RequestLog:
             if self._num_groups == 0:
                 self._busy.append((self._busy_since, self.now() - self._busy_since))
 
-    def add(self, sample: int, output: Any, version: int) -> None:
+    def add(self, group: int, output: Any, version: int) -> None:
         """Record a finished `RequestOutput` of vLLM, if the engine records times."""
         stats = output.metrics
         if stats is None:
@@ -76,7 +77,7 @@ class RequestLog:
         ahead = self.now() - time.monotonic()
         times = RequestTimes(
             name=output.request_id,
-            sample=sample,
+            group=group,
             arrived=stats.arrival_time,
             begun=ahead + stats.scheduled_ts,
             first_token=ahead + stats.first_token_ts,

@@ -140,7 +140,8 @@ class EnginePool:
         reports = []
         for engine in self.engines:
             try:
-                reports.append(engine.report())
+                # An engine that starts would answer only then.
+                reports.append(engine.report() if engine.process else EngineReport(0.0, engine=engine.settings.index))
             except EngineDied:
                 reports.append(EngineReport(0.0, engine=engine.settings.index))
         return reports

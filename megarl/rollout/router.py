@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Protocol
@@ -59,6 +59,7 @@ class _Lane:
     entries: dict[_Entry, None] = field(default_factory=dict)  # an ordered set
     is_live: bool = True
     timer: asyncio.TimerHandle | None = None
+    cause: Exception | None = None  # why the engine died while the router was paused
     tokens: int = 0
     num_sequences: int = 0
 
@@ -122,12 +123,23 @@ class Router:
         return answer
 
     async def cut(self) -> dict[Any, tuple[Partial, ...]]:
-        """Return what engines have sampled so far, by the owner of the request, and let them go on."""
+        """Return what engines have sampled so far, by the owner of the request, and let them go on; an engine that dies has
+        nothing. Raises EngineSilent."""
         partials = {entry.owner: entry.request.partials for entry in self._waiting}
-        for lane in [lane for lane in self._lanes.values() if lane.is_live and lane.entries]:
-            owners = {entry.request.position: entry.owner for entry in lane.entries}
-            found = await lane.engine.answer(lane.engine.call("cut", list(owners)))
-            partials |= {owners[position]: parts for position, parts in found.items()}
+
+        async def cut_lane(lane: _Lane) -> None:
+            owners, restarts = {entry.request.position: entry.owner for entry in lane.entries}, lane.engine.restarts
+            try:
+                answer = lane.engine.answer(lane.engine.call("cut", list(owners)))
+                parts = await asyncio.wait_for(answer, self._timeout_s)
+            except EngineDied as error:
+                self._lose(lane, restarts, error)
+            except TimeoutError:
+                raise self._silent(lane, list(lane.entries)) from None
+            else:
+                partials.update({owners[position]: part for position, part in parts.items()})
+
+        await asyncio.gather(*(cut_lane(lane) for lane in self._lanes.values() if lane.is_live and lane.entries))
         return partials
 
     def follow(self, num_preempted: dict[int, int]) -> None:
@@ -150,11 +162,15 @@ class Router:
         while self._submissions or self._restarts:
             await asyncio.wait(self._submissions | self._restarts)
 
-    def resume(self, engines: list[int] | None) -> None:
-        """Go on with the engines that are live and with those that have received weights, all if None."""
+    def resume(self, engines: Sequence[int] | None) -> None:
+        """Go on with the engines that are live and with those that have received weights, all if None. Engines that died
+        meanwhile are started again."""
         self._is_paused = False
         for index, lane in self._lanes.items():
             lane.is_live |= engines is None or index in engines
+            cause, lane.cause = lane.cause, None
+            if cause is not None and not lane.is_live:
+                self._spawn(self._restart(lane, cause), self._restarts)
             self._renew_deadline(lane)
         self._schedule()
 
@@ -286,7 +302,9 @@ class Router:
             lane.is_live = False
             index = lane.engine.settings.index
             self._sessions = {session: engine for session, engine in self._sessions.items() if engine != index}
-            if not self._is_paused:
+            if self._is_paused:  # for a sync, which starts it again, or for less
+                lane.cause = cause
+            else:
                 self._spawn(self._restart(lane, cause), self._restarts)
         self._schedule()
 

@@ -167,7 +167,7 @@ class RolloutStream:
         begin_work("sequences", self._per_step * self._size)
 
         async def begin() -> None:
-            self._step = step
+            self._step, self._is_awaited = step, True
             self._admission.begin(self._version)
             for group in self._restored:
                 self._start(group)
@@ -223,7 +223,7 @@ class RolloutStream:
         assert self._prompts is not None, "a stream without prompts has no state"
         self._prompts.restore(state["prompts"])
         self._admission.restore(state["admission"])
-        for values in state["groups"]:
+        for values in [values for values in state["groups"] if values["number"] in self._admission.waiting]:
             prompt = self._prompts.prompt(values["index"], tuple(values["origin"]))
             group = Group(prompt, self._size, values["step"], number=values["number"])
             if self._with_greedy:
@@ -334,7 +334,8 @@ class RolloutStream:
             send = partial(self._admission.send, group.number)
             await asyncio.gather(*(self._sample(part, send, is_last=part is group.greedy) for part in group.parts))
             self._admission.sampled(group.number, min(min(part.facts.first_versions) for part in group.parts if part.facts))
-            advance_work(group.size)
+            if self._is_awaited:
+                advance_work(group.size)
             self._changed.set()
             await self._score(group)
             self._admission.finish(group.number, not self._filters or self._is_informative(group))
@@ -470,7 +471,8 @@ class RolloutStream:
         await self._router.pause()
         self._learn(in_order=False)  # a resumed run does not know the rewards of groups that were taken
         partials = await self._router.cut()
-        groups, admission = [], self._admission.state()
+        # At one moment: groups that finish from here on may let others start.
+        groups, admission, prompts = [], self._admission.state(), self._prompts.state()
         for group in [self._groups[number] for number, _ in admission["waiting"]]:
             parts = []
             for part in group.parts:
@@ -481,7 +483,7 @@ class RolloutStream:
             names = {"number": group.number, "step": group.step, "index": group.prompt.index, "origin": group.prompt.origin}
             groups.append(names | {"parts": parts, "is_to_learn": group in self._to_learn})
         self._router.resume([])
-        return {"prompts": self._prompts.state(), "admission": admission, "groups": groups}
+        return {"prompts": prompts, "admission": admission, "groups": groups}
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while self._error is None and not condition():

@@ -207,7 +207,11 @@ class TimeMetrics:
         engine had requests, and `metrics` come from the step itself."""
         phases, step_s = times.phases, times.seconds
         line: dict[str, Any] = times.metrics() | idle_metrics(ranks) | role_metrics(ranks) | bubble_metrics(ranks)
-        line |= engine_metrics(busy_s, step_s, phases.get("rollout", 0.0), phases.get("weight_sync", 0.0))
+        # Engines that sample ahead work in the whole step, and nobody waits for the last one.
+        samples_ahead = self._recipe.rollout.max_staleness > 0
+        rollout_s = 0.0 if samples_ahead else phases.get("rollout", 0.0)
+        line |= engine_metrics(busy_s, step_s, rollout_s, phases.get("weight_sync", 0.0))
+        seconds = dict(phases) | ({"rollout": step_s} if samples_ahead else {})
         if "reward/busy_s" in metrics:
             busy = min(metrics["reward/busy_s"] / metrics["reward/num_workers"] / step_s, 1.0)
             line |= {"idle/reward_workers/busy_share": busy, "idle/reward_workers/resting_share": 1.0 - busy}
@@ -218,12 +222,12 @@ class TimeMetrics:
         # The engines also sampled tokens that no update trains on; observations are not sampled.
         untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
         passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)
-        line |= {f"tokens/{phase}/per_s": n / phases[phase] for phase, n in passed.items() if n and phase in phases}
+        line |= {f"tokens/{phase}/per_s": n / seconds[phase] for phase, n in passed.items() if n and phase in phases}
         if any(self._peaks.values()):
             for phase, flops in step_flops(self._recipe, self._shapes, sizes).items():
                 num_devices = sum(map(len, self._devices.of_engine)) if phase == "rollout" else self._devices.num_ranks
                 if (peak := self._peaks[phase]) is not None and phases.get(phase) and num_devices:
-                    line[f"mfu/{phase}"] = flops / (phases[phase] * num_devices * peak * 1e12)
+                    line[f"mfu/{phase}"] = flops / (seconds[phase] * num_devices * peak * 1e12)
         return line
 
 

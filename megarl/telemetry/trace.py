@@ -2,7 +2,7 @@
 
 `rank-00000.jsonl` has a line for each step: `step`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (the
 number of dropped events) and `events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`,
-written by rank 0, has `step`, `start`, `busy` (pairs of start and length) and `requests`: name, sample, arrival, begin,
+written by rank 0, has `step`, `start`, `busy` (pairs of start and length) and `requests`: name, group, arrival, begin,
 first token, end, number of tokens, weight version. Times are in microseconds from `start`. The first line of each start
 names the owner of the file.
 """
@@ -90,8 +90,8 @@ class EngineTraces:
         for times in engines:
             engine_start = start + times.offset_s
             requests = [
-                [name, sample, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
-                for name, sample, *moments, tokens, version in times.requests
+                [name, group, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
+                for name, group, *moments, tokens, version in times.requests
             ]
             busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in times.busy]
             file = LineFile(self._folder / f"engine-{times.engine:05d}.jsonl")
@@ -178,10 +178,10 @@ def _engine_events(trace: TraceFile) -> list[dict[str, Any]]:
         lanes = in_lanes([(begun, ended) for _, _, _, begun, _, ended, _, _ in step["requests"]])
         num_lanes = max([num_lanes, *lanes])
         for lane, request in zip(lanes, step["requests"], strict=True):
-            request_name, sample, arrived, begun, first, ended, tokens, version = request
+            request_name, group, arrived, begun, first, ended, tokens, version = request
             details = {"request": request_name, "step": step["step"], "tokens": tokens, "version": version,
                        "queued_ms": (begun - arrived) / 1000}  # fmt: skip
-            name = "greedy completion" if sample < 0 else f"sample {sample}"
+            name = "greedy completion" if group < 0 else f"group {group}"
             events.append(_slice(process, lane, "request", name, start + begun, ended - begun) | {"args": details})
             events.append(_slice(process, lane, "request", "first token", start + begun, first - begun))
     names = ["generating", *(f"requests, lane {lane}" for lane in range(1, num_lanes + 1))]

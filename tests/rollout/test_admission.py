@@ -237,3 +237,17 @@ def test_random_schedules_keep_the_laws_of_admission() -> None:
             Schedule(seed).run(60)
         except Exception as error:
             raise AssertionError(f"schedule {seed}") from error
+
+
+def test_groups_under_way_are_given_up_where_a_resumed_run_allows_less_staleness() -> None:
+    before = Admission(2, 2, 4)
+    for _ in range(before.num_to_start()):
+        before.send(before.start())
+    resumed = Admission(2, 1, 4)
+    resumed.restore(json.loads(json.dumps(before.state())))
+    resumed.begin(0)
+    assert resumed.waiting == [] and resumed.removed == {"too_old": 6}
+    assert [resumed.start() for _ in range(resumed.num_to_start())] == [6, 7, 8, 9]
+    again = Admission(2, 2, 4)
+    again.restore(before.state())
+    assert again.waiting == list(range(6)) and not again.removed

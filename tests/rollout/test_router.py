@@ -508,3 +508,46 @@ def test_an_engine_that_preempts_requests_gets_fewer_sequences_and_slowly_more_a
         await routes.close()
 
     run(body())
+
+
+def test_an_engine_that_dies_while_requests_are_cut_loses_none_and_is_started_again() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        routes = router(pool)
+        answers = [routes.sample(request(group), 1, owner=group) for group in range(2)]
+        await settle()
+        await routes.pause()
+        pool.engines[1].die(tells=False)
+        partials = await routes.cut()
+        assert partials[0] == () and 1 not in partials
+        routes.resume([])
+        await settle()
+        while not pool.restarted:
+            await asyncio.sleep(0)
+        assert pool.restarted == [1]
+        assert pool.engines[0].groups == [[0], [1]], "the other engine has the request"
+        for position in list(pool.engines[0].work):
+            pool.engines[0].finish(position)
+        assert [facts.group for facts, _ in await asyncio.gather(*answers)] == [0, 1]
+        await routes.close()
+
+    run(body())
+
+
+def test_an_engine_that_does_not_cut_its_requests_is_named_at_the_deadline() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(1)
+        routes = router(pool)
+        answer = routes.sample(request(), 7)
+        await settle()
+        await routes.pause()
+        pool.engines[0].is_silent = True
+        cutting = asyncio.ensure_future(routes.cut())
+        await settle()
+        clock().now += TIMEOUT_S + 1
+        with pytest.raises(EngineSilent, match=r"rollout engine 0: 1 groups of step 7 .* rollout\.timeout_s = 30"):
+            await cutting
+        answer.cancel()
+        await routes.close()
+
+    run(body())

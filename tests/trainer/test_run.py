@@ -127,7 +127,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
 def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
     folder, _, _ = run
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
-    requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("sample")]
+    requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("group")]
     lines = metrics_of(folder, "whole")
     assert len(requests) == 16 * STEPS
     assert sum(event["args"]["tokens"] for event in requests) == sum(line["tokens/completion"] for line in lines)
