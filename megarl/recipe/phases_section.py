@@ -58,21 +58,18 @@ class RewardPhaseSection(Section):
     it scores 0; a function that loads a model needs room for it."""
 
 
-class ForwardPhaseSection(Section):
-    micro_batch: MicroBatchSection
-    """How the batch is divided into forward passes."""
-    share_prompts: bool = False
-    """Run a prompt once for the completions of its group in a micro-batch, not once for each. Needs megarl's attention: on
-    CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
-
-
 # An early phase runs on this many equal parts of a step's groups, each as soon as it is sampled.
 EARLY_PARTS = 4
 
 
-class EarlyPhaseSection(ForwardPhaseSection):
+class ForwardPhaseSection(Section):
+    micro_batch: MicroBatchSection
+    """How the batch is divided into forward passes."""
     start: Literal["whole", "early"] = "whole"
     """`early`: run on each quarter of the step's groups as soon as it is sampled, while engines sample the others."""
+    share_prompts: bool = False
+    """Run a prompt once for the completions of its group in a micro-batch, not once for each. Needs megarl's attention: on
+    CPUs, on GPUs before Hopper, in fp32, and for DeepSeek-V3 and Gemma 3."""
 
 
 class UpdatePhaseSection(Section):
@@ -93,12 +90,12 @@ class PhasesSection(Section):
     """Completions to scores."""
     reward_model: ForwardPhaseSection | None = None
     """Scores of the reward model; runs with one."""
-    actor_logprob: EarlyPhaseSection | None = None
+    actor_logprob: ForwardPhaseSection | None = None
     """Log-probabilities before the first update; runs with more than one update per batch, a KL term in the reward, or
     `rollout.max_staleness` above 0."""
-    reference_logprob: EarlyPhaseSection | None = None
+    reference_logprob: ForwardPhaseSection | None = None
     """Log-probabilities under the reference; runs with a KL term."""
-    critic_value: EarlyPhaseSection | None = None
+    critic_value: ForwardPhaseSection | None = None
     """Values of every token; runs with a critic."""
     critic_update: UpdatePhaseSection | None = None
     """Updates of the critic; runs with a critic."""
@@ -180,7 +177,7 @@ def phase_rules(recipe: Recipe) -> Violations:
                 rule += f" (data.max_prompt_tokens {made_of} = {longest})"
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
                 yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
-        if isinstance(section, EarlyPhaseSection) and section.start == "early":
+        if isinstance(section, ForwardPhaseSection) and section.start == "early":
             yield from _early_rules(recipe, phase)
         if section.share_prompts:
             refused = {
@@ -199,6 +196,7 @@ def _early_rules(recipe: Recipe, phase: str) -> Violations:
     """A phase may start early where the groups of a step are known before they are sampled, on devices without engines."""
     key, prompts, layout = f"phases.{phase}.start", recipe.phases.rollout.prompts, recipe.layout(ROLE_OF[phase])
     refused = {
+        "a reward model scores whole batches": phase == "reward_model",
         f"rollout.max_staleness = {recipe.rollout.max_staleness} has whole batches sampled ahead": (
             recipe.rollout.max_staleness > 0
         ),

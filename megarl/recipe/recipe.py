@@ -18,7 +18,6 @@ from megarl.recipe.phases_section import (
     ENGINE_PHASES,
     PHASES,
     ROLE_OF,
-    EarlyPhaseSection,
     ForwardPhaseSection,
     PhasesSection,
     UpdatePhaseSection,
@@ -127,7 +126,7 @@ class Recipe(Section):
     def starts_early(self, phase: str) -> bool:
         """Return whether a phase runs on parts of the batch while the rest is sampled."""
         section = self.phase_section(phase)
-        return isinstance(section, EarlyPhaseSection) and section.start == "early" and self.runs(phase)
+        return isinstance(section, ForwardPhaseSection) and section.start == "early" and self.runs(phase)
 
     @property
     def window(self) -> int:

@@ -280,6 +280,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     "stale tokens without importance weights, and without the proximal policy": (
         edited(
             ("rollout.max_staleness", 2), ("phases.actor_update.mini_batch", 16), ("phases.actor_logprob", ...),
+            ("weight_sync", {"in_flight": "keep"}),
         ),
         {
             "algorithm.mismatch": "rollout.max_staleness = 2: older weights than the trainer's sample the tokens",

@@ -23,7 +23,7 @@ from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_syn
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout_cases import recipe, without_vllm_table
 from tests.weight_sync.test_fp8_experts import DEEPSEEK
-from tests.weight_sync.test_stream import BLOCKS
+from tests.weight_sync.test_buckets import BLOCKS
 
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 24, "num_hidden_layers": 3}  # fmt: skip

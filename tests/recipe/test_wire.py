@@ -14,7 +14,7 @@ from megarl.recipe.role_sections import adapters_fit_model
 from megarl.recipe.rollout_section import rollout_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model
 from tests.rollout_cases import recipe
-from tests.weight_sync.test_stream import BLOCKS
+from tests.weight_sync.test_buckets import BLOCKS
 
 MODEL = Path("model")  # no rule here reads it
 MOE = BLOCKS | {

@@ -124,14 +124,18 @@ def train_with_a_pass_of_its_own(recipe):
     """The second rank leaves the reference out, in one step: it took another branch."""
     from megarl.trainer import Trainer
 
-    forward = Trainer._forward
+    forward, accept = Trainer._forward, Trainer._accept
+
+    def is_left_out(trainer, plan):
+        return trainer.rank == 1 and trainer.number == 2 and plan.phase == "reference_logprob"
 
     def other(trainer, plan, batch, name):
-        if trainer.rank == 1 and trainer.number == 2 and plan.phase == "reference_logprob":
-            return batch.fields["logprobs"], batch, {}
-        return forward(trainer, plan, batch, name)
+        return None if is_left_out(trainer, plan) else forward(trainer, plan, batch, name)
 
-    with mock.patch.object(Trainer, "_forward", other):
+    def accepting(trainer, plan, batch, name, ran):
+        return (batch.fields["logprobs"], batch, {}) if ran is None else accept(trainer, plan, batch, name, ran)
+
+    with mock.patch.object(Trainer, "_forward", other), mock.patch.object(Trainer, "_accept", accepting):
         return refusal(recipe)
 
 

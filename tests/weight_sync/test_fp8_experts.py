@@ -23,7 +23,7 @@ from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.recipe.test_wire import MOE
 from tests.rollout_cases import cut
 from tests.sync_cases import Parameters, ThreadEngines
-from tests.weight_sync.test_stream import BLOCKS
+from tests.weight_sync.test_buckets import BLOCKS
 
 pytestmark = pytest.mark.sync
 

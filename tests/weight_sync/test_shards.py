@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.rollout_cases import Publisher, checkpoint, corrupt, megatron_shards, save_model
 from tests.sync_cases import BoxWriter, ThreadEngines, assert_has_shard
 from tests.tiny_models import save_tiny_model
-from tests.weight_sync.test_stream import BLOCKS
+from tests.weight_sync.test_buckets import BLOCKS
 
 pytestmark = pytest.mark.sync
 

@@ -15,7 +15,7 @@ from megarl.weight_sync.buckets import sync_rounds, sync_stream
 from megarl.weight_sync.group import BucketSender
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.plan import engine_plan
-from tests.weight_sync.test_stream import SHAPE
+from tests.weight_sync.test_buckets import SHAPE
 
 pytestmark = pytest.mark.sync
 # What starts together: the sizes of the messages to ("send") and from ("receive") each rank, in their order.
