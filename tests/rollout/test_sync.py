@@ -218,7 +218,7 @@ def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -
     corrupt(publisher, times=4)
     with pytest.raises(SyncError, match=r"rollout engine \d, phase weight_sync: .*wrong bytes in piece 0"):
         publisher.publish(3, new, pool)
-    with pytest.raises(RolloutError, match=r"rollout engine 0 refuses phase rollout: .*version 3"):
+    with pytest.raises(RolloutError, match=r"rollout engine \d refuses phase rollout: .*version 3"):
         generate(pool, prompts(), 1)
     with pytest.raises(EngineDirty, match="version 3"):
         pool.score(canary_sequences(VOCAB, 1, 8))
