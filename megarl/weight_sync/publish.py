@@ -169,7 +169,6 @@ class WeightSync:
                     sent = self._together("weight_sync: send", partial(self._send, manifest, present, parameters))
             except SyncError:
                 self.close()  # every end leaves its groups
-                self._groups_of = [0] * len(self._groups_of)
                 raise
             pack_s += max(of_rank.pack_s for of_rank in sent)
             done += sent
@@ -187,8 +186,9 @@ class WeightSync:
         }
 
     def close(self) -> None:
-        """Leave all groups. Not a collective: it also runs on the way out of a failure."""
+        """Leave all groups; a further sync joins new ones. Not a collective: it also runs on the way out of a failure."""
         self._groups.leave_all()
+        self._groups_of = [0] * len(self._groups_of)
         if self._sender is not None:
             self._sender.abort()
 

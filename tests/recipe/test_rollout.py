@@ -22,8 +22,8 @@ from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 from tests.rollout_cases import recipe, without_vllm_table
-from tests.weight_sync.test_fp8_experts import DEEPSEEK
 from tests.weight_sync.test_buckets import BLOCKS
+from tests.weight_sync.test_fp8_experts import DEEPSEEK
 
 EXPERTS: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 24, "num_hidden_layers": 3}  # fmt: skip

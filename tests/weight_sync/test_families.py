@@ -110,6 +110,8 @@ def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollou
 
     def publish(version: int, engines: EnginePool | None) -> Path:
         model, sync = (old, new)[(version - 1) % 2], syncs[(version - 1) % 3]
+        for other in syncs:  # an engine has one trainer at a time
+            other.close()
         metrics = sync.publish(version, held[model], engines)
         assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
         return model
