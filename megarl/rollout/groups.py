@@ -143,9 +143,6 @@ class EpisodeFacts:
     failures: np.ndarray
     causes: np.ndarray
 
-    def select(self, samples: Sequence[int]) -> EpisodeFacts:
-        return EpisodeFacts(**{name: column[samples] for name, column in vars(self).items()})
-
     @classmethod
     def joined(cls, parts: Sequence[EpisodeFacts]) -> EpisodeFacts:
         return cls(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
