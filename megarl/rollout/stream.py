@@ -374,8 +374,7 @@ class RolloutStream:
         group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
 
     async def _score(self, group: Group, answers: bool = False) -> None:
-        """Let the reward workers score a group. Tasks are full, but for the last one without staleness, and with staleness
-        for those that the trainer waits for."""
+        """Let the reward workers score a group: at once with staleness, else in full tasks but for the last one."""
         if self._rewards is None:
             return
         timeout_s = self._recipe.rollout.timeout_s
@@ -387,22 +386,19 @@ class RolloutStream:
         ]
         await asyncio.sleep(0)  # now they wait in the workers' queue
         self._num_sampling -= 1
-        # With staleness the trainer may not need them yet, and full tasks cost fewer calls.
-        if self._num_sampling == 0 or (self._is_awaited and not self._is_synchronous):
+        if self._num_sampling == 0 or not self._is_synchronous:
             self._rewards.send_all()
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
             part.scores = scores
 
     async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
         self._num_sampling += len(groups)
-        self._is_awaited = True
 
         async def run(group: Group) -> None:
             await self._sample(group)
             await self._score(group, answers)
 
         await asyncio.gather(*(run(group) for group in groups))
-        self._is_awaited = False
         return await self._join(groups, answers)
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
@@ -417,8 +413,6 @@ class RolloutStream:
 
     async def _wait_sampled(self) -> None:
         self._is_awaited = True
-        if self._rewards is not None and not self._is_synchronous:
-            self._rewards.send_all()
         await self._until(lambda: self._admission.is_sampled)
 
     async def _take(self) -> Taken | None:
