@@ -23,7 +23,7 @@ Targets (with --check, exit 1 when one is missed):
 
 The cells `rewards` have S = 0 and rewards that take as long as `--step-seconds` in all: as completions arrive, and behind a
 barrier after the last completion. Their ratio is printed and not judged: its target (1.15) is one of streamed rewards and of
-phases that start early together, and no cell starts a phase early.
+phases that start early, and no cell starts a phase early.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class Trainer:
     # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
 
     def _sample(self, number: int) -> tuple[Taken, list[Part]]:
-        """Run the phases rollout and reward, again if `algorithm.dynamic_sampling` asks for more groups, and phases that
-        start early in between. Returns lengths and rewards on every rank."""
+        """Run the phases rollout and reward, and phases that start early. `algorithm.dynamic_sampling` may take several
+        rounds. Returns lengths and rewards on every rank."""
         stream, taken, parts = self.parts.rollouts, None, []
         with self._phase("rollout"):
             if stream is not None:
@@ -489,14 +489,12 @@ class Trainer:
                 if leaves():
                     return None
                 answer: Any = None
-                if self.parts.held_out is not None:
-                    assert isinstance(self.parts.rollouts, RolloutStream), "a replay evaluates nothing"
+                if self.parts.held_out is not None and isinstance(self.parts.rollouts, RolloutStream):
                     answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        if self.parts.held_out is None:
+        if self.parts.held_out is None or self.parts.engines is None:
             return None
-        if self.parts.engines is not None:
-            self.parts.engines.take_times()  # they belong to no step
+        self.parts.engines.take_times()  # they belong to no step
         return self.parts.held_out.result(judged)
 
     def run(
@@ -552,8 +550,8 @@ class Trainer:
         with self.clock.phase("checkpoint"):  # counted in the next step's line
             latest = latest_checkpoint(run.checkpoints)
             try:
-                rollouts = state.pop("rollouts")
-                save_checkpoint(run.checkpoints, state["step"], self.parts.moving, state, rollouts)
+                plain = {name: value for name, value in state.items() if name != "rollouts"}
+                save_checkpoint(run.checkpoints, state["step"], self.parts.moving, plain, state["rollouts"])
             except BaseException as error:  # torch raises one that is no Exception
                 if is_full(error) and not isinstance(error, DiskFull):
                     raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(latest)) from error

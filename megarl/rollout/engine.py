@@ -22,7 +22,7 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.engine_report import EngineReport, RequestLog
+from megarl.rollout.engine_report import EngineReport, RequestLog, counting_stat_logger
 from megarl.rollout.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -588,23 +588,3 @@ def _log_errors(limit: int = 8) -> str:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             errors += [line for line in lines if ERROR_LINE.search(line)]
     return "\n".join(errors[-limit:])
-
-
-def counting_stat_logger(count_preempted: Callable[[int], None]) -> Any:
-    """Return a class for `stat_loggers` that only counts preempted requests. vLLM 0.32 records request times only for a stat
-    logger, and its default one sends them to Prometheus at every iteration."""
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    class CountingStatLogger(PrometheusStatLogger):
-        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
-            """Create no registry."""
-
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *arguments: Any, **options: Any) -> None:
-            if iteration_stats is not None:
-                count_preempted(iteration_stats.num_preempted_reqs)
-
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
-
-        def log_engine_initialized(self) -> None: ...
-
-    return CountingStatLogger

@@ -99,3 +99,23 @@ class RequestLog:
         report = EngineReport(now, tuple(self._busy), tuple(self._requests), self._num_preempted)
         self._busy, self._requests, self._num_preempted = [], [], 0
         return report
+
+
+def counting_stat_logger(count_preempted: Callable[[int], None]) -> Any:
+    """Return a class for `stat_loggers` that only counts preempted requests. vLLM 0.32 records request times only for a stat
+    logger, and its default one sends them to Prometheus at every iteration."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class CountingStatLogger(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+            """Create no registry."""
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *arguments: Any, **options: Any) -> None:
+            if iteration_stats is not None:
+                count_preempted(iteration_stats.num_preempted_reqs)
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
+
+        def log_engine_initialized(self) -> None: ...
+
+    return CountingStatLogger

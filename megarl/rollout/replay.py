@@ -223,9 +223,6 @@ class ReplayStream:
         """Return the metrics `data/...`."""
         return self._prompts.metrics()
 
-    def close(self) -> None:
-        """There is nothing to end."""
-
     def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
         rewards = self._rewards.score(rollouts.payload, prompts, len(rollouts), rollouts.executed.group_size)
         return add_episodes(rewards, rollouts.episodes)

@@ -193,8 +193,8 @@ class Router:
         self._is_scheduled = False
         if self._is_paused:
             return
-        asked = [entry for entry in self._waiting if not entry.answer.done()]
-        waiting = deque(sorted(asked, key=attrgetter("is_last")))  # stable
+        pending = [entry for entry in self._waiting if not entry.answer.done()]
+        waiting = deque(sorted(pending, key=attrgetter("is_last")))  # stable
         self._waiting.clear()
         batches: dict[int, list[_Entry]] = {}
         while waiting:
@@ -302,7 +302,7 @@ class Router:
             lane.is_live = False
             index = lane.engine.settings.index
             self._sessions = {session: engine for session, engine in self._sessions.items() if engine != index}
-            if self._is_paused:  # for a sync, which starts it again, or for less
+            if self._is_paused:  # a sync starts the engine again, or `resume` does
                 lane.cause = cause
             else:
                 self._spawn(self._restart(lane, cause), self._restarts)

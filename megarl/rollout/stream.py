@@ -229,7 +229,7 @@ class RolloutStream:
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, values["step"], temperature=0.0)
             for part, part_values in zip(group.parts, values["parts"], strict=True):
-                part.partials = tuple(_restored(Partial, begun) for begun in part_values["partials"])
+                part.partials = tuple(_restored(Partial, member) for member in part_values["partials"])
                 if part_values["result"] is not None:
                     result = _restored(GroupResult, part_values["result"])
                     part.facts, part.tokens = GroupFacts.of(result), ray.put(result)
@@ -434,7 +434,7 @@ class RolloutStream:
         limit = self._recipe.rollout.max_staleness
         assert stale <= limit, f"a token is {stale} versions old, and rollout.max_staleness = {limit}"
         assert self._rewards is not None
-        # In the order of all, as the metrics of what was passed over are of all.
+        # Metrics cover the groups that were passed over, too.
         ordered = sorted([*chosen, *passed_over], key=lambda group: group.number)
         rewards = _rewards_of(self._rewards, ordered)
         samples = [n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)]
@@ -471,9 +471,9 @@ class RolloutStream:
             parts = []
             for part in group.parts:
                 result = None if part.tokens is None else _saved(await part.tokens)
-                begun = [_saved(begun) for begun in partials.get(part, part.partials)] if result is None else []
+                cut = partials.get(part, part.partials) if result is None else ()
                 episodes = None if part.episodes is None else _saved(part.episodes)
-                parts.append({"result": result, "partials": begun, "episodes": episodes})
+                parts.append({"result": result, "partials": [_saved(member) for member in cut], "episodes": episodes})
             names = {"number": group.number, "step": group.step, "index": group.prompt.index, "origin": group.prompt.origin}
             groups.append(names | {"parts": parts, "is_to_learn": group in self._to_learn})
         self._router.resume([])

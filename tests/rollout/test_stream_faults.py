@@ -1,8 +1,8 @@
 """Faults of each part of the rollout stream at each moment: the run goes on, or ends in time with a name.
 
 `kill`: the process is gone. `stop`: it takes no calls. `stall`: it takes calls and gives no answer. The parts are scripted;
-the router, the reward workers and the environment workers around them are real. tests/cluster/test_watchdog_hangs.py has the
-loop that stalls, tests/rollout/test_admission.py kills at the moment of a save.
+the router, the reward workers and the environment workers around them are real. tests/rollout/test_admission.py kills at the
+moment of a save.
 """
 
 from __future__ import annotations
