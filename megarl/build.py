@@ -320,12 +320,12 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     directory = model_directory(recipe.model.path)
     # Before the engines start, so that a reward that does not load or cannot judge an answer ends the run at once.
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
-    parts.prompts = stream(recipe.data)
-    if parts.prompts.num_dropped:
-        print(f"data: {parts.prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
+    prompts = stream(recipe.data)
+    if prompts.num_dropped:
+        print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
-        parts.held_out = HeldOut(recipe, held_out, parts.prompts)
+        parts.held_out = HeldOut(recipe, held_out, prompts)
     replay: ReplayPool | None = None
     if recipe.rollout.replay is not None:
         replay = ReplayPool.of(recipe)
@@ -339,10 +339,10 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replay is not None)
     stack.callback(rewards.close)
     if replay is not None:
-        parts.rollouts = ReplayStream(recipe, replay, parts.prompts, rewards)
+        parts.rollouts = ReplayStream(recipe, replay, prompts, rewards)
     else:
         assert parts.engines is not None, "started above"
-        parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, parts.prompts, rewards, stack)
+        parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, prompts, rewards, stack)
     if recipe.run.dump_rollouts:
         parts.dump = partial(dump_rollout, run.rollouts)
     if recipe.telemetry.samples_per_step:

@@ -17,7 +17,6 @@ from megarl.algorithm.control import KLControl, RatioDrift, moved_too_far
 from megarl.algorithm.estimate import StepRewards, greedy_baselines, step_advantages
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
-from megarl.data.prompts import PromptStream
 from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, load_rollouts, save_checkpoint
@@ -72,11 +71,10 @@ FORWARD_PHASES = {
 
 @dataclass
 class RunParts:
-    """What a step works with. Prompts, rollouts, rewards, samples and held-out prompts are on rank 0 only."""
+    """What a step works with. Engines, rollouts, samples and held-out prompts are on rank 0 only."""
 
     roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
     weights: WeightSync | AdapterSync | None  # None if rollouts are replayed
-    prompts: PromptStream | None = None
     engines: EnginePool | None = None
     rollouts: RolloutStream | ReplayStream | None = None
     dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
