@@ -1,9 +1,9 @@
 """`python -m megarl.cluster.agent`: torchrun's command line and agent, with the exit status of its ranks.
 
-It forwards preemption signals to the ranks, gives them `run.grace_s` to leave, and reports why they ended.
+The agent forwards preemption signals to the ranks, gives them `run.grace_s` to leave, and reports why they ended.
 
 Ranks find their peers under the number of the start, so all nodes must count starts alike. The agent whose ranks fail first
-publishes their end in the store of node 0's agent; then all agents restart their ranks together, or end. torch's c10d
+publishes the failure in the store of node 0's agent; then all agents restart their ranks together, or all end. torch's c10d
 rendezvous does not fit (2.13): it numbers nodes by address, while node 0 must be the head of Ray; each agent counts its own
 restarts; and an agent waits without a deadline for a store whose machine is gone.
 """
@@ -52,9 +52,9 @@ from megarl.telemetry.run_directory import RunDirectory
 
 # SIGTERM would ask a rank to save first.
 STOP = signal.SIGINT
-# Ranks that refuse bad input end together; a rank that waits for one of them never ends.
+# Ranks that refuse bad input end together. A rank that waits for such a rank never ends.
 REFUSAL_S = 10.0
-# Ranks usually notice themselves that another node failed, and report more than the agent can.
+# Ranks usually notice the failure of another node themselves, and report more about it than the agent can.
 STRAGGLER_S = 15.0
 # How long an agent waits for the store.
 ANSWER_S = 30.0
@@ -64,7 +64,7 @@ LINGER_S = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the ranks and return their exit status; BAD_INPUT for a bad recipe, or for nodes that come and go."""
+    """Run the ranks and return their exit status; BAD_INPUT for a bad recipe, or for a rendezvous of changing nodes."""
     options = torchrun.parse_args(arguments)
     if options.rdzv_backend != "static" and not options.standalone and options.nnodes not in ("1", "1:1"):
         print(
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
     # torch logs a rank that asks for a requeue as a failure; the outcome is printed below.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        take_held_signals()  # that came during the imports
+        take_held_signals()  # signals that came during the imports
         torchrun.run(options)
     except ChildFailedError:
         outcome = agents[0].outcome
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class ReceivedSignals:
-    """The signals received so far. The agent forwards them when it next looks at the ranks."""
+    """The signals received so far. The agent forwards them at its next look at the ranks."""
 
     grace_s: float
     can_forward: bool = False
@@ -119,7 +119,7 @@ class ReceivedSignals:
     num_forwarded: int = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Handle a signal: record it, or end the wait for other nodes before there are ranks."""
+        """Record a signal. Before the ranks are started, end the wait for other nodes by raising SignalException."""
         self.since = self.since or time.monotonic()
         self.numbers.append(number)
         if not self.can_forward:
@@ -131,7 +131,7 @@ class ReceivedSignals:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent of one node. It judges its ranks by their exit codes and agrees with the agents of other nodes."""
+    """torch's agent of one node, which judges its ranks by their exit codes and agrees with the agents of other nodes."""
 
     def __init__(
         self, agents: list[Agent], signals: ReceivedSignals, run: RunDirectory | None, *arguments: Any, **settings: Any
@@ -153,12 +153,12 @@ class Agent(LocalElasticAgent):
             assert host is not None and port is not None
             is_first = worker_group.group_rank == 0
             self.others = OtherNodes.connect(host, port, handler.get_run_id(), num_nodes, is_first)
-        self._signals.can_forward = True  # a handler that raises from here on would lose a started rank
+        self._signals.can_forward = True  # from here on, a handler that raises would lose a started rank
         self._refused_since = None
         return dict(super()._start_workers(worker_group))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the ranks. torch's look ends all ranks when one has failed, so it runs only when they must end."""
+        """Look at the ranks. torch's method ends all ranks when one has failed, so call it only when the ranks must end."""
         for number in self._signals.numbers[self._signals.num_forwarded :]:
             self._signals.num_forwarded += 1
             for process in self._processes():
@@ -179,7 +179,7 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGKILL if is_overdue and remote is None else STOP, self._shutdown_timeout)
             if remote is not None:
                 self._publish(start, Outcome(remote.status, f"on another node {remote.sentence}", restarts=remote.restarts))
-                # torch's launcher needs the failures of a node that has failed (2.13).
+                # torch's launcher requires the failures of a failed node (2.13).
                 failures = {rank: ProcessFailure(rank, process.pid, process.poll() or 0, "")
                             for rank, process in enumerate(self._processes())}  # fmt: skip
                 return RunResult(state=WorkerState.FAILED, failures=failures)
@@ -198,7 +198,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _remote_outcome(self, start: int) -> Outcome | None:
-        """Return the end of another node's ranks once it must end the ranks here too."""
+        """Return the outcome of another node if the ranks of this node must end too, else None."""
         outcome = None if self.others is None else self.others.agreed(start)
         if outcome is None or (outcome.restarts and not self._signals.numbers):
             return outcome
@@ -209,7 +209,7 @@ class Agent(LocalElasticAgent):
         return outcome if time.monotonic() - self._alone_since > STRAGGLER_S else None
 
     def _publish(self, start: int, outcome: Outcome) -> None:
-        """Keep the outcome of the ranks, and agree with the other nodes whether all restart or end."""
+        """Keep the outcome of the ranks, and agree with the other nodes whether all ranks restart or end."""
         self.outcome = outcome
         if self.others is None:
             return
@@ -245,8 +245,9 @@ def judge(
 ) -> Outcome:
     """Return the outcome of a node from its ranks.
 
-    `ended`: exit codes by rank, of ranks that ended before the agent stopped any. `killed`: ranks that left too late.
-    `signals`: the forwarded signals. `can_resume`: there is a checkpoint or no step yet. `hang`: the watchdog's message.
+    `ended`: exit codes by rank, of ranks that ended before the agent stopped any. `killed`: ranks that did not leave in
+    time. `signals`: the forwarded signals. `can_resume`: there is a checkpoint or no step yet. `hang`: the watchdog's
+    message.
     """
     if hang is not None or HUNG in ended.values():
         return Outcome(HUNG, hang or "the watchdog has ended the run; the first node's output says why")
@@ -286,7 +287,8 @@ class Outcome:
 
     @property
     def ends_job(self) -> bool:
-        """Whether ranks of other nodes would wait forever for this node. Finished ranks let the others finish too."""
+        """Whether ranks of other nodes would wait forever for this node. After finished ranks, other ranks can finish
+        too."""
         return not self.restarts and self.status not in (COMPLETE, REQUEUE)
 
 
@@ -294,8 +296,8 @@ STORE_GONE = Outcome(FAILED, "the agent of node 0 is gone, or does not answer")
 
 
 class OtherNodes:
-    """The agents of the other nodes. Only one thread talks to the store: torch has no deadline for a store whose machine is
-    gone (2.13)."""
+    """The agents of the other nodes. One thread talks to the store, because torch has no deadline for a store whose machine
+    is gone (2.13)."""
 
     def __init__(self, store: Store, num_nodes: int, keeps_store: bool) -> None:
         self._store, self._num_nodes, self._keeps_store = PrefixStore("megarl/ends", store), num_nodes, keeps_store
@@ -314,18 +316,18 @@ class OtherNodes:
         return cls(PrefixStore(run_id, store), num_nodes, keeps_store)
 
     def agreed(self, start: int) -> Outcome | None:
-        """Return the first outcome that a node published for a start; None if there is none yet."""
+        """Return the first outcome that a node published for a start; None if no node has published one."""
         return self._agreed.get(start, STORE_GONE if self._is_gone else None)
 
     def publish(self, start: int, outcome: Outcome) -> Outcome:
-        """Publish this node's outcome and return the first published one, which counts for all nodes."""
+        """Publish this node's outcome; return the first published outcome, which counts for all nodes."""
         with self._news:
             self._local[start] = outcome
             self._news.wait_for(lambda: self.agreed(start) is not None, ANSWER_S)
         return self.agreed(start) or STORE_GONE
 
     def close(self) -> None:
-        """End the thread, because Python aborts at exit while it is inside the store."""
+        """End the thread, because Python aborts at exit while the thread is inside the store."""
         self._closed.set()
         self._thread.join(ANSWER_S)
 
@@ -352,7 +354,7 @@ class OtherNodes:
                         num_informed = self._store.add(f"informed {start}", 0)
                     return
                 start += 1
-        except DistError:  # node 0's agent has ended, so nobody restarts ranks
+        except DistError:  # node 0's agent has ended, so no node restarts its ranks
             with self._news:
                 self._is_gone = True
                 self._news.notify_all()

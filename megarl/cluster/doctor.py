@@ -1,8 +1,8 @@
 """`megarl doctor`: check one node, then compare all nodes of a job.
 
-Node 0 serves HTTP at the port where torchrun's agents will meet, so the comparison also tests the network. Every other node
-posts a `NodeReport` with its time and the name of a file that it left in the run directory. Node 0 compares the clocks,
-looks for the file, and answers with the findings.
+Node 0 serves HTTP at the port of torchrun's rendezvous, so the comparison also tests the network. Every other node posts a
+`NodeReport` with its time and the name of a file that it wrote into the run directory. Node 0 compares the clocks, looks for
+the file, and answers with the findings.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_CLOCK_DIFFERENCE_S = 1.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node reports to node 0: its package versions, its failed checks, how far its clock is ahead of node 0's, and
-    whether node 0 sees its run directory (None if unknown)."""
+    """A node's report to node 0: package versions, failed checks, how far the node's clock is ahead of node 0's, and whether
+    node 0 sees the node's run directory (None if unknown)."""
 
     rank: int
     name: str
@@ -47,8 +47,8 @@ class NodeReport:
 
 
 def examine(options: DoctorOptions) -> Iterator[Finding]:
-    """Yield the findings as they are made. The comparison of the nodes comes last, so that this node's faults show even
-    where other nodes never answer."""
+    """Yield the findings as they are made. The comparison of the nodes comes last, so that this node's faults show even if
+    other nodes never answer."""
     failures = []
     for finding in check_node(options):
         if finding.severity == Severity.FAIL:
@@ -67,10 +67,11 @@ def compare_nodes(
     run_dir: Path | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[Finding]:
-    """Return the findings about all nodes, the same list on each node. Node 0 listens at `master`; the others report there.
+    """Return the findings about all nodes, the same list on each node. Node 0 listens at `master`; the other nodes report
+    there.
 
-    A node that does not report, or cannot reach node 0, is a failure with its number after `timeout_s`. Without `run_dir`
-    nobody checks whether the nodes share it.
+    A node that does not report within `timeout_s`, or cannot reach node 0, becomes a failure that names the node. Without
+    `run_dir`, skip the check that the nodes share the run directory.
     """
     if report.rank:
         with _token_in(run_dir) as token:
@@ -98,7 +99,7 @@ def compare_nodes(
 class _Server(socketserver.ThreadingTCPServer):
     """Collects the reports of the other nodes and holds the findings once they are `decided`.
 
-    Not `http.server.HTTPServer`, which looks up this machine's name; on a broken network that takes long.
+    `http.server.HTTPServer` does not fit: it looks up this machine's name, which takes long on a broken network.
     """
 
     allow_reuse_address = True
@@ -113,7 +114,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(*arguments)
 
     def handle_error(self, *arguments: Any) -> None:
-        """Ignore a client that disconnects: a node tries again, and a port scan does no harm."""
+        """Ignore a client that disconnects: a node tries again, and a port scan is harmless."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -131,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
                 name, level = fields["token"]
                 directories = [server.run_dir.absolute(), *server.run_dir.absolute().parents]
                 shares = level < len(directories) and (directories[level] / name).is_file()
-            # Another version of megarl may send fewer fields; then the version is the finding.
+            # Another version of megarl may send fewer fields; then the difference of versions is the finding.
             failures, ahead_s = fields.get("failures", ()), fields.get("time", server.clock()) - server.clock()
             report = NodeReport(fields["rank"], fields["name"], dict(fields["versions"]), failures, ahead_s, shares)
         except (ValueError, KeyError, TypeError) as error:
@@ -170,7 +171,7 @@ def _report_to_first_node(
 
 
 def _compare_presence(nodes: Mapping[int, NodeReport], num_nodes: int, timeout_s: float) -> list[Finding]:
-    """Name missing nodes, and repeat each node's failures: no node may wait for ranks that do not start."""
+    """Name missing nodes and repeat each node's failures, so that no node waits for ranks that never start."""
     findings = [ok("nodes", f"all {num_nodes} came: {', '.join(node.name for node in nodes.values())}")]
     if missing := [str(rank) for rank in range(num_nodes) if rank not in nodes]:
         fix = "read the logs of those nodes: doctor has not started there, or cannot reach node 0"
@@ -213,10 +214,11 @@ def _compare_run_dirs(nodes: Mapping[int, NodeReport], run_dir: Path | None) -> 
 
 @contextmanager
 def _token_in(run_dir: Path | None) -> Iterator[tuple[str, int] | None]:
-    """Leave a file in the run directory, or in its nearest existing parent; yield its name and how many levels up it lies.
+    """Write a file into the run directory, or its nearest existing parent; yield the file's name and how many levels up it
+    is.
 
-    The name is new, so that no cache of a network file system reports it absent. Yields None where no file can be written,
-    which is a finding of its own.
+    The name is new, so that no cache of a network file system reports the file absent. Yield None if no file can be written;
+    `check_writable` reports that fault.
     """
     if run_dir is None:
         yield None

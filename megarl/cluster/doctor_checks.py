@@ -1,4 +1,4 @@
-"""Checks of `megarl doctor` on one node: Python packages, the machine, the network, Ray and Slurm."""
+"""Check one node for `megarl doctor`: Python packages, the machine, the network, Ray and Slurm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIN_MEMORY_BYTES, DISK_BYTES = 4 * GIB, 10 * GIB
 CPU_INFO = Path("/proc/cpuinfo")
 # Other CPUs emulate bf16 products: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
-# adjtimex(2) returns TIME_ERROR for a clock that nothing synchronizes.
+# adjtimex(2) returns TIME_ERROR for a clock that is not synchronized.
 TIME_ERROR = 5
 # A site may have moved munged's socket; Slurm's configuration names the path.
 MUNGE = """socket=$(scontrol show config | sed -n 's/^AuthInfo *=.*socket=\\([^,]*\\).*/\\1/p')
@@ -54,7 +54,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check and, unless it is ok, how to fix it."""
+    """The result of a check and, unless the result is ok, how to fix the fault."""
 
     check: str
     severity: Severity
@@ -64,10 +64,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What to check: node `node_rank` of `num_nodes`, which meet at `master` (host and port) within `timeout_s`.
+    """The checks to make on node `node_rank` of `num_nodes`. The nodes meet at `master` (host and port) within `timeout_s`.
 
-    `run_dir` is where runs are written; `model` and `precision` are the recipe's model.path and trainer.precision; `ray` is
-    the address of a Ray head; `code` is set where a reward runs code.
+    `run_dir` is the directory of runs; `model` and `precision` are the recipe's model.path and trainer.precision; `ray` is
+    the address of a Ray head; `code` is set if a reward runs code.
     """
 
     run_dir: Path = Path("runs")
@@ -106,7 +106,7 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
         yield from check_ray(options.ray)
     yield from check_slurm()
     if options.model is not None:
-        # A model directory must exist on every node; a hub name is fetched when the run starts.
+        # A model directory must exist on every node. The run itself fetches a hub name.
         directory = Path(options.model)
         is_hub_name = not options.model.startswith((".", "models/")) and not directory.is_absolute()
         fix = "share the directory between the nodes, or copy it to each; a relative path counts from where the job starts"
@@ -125,7 +125,7 @@ def check_packages() -> Iterator[Finding]:
         yield ok("python", f"{version} at {sys.executable}")
     else:
         yield warn("python", version, "megarl is tested with Python 3.11 and 3.12: make its environment with one of them")
-    # The CUDA version of the installed torch, read without an import; None for a CPU build or no torch.
+    # The CUDA version of the installed torch, without an import of torch; None for a CPU build or no torch.
     spec = importlib.util.find_spec("torch")
     version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else Path()
     text = version_file.read_text(encoding="utf-8") if version_file.is_file() else ""
@@ -176,7 +176,7 @@ def _check_pins(extra: str) -> Iterator[Finding]:
 
 
 def _check_import(package: str, statement: str, fix: str) -> Finding:
-    """Import in a child process, which a broken library may crash."""
+    """Run an import in a child process, because a broken library may crash the process."""
     error = _command_error([sys.executable, "-W", "ignore", "-c", statement], IMPORT_TIMEOUT_S)
     return ok(package, "imports") if error is None else fail(package, f"`{statement}` fails: {error}", fix)
 
@@ -331,14 +331,14 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
 
 
 def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the interfaces that the user chose: a wrong name fails gloo at once and NCCL at its first collective."""
-    # Not from /sys, which may show another network in a container.
+    """Check the interfaces that the user chose. A wrong name fails gloo at once, and NCCL at the first collective."""
+    # Do not read /sys, which may show another network in a container.
     present = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = environment.get(variable)
         if not value:
             continue
-        # In NCCL ^ excludes, = compares whole names, and otherwise a prefix matches.
+        # In NCCL, ^ excludes names, = compares whole names, and otherwise a prefix matches.
         names, exact = value.lstrip("^=").split(","), value.startswith("=") or not variable.startswith("NCCL")
         exists = any(have == name if exact else have.startswith(name) for have in present for name in names)
         if value.startswith("^") or exists:
@@ -373,7 +373,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
         ("slurm controller", "scontrol", ["scontrol", "ping"], controller_fix),
         ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
     ):
-        # A container may lack Slurm's programs, which the job outside calls.
+        # A container may lack Slurm's programs; the job outside of the container calls them.
         if shutil.which(program) is None:
             yield ok(check, f"not checked: no program {program} here, as in a container")
             continue
@@ -382,7 +382,7 @@ def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding
 
 
 def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
-    """Run a command; return None where it succeeds, else its last line of output."""
+    """Run a command; return None if it succeeds, else the last line of its output."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""A job's nodes, its engines on them, and the weight transport; trainer rank 0 decides before any process group exists."""
+"""Find a job's nodes, place the engines and choose the weight transport, on trainer rank 0 before any process group
+exists."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ WAY_OUT = "end that Ray on every node (ray stop) and start the job again through
 
 
 class Stage(NamedTuple):
-    """The place of each engine, and the weight transport; None where nothing is synced. `servers` are, by engine and worker,
-    the trainer ranks on the device of each worker, where trainer and engines share devices."""
+    """The place of each engine, and the weight transport (None if no weights are synced). `servers`, by engine and worker,
+    are the trainer ranks on the device of each worker if trainer and engines share devices."""
 
     engines: tuple[EnginePlace, ...]
     transport: Transport | None
@@ -30,7 +31,7 @@ class Stage(NamedTuple):
 def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
     """Find this job's nodes, place the engines, and choose a transport. `variables` come from torchrun and the launcher.
 
-    Raises PlacementError or ClusterError with the numbers where recipe, nodes and Ray cluster do not fit.
+    Raises PlacementError or ClusterError with the numbers if recipe, nodes and Ray cluster do not fit.
     """
     cluster = find_cluster(recipe, variables)
     places = place_engines(recipe, cluster)
@@ -54,7 +55,7 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
 
 
 def servers_of(places: Sequence[EnginePlace], ranks: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Return the trainer rank on the device of each worker, by engine; nothing where a node has no trainer rank."""
+    """Return the trainer rank on the device of each worker, by engine; empty if a node has no trainer rank."""
     if any((place.node + 1) * ranks_per_node > ranks for place in places):
         return ()
     return tuple(
@@ -99,7 +100,7 @@ def one_machine(recipe: Recipe) -> Cluster:
 
 def ray_nodes(address: str) -> list[dict[str, Any]]:
     """Join the launcher's Ray cluster and return its nodes in order, as `ray.nodes` describes them. Raises ClusterError for
-    a cluster without numbered nodes. The doctor compares the nodes' package versions (`launch/node.sh`)."""
+    a cluster without numbered nodes. The doctor has compared the nodes' package versions (`launch/node.sh`)."""
     join_cluster(address)
     nodes = numbered_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]

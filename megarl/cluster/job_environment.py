@@ -1,8 +1,8 @@
 """Repair the environment variables of a job, and list the package versions that its nodes must share.
 
-Schedulers, containers and shells give a job variables that its libraries cannot handle. Where a good value is known,
-`adapt_environment` sets it before the first process of a run starts; the doctor reports the rest. Imports nothing heavy,
-because Ray asks a node for its versions before anything else runs there.
+Schedulers, containers and shells give a job variables that its libraries cannot handle. `adapt_environment` sets the
+variables that have a known good value before the first process of a run starts; the doctor reports the others. The file
+imports nothing heavy, because every command runs it first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PORTS = ("VLLM_PORT", "RAY_PORT", "MASTER_PORT")
 # for a second node; vLLM and multiprocessing append less.
 LONGEST_TEMPORARY = 37
 SHORT_TEMPORARY = "/tmp"
-# Variables that move libraries' caches out of HOME, and the new folders. The hub's cache stays: it may hold models.
+# Variables that move libraries' caches out of HOME, with the new folders. The hub's cache stays, because it may hold models.
 HOME_CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "VLLM_CONFIG_ROOT": "vllm-config",
@@ -41,9 +41,9 @@ RAY_TOKEN = Path(".ray") / "auth_token"
 
 
 def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool = True) -> None:
-    """Repair `environment` for a run's processes; values that work stay.
+    """Repair `environment` for a run's processes, and keep values that work.
 
-    All nodes must share Ray's token, so a new token is made only with `is_one_node`.
+    All nodes must share Ray's token, so make a new token only with `is_one_node`.
     """
     for name in PORTS:
         if "://" in environment.get(name, ""):
@@ -89,7 +89,7 @@ def temporary_directory(environment: MutableMapping[str, str]) -> str:
 
 
 def is_too_long(directory: str) -> bool:
-    """Return whether Ray's and vLLM's sockets would have too long a path in this directory."""
+    """Return whether the paths of Ray's and vLLM's sockets in this directory would be too long."""
     return len(os.fsencode(directory)) > LONGEST_TEMPORARY
 
 
@@ -100,7 +100,7 @@ def can_write(directory: Path) -> bool:
 
 
 def nearest_existing(directory: Path) -> Path:
-    """Return a directory or its nearest visible parent. `Path.exists` raises where a parent may not be searched."""
+    """Return a directory or its nearest visible parent. `Path.exists` raises if this user may not search a parent."""
     place = directory.absolute()
     while not os.path.exists(place):
         place = place.parent
@@ -116,7 +116,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions that all nodes of a job must share: megarl, Python, and packages that talk across nodes."""
+    """Return the versions that all nodes of a job must share: megarl, Python, and packages that communicate across nodes."""
     versions = {"megarl": megarl.__version__, "Python": platform.python_version()}
     for package in SHARED_PACKAGES:
         try:

@@ -29,7 +29,7 @@ from megarl.telemetry.output import endure_output
 from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoint
 
 POLL_S = 0.5
-# How long the doctor may examine this node, besides waiting for the others.
+# How long the doctor may examine this node, in addition to the wait for the other nodes.
 EXAMINATION_S = 120.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -43,7 +43,7 @@ class Signalled(Exception):
 
 
 class ForwardedSignals:
-    """Forwards signals to `target` once it is set; before, the first signal raises `Signalled`."""
+    """Forwards signals to `target`. Without a target, the first signal raises `Signalled`."""
 
     def __init__(self) -> None:
         self.target: Callable[[int], object] | None = None
@@ -58,12 +58,12 @@ class ForwardedSignals:
         self.target(number)
 
     def ignore(self) -> None:
-        """Ignore signals, because this process is ending and must clean up."""
+        """Ignore signals from now on, because this process is ending and must clean up."""
         self.target = lambda number: None
 
 
 def main(arguments: list[str]) -> int:
-    """Run this node and return the agent's exit status; 2 for bad input, 1 where nodes are unfit or missing."""
+    """Run this node and return the agent's exit status; 2 for bad input, 1 if nodes are unfit or missing."""
     if not arguments:
         print("usage: node.sh RECIPE [key=value ...]; its variables are explained in launch/node.sh", file=sys.stderr)
         return BAD_INPUT
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class Node:
-    """What this node runs: the doctor, Ray's daemons, and the agent of its ranks."""
+    """The programs of this node: the doctor, Ray's daemons, and the agent of the ranks."""
 
     settings: NodeSettings
     recipe: Recipe
@@ -123,7 +123,7 @@ class Node:
         os.environ.update(thread_environment(os.environ, recipe.trainer.threads))
         has_engines = recipe.rollout.replay is None
         if settings.node_rank == 0 and has_engines:
-            settings.check_ray_port()  # before the doctor: other nodes would join whatever listens there
+            settings.check_ray_port()  # before the doctor, because other nodes would join any program that listens there
         self._run_doctor()
         if not has_engines:
             if not settings.is_trainer:
@@ -138,7 +138,7 @@ class Node:
         return self._wait_for_head(daemons)
 
     def _run_doctor(self) -> None:
-        """Print the doctor's warnings and failures. Raises NodeError where a node is unfit."""
+        """Run the doctor and print its warnings and failures. Raises NodeError if a node is unfit."""
         settings = self.settings
         command = [sys.executable, "-m", "megarl.cli", "doctor", self.arguments[0], *self.overrides, "--json"]
         command += ["--nodes", str(settings.num_nodes), "--node-rank", str(settings.node_rank)]
@@ -191,7 +191,7 @@ class Node:
 
     def _wait_for_head(self, daemons: subprocess.Popen[bytes]) -> int:
         """Wait on a node of engines until Ray's head ends. Engines must live until the trainer has saved, so only the second
-        signal ends the wait. A head that has ended refuses connections; a lost machine or network may stay silent for
+        signal ends the wait. A head that has ended refuses connections; a lost machine or network may be silent for
         `trainer.collective_timeout_s`."""
         settings, silent_s = self.settings, self.recipe.trainer.collective_timeout_s
         self.signals.target = lambda number: setattr(self.signals, "target", None)

@@ -20,13 +20,13 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 class NodeError(Exception):
-    """The job cannot start on this node, or lost a part that it needs; the message says which."""
+    """The job cannot start on this node, or has lost a necessary part; the message names the reason."""
 
 
 class NodeSettings(BaseModel):
-    """Node `node_rank` of `num_nodes`. The first `trainer_nodes` run `ranks_per_node` trainer ranks each, the others only
-    engines. Node 0 is the `master`; Ray's head listens there at `ray_port`. The launcher's variables have the names of the
-    fields, but MASTER_ADDRESS and NODE_ADDRESS."""
+    """Node `node_rank` of `num_nodes`. The first `trainer_nodes` nodes run `ranks_per_node` trainer ranks each, the other
+    nodes only engines. Node 0 is the `master`; Ray's head listens there at `ray_port`. The launcher's variables have the
+    fields' names, except MASTER_ADDRESS and NODE_ADDRESS."""
 
     model_config = ConfigDict(frozen=True, alias_generator=str.upper)
 
@@ -37,7 +37,7 @@ class NodeSettings(BaseModel):
     master_port: PositiveInt = 29500
     ray_port: PositiveInt = 6379
     trainer_nodes: PositiveInt
-    address: str = Field("", alias="NODE_ADDRESS")  # of this node, as the others reach it
+    address: str = Field("", alias="NODE_ADDRESS")  # of this node, for the other nodes
     max_restarts: NonNegativeInt = 0
     join_timeout_s: PositiveInt = 300
     log_dir: Path | None = None
@@ -48,7 +48,7 @@ class NodeSettings(BaseModel):
 
     @property
     def ray_address(self) -> str:
-        """The head's numeric address, because Ray compares addresses as texts."""
+        """The head's numeric address and port. Ray compares addresses as texts."""
         return f"{socket.gethostbyname(self.master)}:{self.ray_port}"
 
     @property
@@ -58,7 +58,7 @@ class NodeSettings(BaseModel):
         return root if len(root) <= MAX_DIRECTORY_LENGTH else "/tmp"
 
     def head_error(self) -> OSError | None:
-        """Connect to the head of Ray; return None where it answers."""
+        """Connect to the head of Ray; return the error, or None if the head answers."""
         try:
             socket.create_connection((self.master, self.ray_port), CONNECT_TIMEOUT_S).close()
         except OSError as error:
@@ -66,8 +66,8 @@ class NodeSettings(BaseModel):
         return None
 
     def report(self, topic: str, word: str) -> None:
-        """Write a word for the launcher to LOG_DIR/node-N.TOPIC: `pid` once signals are handled; at the end `status` and
-        `saved`, the name of the last checkpoint."""
+        """Write a word for the launcher to LOG_DIR/node-N.TOPIC: `pid` once signals are handled; `status` and `saved` (the
+        name of the last checkpoint) at the end."""
         if self.log_dir is None:
             return
         try:
@@ -77,7 +77,7 @@ class NodeSettings(BaseModel):
             print(f"node.sh: LOG_DIR = {self.log_dir}: {error}", file=sys.stderr, flush=True)
 
     def check(self, recipe: Recipe) -> None:
-        """Check the number of ranks. Raises ValueError where the recipe has another one."""
+        """Check the number of ranks. Raises ValueError if the recipe has another number."""
         ranks = self.trainer_nodes * self.ranks_per_node
         if ranks != recipe.trainer.ranks:
             raise ValueError(
@@ -86,7 +86,7 @@ class NodeSettings(BaseModel):
             )
 
     def check_ray_port(self) -> None:
-        """Check the port of Ray's head on this node. Raises NodeError where a program listens there."""
+        """Check that the port of Ray's head is free on this node. Raises NodeError if a program listens there."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a recently closed port is free
             try:
@@ -117,7 +117,7 @@ def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
     except OSError as error:
         raise ValueError(f"MASTER_ADDRESS = {master}: no way there from this machine ({error})") from error
     if num_nodes > 1 and number != master and number.startswith("127."):
-        # Debian resolves a machine's own name to a loopback address, which node 0 would tell the other nodes.
+        # Debian resolves a machine's own name to a loopback address, and node 0 would give this address to the other nodes.
         raise ValueError(
             f"MASTER_ADDRESS = {master}: is {number} on this machine, which other nodes do not reach: give its "
             "number in their network, or correct /etc/hosts"
@@ -134,9 +134,10 @@ def address_towards(number: str) -> str:
 
 
 def network_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables that bind gloo, NCCL and vLLM to the interface with `address`; values of the site stay."""
+    """Return variables that bind gloo, NCCL and vLLM to the interface with `address`, except variables that the site has
+    set."""
     variables = {"VLLM_HOST_IP": address}
-    for name, entries in psutil.net_if_addrs().items():  # none has it behind address translation
+    for name, entries in psutil.net_if_addrs().items():  # behind address translation no interface has the address
         if any(entry.address.partition("%")[0] == address for entry in entries):
             # NCCL takes a name without `=` as a prefix.
             variables |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

@@ -1,6 +1,6 @@
 """SIGTERM, SIGUSR1 and SIGHUP ask a run to save and leave.
 
-A signal may reach only one rank. Its handler sets a flag, and the ranks agree at common points: after each step, and with
+A signal may reach only one rank. The handler sets a flag, and the ranks agree at common points: after each step, and with
 `run.preemption: abandon` also before each phase. So no rank is left waiting in a collective.
 """
 
@@ -24,7 +24,7 @@ UPDATES = ("critic_update", "actor_update")
 
 
 def handle_signals(handler: Callable[[int, Any], None]) -> None:
-    """Set the handler of SIGNALS, except of a SIGHUP that is ignored."""
+    """Set the handler of SIGNALS, except for a SIGHUP that the process ignores."""
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -54,7 +54,7 @@ def keep_holding_signals() -> None:
 
 
 class LeaveNow(BaseException):
-    """Raised by the handler while nothing can be saved yet, and at the second signal."""
+    """The process must leave at once: there is nothing to save yet, or this is the second signal."""
 
 
 class Abandoned(Exception):
@@ -66,7 +66,8 @@ class Abandoned(Exception):
 
 
 class Asked:
-    """Whether a signal asked this process to leave; `name` is the first signal's, or None."""
+    """The request to leave that signals make to this process; `name` is the first signal's name, or None without a
+    request."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.name: str | None = None
@@ -109,7 +110,7 @@ class Asked:
 
     @contextmanager
     def nothing_begun(self) -> Iterator[None]:
-        """Inside, the first signal already raises LeaveNow, because engines take minutes to start."""
+        """Let the first signal raise LeaveNow inside this context, because engines take minutes to start."""
         if self.name is not None:
             raise LeaveNow
         self._at_once = True
@@ -140,11 +141,12 @@ class Preemption:
         return self._by is not None
 
     def begin(self, step: int) -> None:
-        """Begin a step."""
+        """Note the start of a step."""
         self._step, self._moved = step, False
 
     def boundary(self, phase: str) -> None:
-        """Call this on every rank before it enters `phase`. Raises Abandoned on all ranks, or on none."""
+        """Check for a request before the ranks enter `phase`; call it on every rank. Raises Abandoned on all ranks, or on
+        none."""
         # A sync is short and completes the step.
         if not self.abandons or phase == "weight_sync":
             return
@@ -155,7 +157,7 @@ class Preemption:
         self._moved |= phase in UPDATES
 
     def left(self, done: int, steps: int, where: str) -> Preempted:
-        """Return the end of the run after `done` steps, once everything possible is saved."""
+        """Return the exception that ends the run after `done` steps, once everything possible is saved."""
         late = ""
         if ASKED.name is not None and ASKED.seconds() > self._grace_s:
             late = f"; that took {ASKED.seconds():.0f} s, more than run.grace_s = {self._grace_s:g}"

@@ -1,4 +1,4 @@
-"""A node's processes: start them so that they die with this process, and end them with their shared memory."""
+"""Start processes that die with this process, and end a node's processes together with their shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TERM_S, KILL_S = 10.0, 10.0
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent ends, to find and end it."""
+    """Make this process the parent of every descendant whose parent ends, so that it can find and end the descendant."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -61,7 +61,8 @@ def start_tied(
 
 
 class SharedMemory:
-    """Files in /dev/shm that descendants of this process map or have mapped; a killed engine leaves them."""
+    """The files in /dev/shm that descendants of this process map or have mapped; a killed engine does not remove its
+    files."""
 
     def __init__(self) -> None:
         self._files: set[str] = set()
@@ -69,7 +70,7 @@ class SharedMemory:
         self._has_changed = False
 
     def scan_changes(self) -> None:
-        """Scan if a file has come or gone since the last call, and once more, because mapping follows creation."""
+        """Scan if a file has come or gone since the last call, and once more in the next call: mapping follows creation."""
         listing, had_changed = set(os.listdir(SHARED_MEMORY)), self._has_changed
         self._has_changed, self._listing = listing != self._listing, listing
         if self._has_changed or had_changed:
@@ -101,15 +102,15 @@ def end_descendants() -> None:
 
 
 class Orphans:
-    """Descendants whose parent has ended: when an engine is killed, its processes stay and keep their memory. Needs
+    """The descendants whose parent has ended. When an engine is killed, its processes live on and keep their memory. Needs
     `adopt_orphans`."""
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, float] = {}
 
     def end(self, known_children: Collection[int]) -> None:
-        """End all other children with their descendants, by SIGTERM and `TERM_S` later by SIGKILL. Returns at once; call it
-        repeatedly."""
+        """End all children except `known_children`, with their descendants: by SIGTERM, and by SIGKILL after `TERM_S`.
+        Returns at once; call it repeatedly."""
         orphans = [child for child in psutil.Process().children() if child.pid not in known_children]
         self._since = {orphan: self._since.get(orphan, time.monotonic()) for orphan in orphans}
         for orphan, since in self._since.items():
@@ -126,7 +127,7 @@ class Orphans:
 
 
 def end_at_once(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes, also stopped ones, and remove shared memory that no process maps any more."""
+    """Kill processes, including stopped processes, and remove shared memory that no process maps any more."""
     family = list(processes)
     files = _mapped(family)
     for process in family:
@@ -146,7 +147,7 @@ def _remove(files: set[str]) -> None:
 def _blocks_sigterm(pid: int) -> bool:
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
     blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
     return bool(blocked >> (signal.SIGTERM - 1) & 1)
@@ -155,14 +156,15 @@ def _blocks_sigterm(pid: int) -> bool:
 def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
     """Return the files in /dev/shm that some of `processes` map.
 
-    Compares inode numbers: glibc maps a semaphore under a temporary name, and a container may have its own /dev/shm.
+    The search compares inode numbers: glibc maps a semaphore under a temporary name, and a container may have its own
+    /dev/shm.
     """
     device = os.stat(SHARED_MEMORY).st_dev
     device_text, inodes = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for process in processes:
         try:
             lines = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines()
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
         for line in lines:
             if SHARED_MEMORY in line:

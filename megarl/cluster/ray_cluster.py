@@ -1,4 +1,4 @@
-"""Ray for one run: a local cluster that a rank starts, or the launcher's cluster with its head on node 0."""
+"""Start or join Ray for one run: a local cluster that a rank starts, or the launcher's cluster with its head on node 0."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").setL
 
 NAMESPACE = "megarl"
 OBJECT_STORE_BYTES = 256 << 20
-# The launcher gives each node a resource with its number; an actor that must run there requests a small share.
+# The launcher gives each node a resource with the node's number. An actor that must run on a node requests a small share.
 NODE_RESOURCE = "megarl_node_"
 NODE_SHARE = 0.001
 # Ray tries a dead address for minutes and then ends the process.
 CONNECT_TIMEOUT_S = 10.0
 GCS_TIMEOUT_S = 2.0
 POLL_S = 0.5
-# How long after a collective's deadline a rank may report before Ray ends it silently.
+# How long after a collective's deadline a rank may still report, before Ray ends the rank silently.
 LAST_WORDS_S = 60.0
 JOIN_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False,
 }  # fmt: skip
-# torchrun's variables of a trainer rank, which vLLM would read in any process that inherits them.
+# torchrun's variables of a trainer rank. vLLM would read them in any process that inherits them.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -82,8 +82,8 @@ def start_cluster(address: str | None = None) -> str:
 
 
 def join_cluster(address: str) -> str:
-    """Connect this trainer rank to a running cluster and return its address. Raises ClusterError where no Ray listens there,
-    or Ray's or Python's version differs."""
+    """Connect this trainer rank to a running cluster and return the cluster's address. Raises ClusterError if no Ray listens
+    there, or Ray's or Python's version differs."""
     if ray.is_initialized():
         return address
     host, _, port = address.rpartition(":")
@@ -111,13 +111,13 @@ def join_cluster(address: str) -> str:
 
 
 def stop_cluster() -> None:
-    """Leave the cluster, and end it if this process started it."""
+    """Leave the cluster, and end the cluster if this process started it."""
     if ray.is_initialized():
         ray.shutdown()
 
 
 def numbered_nodes() -> dict[int, dict[str, Any]]:
-    """Return the living nodes that a launcher numbered, by number, as `ray.nodes` describes them."""
+    """Return the living nodes that a launcher numbered, by number, as `ray.nodes` describes the nodes."""
     nodes = {}
     for node in ray.nodes():
         for name in node["Resources"] if node["Alive"] else ():
@@ -128,8 +128,8 @@ def numbered_nodes() -> dict[int, dict[str, Any]]:
 
 
 def node_share(node: int) -> dict[str, float]:
-    """Return the resources that place an actor or a task on a node; none where nodes have no numbers, as on one machine.
-    Raises RolloutError where the node is gone."""
+    """Return the resources that place an actor or a task on a node; empty if nodes have no numbers, as on one machine.
+    Raises RolloutError if the node is gone."""
     alive = numbered_nodes()
     if not alive:
         return {}
@@ -139,22 +139,22 @@ def node_share(node: int) -> dict[str, float]:
 
 
 def daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for Ray's daemons and their workers, from that of a trainer rank or a launcher."""
-    # By default Ray gives workers a low priority, and engines starve: one took 110 s to start instead of 20 s.
+    """Return the environment for Ray's daemons and workers, given the environment of a trainer rank or a launcher."""
+    # By default Ray gives workers a low priority, and engines starve: an engine took 110 s to start instead of 20 s.
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return settings | {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
 
 
 def reconnect_environment(recipe: Recipe) -> dict[str, str]:
-    """Return the variables that keep processes alive while Ray's head is out of reach. By default Ray ends them after a
-    minute without naming the phase; megarl's deadlines must come first."""
+    """Return the variables that keep processes alive while Ray's head is out of reach. By default Ray ends processes after a
+    minute without naming the phase; megarl's deadlines must pass first."""
     timeout_s = math.ceil(recipe.trainer.collective_timeout_s + LAST_WORDS_S)
     return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(timeout_s)}
 
 
 def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Popen[bytes]:
-    """Start this node's daemons with `ray start --block` and wait until all nodes have joined. Raises NodeError that names
-    late nodes."""
+    """Start this node's daemons with `ray start --block` and wait until all nodes have joined. Raises NodeError with the
+    names of late nodes."""
     end = time.monotonic() + settings.join_timeout_s
     while settings.node_rank and (error := settings.head_error()) is not None:
         if time.monotonic() > end:
@@ -173,7 +173,7 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
     if settings.node_rank:
         options += ["--address", settings.ray_address]
     else:
-        with socket.socket() as probe:  # an unused but mandatory server, which refuses port 0 (Ray 2.60)
+        with socket.socket() as probe:  # the client server is unused but mandatory, and refuses port 0 (Ray 2.60)
             probe.bind(("", 0))
             options += ["--ray-client-server-port", str(probe.getsockname()[1])]
         options += ["--head", "--port", str(settings.ray_port), "--include-dashboard=false", "--no-monitor"]
@@ -189,7 +189,8 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
 def _wait_for_token(settings: NodeSettings, end: float) -> None:
     """Wait for the token that Ray requires: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token (2.60).
 
-    Node 0 makes the file; other nodes may see it later. RAY_AUTH_MODE=disabled needs none. Raises NodeError at `end`.
+    Node 0 makes the file; other nodes may see the file later. RAY_AUTH_MODE=disabled needs no token. Raises NodeError at
+    `end`.
     """
     while authentication.enable_token_auth_by_default():
         try:
@@ -202,11 +203,11 @@ def _wait_for_token(settings: NodeSettings, end: float) -> None:
                     f"the same RAY_AUTH_TOKEN ({error})"
                 ) from error
         time.sleep(POLL_S)
-        authentication.AuthenticationTokenLoader.instance().reset_cache()  # it also caches a missing token
+        authentication.AuthenticationTokenLoader.instance().reset_cache()  # the loader also caches a missing token
 
 
 def _wait_for_nodes(settings: NodeSettings, process: subprocess.Popen[bytes], log: Path, end: float) -> None:
-    """Wait until all nodes have joined, so that no node starts ranks that would wait in vain."""
+    """Wait until all nodes have joined, so that no node starts ranks that would wait forever. Raises NodeError at `end`."""
     wanted = {f"{NODE_RESOURCE}{number}" for number in range(settings.num_nodes)}
     present: set[str] = set()
     head_message = ""

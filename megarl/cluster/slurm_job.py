@@ -18,7 +18,7 @@ FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
 # sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
-# sbatch and a shell read this as one word without quotes.
+# sbatch and a shell read such a text as one word without quotes.
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
 
@@ -43,8 +43,8 @@ class SlurmJob:
 def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, max_nodes: int | None) -> SlurmJob:
     """Return the smallest job for a recipe on nodes with `devices_per_node` GPUs (0: only CPUs).
 
-    Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic where no job fits
-    or the job needs more than `max_nodes`.
+    Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic if no job fits, or
+    if the job needs more than `max_nodes`.
     """
     if ranks_per_node is not None:
         needed = nodes_with(recipe, devices_per_node, ranks_per_node)
@@ -127,8 +127,8 @@ def time_limit_s(limit: str) -> int | None:
 
 
 def submit_job(text: str) -> int:
-    """Submit a file's text with sbatch, which prints the job's number, and return its exit status. Raises ValueError without
-    sbatch."""
+    """Submit a file's text with sbatch, which prints the job's number, and return sbatch's exit status. Raises ValueError
+    without sbatch."""
     if shutil.which("sbatch") is None:
         raise ValueError(
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is sbatch"

@@ -1,7 +1,7 @@
 """The process that watches the ranks of a node. When a run hangs, it writes all stacks, names the culprit, and ends the run.
 
-The first rank of a node starts it as `python -m megarl.cluster.watchdog`, with its settings on standard input. On Ray nodes
-without trainer ranks it is an actor, because engines and reward workers there have stacks too.
+The first rank of a node starts the watcher as `python -m megarl.cluster.watchdog`, with the settings on standard input. On
+Ray nodes without trainer ranks the watcher is an actor, because engines and reward workers there have stacks too.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megarl.telemetry.output import endure_output
 from megarl.telemetry.stacks import busy_call, marked_processes, read_stacks, threads
 
 POLL_S = 0.5
-# After a pause this long the whole job, with this process, was stopped; earlier silence means nothing.
+# After a pause this long the whole job, including this process, was stopped; earlier silence means nothing.
 PAUSE_S = 5.0
-# How long ranks may take to write their record, and then to end, before they are killed.
+# How long ranks may take to write their flight recorder, and again to end, before they are killed.
 END_S = 2.0
 # How long writing the stacks may take.
 FILES_S = 20.0
-# How long the processes of a killed rank may take to end by themselves.
+# How long the processes of a killed rank may take to end on their own.
 LEFT_S = 10.0
-# Lines that a watcher writes to a rank's pipe: a rank of this node has ended; the run hangs (with the folder for the flight
-# recorder); end (with the exit status).
+# The lines that a watcher writes to a rank's pipe: a rank of this node has ended; the run hangs (with the folder for the
+# flight recorder); end now (with the exit status).
 RANK_ENDED, HANG, EXIT = "rank-ended", "hang", "exit"
 RECORDER = "flight-recorder-"
 
@@ -94,7 +94,7 @@ class Watcher:
         self._silent: set[str] = set()
 
     def watch(self) -> None:
-        """Watch until all ranks of this node have ended, by themselves, in a hang, or because a machine is lost. On a node
+        """Watch until all ranks of this node have ended: on their own, in a hang, or because a machine is lost. On a node
         without ranks, watch until node 0's watcher ends."""
         network, deadlines = self._network, self._settings.deadlines
         while True:
@@ -113,7 +113,7 @@ class Watcher:
                 _say(f"on {self._where(table)}: no answer from the machine of {machine}")
             self._silent = silent
             if network.judges:
-                # The ranks of a silent machine only look as if they hung, until the machine is given up.
+                # The ranks of a silent machine only seem to hang, until the machine is given up.
                 if not silent and overdue(table + network.tables(), deadlines, network.some_unknown):
                     return self._end_hang()
             elif network.wait_for("dump", 0.0):
@@ -149,7 +149,7 @@ class Watcher:
         return f"rank {table[0].rank}, " + ("between two phases" if table[0].phase is None else f"in phase {table[0].phase}")
 
     def _end_hang(self) -> None:
-        """On the judging node: collect all stacks, decide, and end the run."""
+        """Collect all stacks, decide, and end the run, on the judging node."""
         self._network.send("dump")
         dump = self._dump()
         table, processes = self._network.stacks(self._settings.deadlines.stacks_s)
@@ -159,7 +159,7 @@ class Watcher:
         self._finish(dump, verdict, speaks=True)
 
     def _follow(self) -> None:
-        """On another node: send the stacks to node 0 and wait for its verdict."""
+        """Send the stacks to node 0 and wait for its verdict, on another node."""
         dump = self._dump()
         self._network.send("stacks", (dump.table, dump.processes))
         verdicts = self._network.wait_for("end", self._settings.deadlines.stacks_s + LEFT_S)
@@ -191,21 +191,21 @@ class Watcher:
         return dump
 
     def _finish(self, dump: Dump, verdict: HangVerdict, speaks: bool) -> None:
-        """Write the stacks and end the run's processes on this node; the node that `speaks` prints the verdict."""
+        """Write the stacks and end the run's processes on this node. The node that `speaks` prints the verdict."""
         texts = dict(dump.texts)
         if speaks:
             texts["verdict.txt"] = "\n".join(verdict.lines) + "\n"
             for line in verdict.lines:
                 _say(line)
             _say(f"the stacks of all processes go to {verdict.folder}; the ranks end with exit status {HUNG}")
-        # In a thread, because a hanging disk must not keep the run.
+        # Write in a thread, because a hanging disk must not keep the run alive.
         writing = threading.Thread(target=self._write, args=(verdict, texts), daemon=True)
         writing.start()
         writing.join(FILES_S)
         running = [rank for rank in self._ranks if rank.state == RUNNING]
         for rank in running:
             rank.tell(HANG, verdict.folder)
-        # No rank ends before all know of the hang: a rank that loses a peer would report a failed peer.
+        # No rank ends before all ranks know of the hang: a rank that loses a peer would report a failed peer.
         _wait(lambda: all((verdict.folder / f"{RECORDER}{rank.number}.json").exists() for rank in running))
         self._end_processes(HUNG)
 
@@ -219,7 +219,7 @@ class Watcher:
             _say(f"{verdict.folder} is not whole: {error}")
 
     def _end_processes(self, status: int) -> None:
-        """End the ranks of this node with a status, by force if necessary, and then all their processes."""
+        """End the ranks of this node with an exit status, by force if necessary, and then all their processes."""
         family = self._marked_processes()
         for rank in self._ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -239,11 +239,11 @@ class Watcher:
 
 
 class NodeWatcher:
-    """The watcher of a node without ranks, as a Ray actor."""
+    """A Ray actor that is the watcher of a node without ranks."""
 
     def watch(self, settings: WatcherSettings) -> None:
         """Watch until the run is over or hangs, and end this actor."""
-        import ray  # large, and useless to the watchers of ranks
+        import ray  # here, because ray is large and the watchers of ranks do not need it
 
         try:
             Watcher(settings).watch()
@@ -292,7 +292,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         watcher = Watcher(pickle.load(sys.stdin.buffer))
-    except (OSError, psutil.NoSuchProcess) as error:  # usually the ranks ended before it started
+    except (OSError, psutil.NoSuchProcess) as error:  # usually the ranks ended before this process started
         _say(f"cannot look at the ranks of this node ({error}): nobody watches them")
     else:
         watcher.watch()

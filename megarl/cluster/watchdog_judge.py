@@ -1,4 +1,4 @@
-"""Whether a run hangs, and which rank is at fault: pure functions of all ranks' standings."""
+"""Decide whether a run hangs, and which rank is at fault: pure functions of all ranks' standings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # pydantic would make the watching process larger and slower 
 RUNNING, STOPPED, GONE, ENDED = "running", "stopped", "gone", "ended"
 # In these spans a rank waits for other ranks.
 WAITS_FOR_RANKS = ("wait_ranks", "wait_pipeline", "wait_gradients", "wait_layers", "wait_data")
-# In these spans rank 0 waits for engines or reward workers with this prefix in their names; other ranks wait for rank 0.
+# In these spans rank 0 waits for processes whose names have the given prefix; other ranks wait for rank 0.
 WAITS_FOR_PROCESSES = {
     "wait_engines": ("the rollout engines", "engine-"),
     "wait_rewards": ("the reward workers", "reward-worker-"),
@@ -23,36 +23,36 @@ FILE_PHASES = ("start", "load_checkpoint", "checkpoint")
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank was doing when it was last seen."""
+    """What a rank was doing when its watcher last looked."""
 
     rank: int
     place: str = ""
-    """Its place in the actor's layout."""
+    """The rank's place in the actor's layout."""
     step: int = 0
     first: bool = False
     """Whether this is the first step since the start."""
     phase: str | None = None
     span: str | None = None
     phases: int = 0
-    """Number of phases that it has begun."""
+    """Number of phases that the rank has begun."""
     note: str = ""
     """The error message, once a deadline inside the rank has passed."""
     silent_s: float = 0.0
-    """Seconds since it last entered or left a phase or a span."""
+    """Seconds since the rank last entered or left a phase or a span."""
     state: str = RUNNING
     call: str | None = None
-    """The innermost call of its main thread, once its stacks are known; `waits` tells whether the call waits."""
+    """The innermost call of the main thread, once the stacks are known; `waits` tells whether the call waits."""
     waits: bool = False
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether its span waits for other ranks, directly or behind rank 0's wait for processes."""
+        """Whether the rank's span waits for other ranks, directly or through rank 0, which waits for processes."""
         span_waits = self.span in WAITS_FOR_RANKS or (self.span in WAITS_FOR_PROCESSES and self.rank != 0)
         return self.state == RUNNING and span_waits
 
     @property
     def waits_for_processes(self) -> bool:
-        """Whether its span waits for engines or reward workers."""
+        """Whether the rank's span waits for engines or reward workers."""
         return self.state == RUNNING and self.span in WAITS_FOR_PROCESSES and self.rank == 0
 
     @property
@@ -78,7 +78,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds from the recipe. The first five bound how long a rank may stay in one place."""
+    """Time limits from the recipe, in seconds. The first five bound how long a rank may stay in one place."""
 
     first_step_s: float
     step_s: float
@@ -97,7 +97,7 @@ class Deadlines:
         return cls(*recipe.standing_s, watchdog.files_s, engines_s, rewards_s, watchdog.stacks_s, collective_s)
 
     def limit(self, standing: Standing) -> tuple[float, str]:
-        """Return how long a rank may stay where it is, and the setting that says so."""
+        """Return how many seconds a rank may stay in its place, and the setting that sets this limit."""
         if standing.phase in FILE_PHASES:
             return self.files_s, f"watchdog.files_s = {self.files_s:g}"
         key = "first_step_s" if standing.first else "step_s"
@@ -112,7 +112,8 @@ class Deadlines:
 
 def overdue(table: Iterable[Standing], deadlines: Deadlines, some_unknown: bool = False) -> bool:
     """Return whether the run hangs: a rank that waits for no other rank has passed its limit, or all ranks wait and all have
-    passed it. With `some_unknown`, waiting ranks prove nothing: they may wait for a rank that is not in the table."""
+    passed their limits. With `some_unknown`, waiting ranks prove nothing: they may wait for a rank that is not in the
+    table."""
     present = [standing for standing in table if standing.state != ENDED]
     if any(standing.note for standing in present):
         return True
@@ -123,10 +124,10 @@ def overdue(table: Iterable[Standing], deadlines: Deadlines, some_unknown: bool 
 
 
 def culprits(table: Iterable[Standing]) -> list[Standing]:
-    """Return the ranks at fault, the likeliest first; none where rank 0 waits for missing engines or rewards.
+    """Return the ranks at fault, the likeliest first; none if rank 0 waits for missing engines or rewards.
 
-    Ranks whose process is gone or stopped come first, then ranks that wait for nobody by their span and innermost call; of
-    these, the ranks with the fewest phases. Where every rank waits, the rank that is behind is at fault.
+    First come ranks whose process is gone or stopped; then ranks that do not wait, by their span and innermost call. In both
+    cases only the ranks with the fewest phases count. If every rank waits, the rank that is furthest behind is at fault.
     """
     present = [standing for standing in table if standing.state != ENDED]
     for state in (GONE, STOPPED):
@@ -140,7 +141,7 @@ def culprits(table: Iterable[Standing]) -> list[Standing]:
         return _furthest_behind(busy)
     if any(standing.waits_for_processes for standing in present):
         return []
-    # Collectives inside a forward, a backward or the optimizer have no span: only the call shows the wait.
+    # Collectives inside a forward pass, a backward pass or the optimizer have no span: only the call shows the wait.
     outside_waits = [standing for standing in present if not standing.waits_for_ranks]
     behind = _furthest_behind(present)
     if not outside_waits or behind[0].phases < max(standing.phases for standing in present):
@@ -149,7 +150,7 @@ def culprits(table: Iterable[Standing]) -> list[Standing]:
 
 
 def _furthest_behind(ranks: Sequence[Standing]) -> list[Standing]:
-    """Return the ranks that have begun the fewest phases, the longest silent first."""
+    """Return the ranks that have begun the fewest phases, the longest silent rank first."""
     fewest = min(standing.phases for standing in ranks)
     return sorted((standing for standing in ranks if standing.phases == fewest), key=lambda rank: -rank.silent_s)
 
@@ -171,7 +172,7 @@ class OtherProcess:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """The watchdog's verdict on a hang; `rank` is None where no rank is at fault. The stacks go to `folder`."""
+    """The watchdog's verdict on a hang; `rank` is None if no rank is at fault. The stacks go to `folder`."""
 
     folder: Path
     rank: int | None
@@ -179,7 +180,7 @@ class HangVerdict:
 
 
 def judge(run: Path, table: Sequence[Standing], deadlines: Deadlines, processes: Sequence[OtherProcess] = ()) -> HangVerdict:
-    """Return the verdict on a hang, with a folder that does not exist yet."""
+    """Return the verdict on a hang. The verdict's folder does not exist yet."""
     present = [standing for standing in table if standing.state != ENDED]
     lines = [f"rank {standing.rank}: {standing.note}" for standing in present if standing.note]
     suspects = [process for process in processes if process.state == STOPPED]
@@ -191,9 +192,9 @@ def judge(run: Path, table: Sequence[Standing], deadlines: Deadlines, processes:
     else:
         first = next(standing for standing in present if standing.waits_for_processes)
         whom, prefix = WAITS_FOR_PROCESSES[first.span or ""]
-        rule = "" if first.note else f"; it may stand there for {deadlines.limit(first)[1]} s"  # the note names its rule
+        rule = "" if first.note else f"; it may stand there for {deadlines.limit(first)[1]} s"  # a note names the rule
         lines.append(f"{whom} did not answer rank 0, {first.where}{rule}")
-        # Only processes that rank 0 waits for: idle ones have a call too.
+        # Name only processes that rank 0 waits for: idle processes have a call too.
         suspects = suspects or [process for process in processes if process.name.startswith(prefix) and process.call]
     lines += [str(process) for process in suspects]
     waiting = [standing for standing in present if standing is not first and standing not in named]

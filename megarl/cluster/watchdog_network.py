@@ -1,10 +1,9 @@
-"""Connections between the watchers of several nodes, and whether their machines can still be reached.
+"""Connect the watchers of several nodes, and notice machines that can no longer be reached.
 
-Each watcher connects to node 0's watcher, which judges all ranks and tells the others to dump stacks and to end their ranks.
-A watcher without this connection judges its own ranks.
+Each watcher connects to node 0's watcher, which judges all ranks and tells the other watchers to dump stacks and to end
+their ranks. A watcher without this connection judges its own ranks.
 
-By itself a cut cable shows late and names no machine: ranks wait for rank 0 as long as a rollout may take. So these
-connections use TCP keepalive.
+Without TCP keepalive, a cut cable would show late and name no machine: ranks wait for rank 0 as long as a rollout may take.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 from megarl.cluster.watchdog_judge import Deadlines, OtherProcess, Standing
 
 CONNECT_S = 60.0
-# How much longer than a node's dump the message with it may take.
+# How much longer than a node's dump the message with the dump may take.
 NEWS_S = 5.0
 # The kernel sends this many keepalive probes within half of a collective's deadline, and at least one a minute, so that no
 # firewall forgets the connection.
@@ -34,7 +33,7 @@ LAST_HEARD = struct.Struct("52xII")
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """A rank of this node: its process id, and the file numbers of its page and of its pipe in that process."""
+    """A rank of this node: the process id, and the file numbers of the rank's page and pipe in that process."""
 
     rank: int
     pid: int
@@ -71,16 +70,17 @@ class _Watcher:
     heard_at: float = 0.0
 
     def table(self) -> list[Standing]:
-        """Return its ranks' standings. Silence includes the time since its last message, as it may be stopped with them."""
+        """Return the standings of the node's ranks. Silence includes the time since the watcher's last message, because the
+        watcher may be stopped together with the ranks."""
         silent_s = time.monotonic() - self.heard_at
         table: list[Standing] = self.messages.get("table", [])
         return [replace(standing, silent_s=standing.silent_s + silent_s) for standing in table]
 
 
 class OtherWatchers:
-    """This watcher's connections to others; none in a run on one node.
+    """This watcher's connections to the watchers of other nodes; none in a run on one node.
 
-    Other nodes send node 0 their `table` of standings, and after `dump` their `stacks`: a table with calls, and other
+    Other nodes send node 0 a `table` of standings, and after `dump` they send `stacks`: a table with calls, and other
     processes. Node 0 sends `dump`, and `end` with a verdict.
     """
 
@@ -96,7 +96,7 @@ class OtherWatchers:
             listener = socket.socket(fileno=settings.listener)
 
             def accept() -> None:
-                while True:  # a thread for each connection, because a stranger may say nothing
+                while True:  # a thread for each connection, because a stranger may never answer
                     threading.Thread(target=self._greet, args=listener.accept()[:1], daemon=True).start()
 
             threading.Thread(target=accept, daemon=True).start()
@@ -105,7 +105,7 @@ class OtherWatchers:
 
     @property
     def judges(self) -> bool:
-        """Whether this watcher decides: it is node 0's, or is not connected to node 0's."""
+        """Whether this watcher decides: it is node 0's watcher, or has no connection to node 0's watcher."""
         return self._settings.master is None or not self._watchers
 
     @property
@@ -117,7 +117,7 @@ class OtherWatchers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this watcher has no connection to node 0's, and will get none."""
+        """Whether this watcher has no connection to node 0's watcher, and will get none."""
         return not self._joining.is_alive() and not self._watchers
 
     def send(self, kind: str, content: Any = None) -> None:
@@ -126,7 +126,7 @@ class OtherWatchers:
             try:
                 watcher.connection.send((kind, content))
             except ConnectionError:
-                continue  # `receive` reads the last messages and drops it
+                continue  # `receive` reads the last messages and drops the watcher
             except OSError as error:
                 self._drop(node, watcher, error)
 
@@ -153,7 +153,7 @@ class OtherWatchers:
             self._joining.start()
         watcher.connection.close()
         watcher.socket.close()
-        if self._watchers.get(node) is watcher:  # else its replacement is already here
+        if self._watchers.get(node) is watcher:  # else the replacement has already connected
             del self._watchers[node]
 
     def silent(self) -> list[str]:
@@ -179,7 +179,7 @@ class OtherWatchers:
         return [watcher.messages[kind] for watcher in self._watchers.values() if kind in watcher.messages]
 
     def stacks(self, timeout_s: float) -> tuple[list[Standing], list[OtherProcess]]:
-        """Return the stacks of all other nodes; of late nodes, the last standings of their ranks."""
+        """Return the stacks of all other nodes; for late nodes, the last standings of the ranks."""
         table: list[Standing] = []
         processes: list[OtherProcess] = []
         for node_table, node_processes in self.wait_for("stacks", timeout_s + NEWS_S):
@@ -190,7 +190,7 @@ class OtherWatchers:
 
     def _join(self) -> None:
         if self._settings.master is not None:
-            with contextlib.suppress(OSError):  # the ranks will notice it too
+            with contextlib.suppress(OSError):  # the ranks will notice the failure too
                 self._greet(socket.create_connection(self._settings.master, CONNECT_S))
 
     def _greet(self, connected: socket.socket) -> None:
@@ -211,7 +211,7 @@ class OtherWatchers:
                 answer_challenge(connection, key)
             connection.send((settings.node, name_here, bool(settings.ranks)))
             node, name, has_ranks = connection.recv()
-        except (OSError, EOFError, AuthenticationError):  # it has ended, or is no watcher of this run
+        except (OSError, EOFError, AuthenticationError):  # the other end has ended, or is no watcher of this run
             connection.close()
             return connected.close()
         if has_ranks:

@@ -1,4 +1,4 @@
-"""A rank's part of the watchdog: it publishes what it does, and ends when the watcher tells it to."""
+"""A rank's part of the watchdog: publish what the rank does, and end the rank when the watcher says so."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ CLOSE = "close"
 
 
 class Watch:
-    """This rank as the watcher sees it.
+    """This rank's side of the watchdog.
 
-    The rank's page is a file in memory, which the watcher opens under /proc. The watcher can read it after this process was
-    killed, and nothing of it stays behind.
+    The rank's page is a file in memory, which the watcher opens under /proc. The watcher can read the page after this
+    process was killed, and the page vanishes with the last process that has it open.
     """
 
     def __init__(self, token: str, rank: int, place: str, stacks_s: float) -> None:
@@ -61,7 +61,7 @@ class Watch:
         self.handle = WatchedRank(rank, os.getpid(), self._page, self.pipe)
         self._hangs = threading.Event()
         self._some_ended = threading.Event()  # or the run hangs
-        # The main thread may wait forever in C.
+        # Listen in a thread, because the main thread may wait forever in C.
         self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -82,8 +82,8 @@ class Watch:
 
     @contextmanager
     def deadlines(self, place_of: Callable[[BaseException], ClockPlace]) -> Iterator[None]:
-        """End the run as a hang, with all stacks, when the body raises at a deadline. Closing engines first would lose their
-        stacks. `place_of` returns the phase and the span in which an error was raised."""
+        """End the run as a hang, with all stacks, if the body raises at a deadline. Closing the engines first would lose
+        their stacks. `place_of` returns the phase and the span in which an error was raised."""
         try:
             yield
         except BaseException as error:  # SystemExit too
@@ -95,7 +95,7 @@ class Watch:
                 elif peer_lost(error):  # at a deadline of the peer, or because it failed
                     self.beat(*place_of(error))
                     self._some_ended.wait(self._stacks_s + LOST_S)
-            if self._hangs.is_set():  # then the error only shows that peers end
+            if self._hangs.is_set():  # then the error only shows that peers are ending
                 time.sleep(END_S)
             raise
 
@@ -124,7 +124,8 @@ class Watch:
 
 @contextmanager
 def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] = ()) -> Iterator[Watch]:
-    """Watch the ranks of each node by a process of its own. Collective. `nodes`, on rank 0, have no ranks."""
+    """Watch the ranks inside this context, with one watching process on each node. Collective. `nodes`, given on rank 0, are
+    nodes without ranks."""
     token, listener, address = "", None, None
     node, num_nodes = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if place.rank == 0:
@@ -160,8 +161,8 @@ def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] 
 
 
 class WatcherProcess:
-    """The process that watches this node's ranks, and outlives a rank that hangs. If it ends too early, this rank reports
-    that and starts another one."""
+    """The process that watches this node's ranks, and outlives a rank that hangs. If the process ends too early, this rank
+    reports the end and starts another process."""
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._settings = settings
@@ -171,7 +172,7 @@ class WatcherProcess:
         threading.Thread(target=self._replace, name="watcher", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait for the end of the process, unless it still watches other ranks of this node."""
+        """Wait for the process to end, unless it still watches other ranks of this node."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WATCHER_S)
 
@@ -187,7 +188,7 @@ class WatcherProcess:
             )  # fmt: skip
 
     def _replace(self) -> None:
-        """Wait in a thread for the process to end, and replace it."""
+        """Wait for the process to end, and replace it; runs in a thread."""
         for left in reversed(range(MOST_WATCHERS)):
             status = self._process.wait()
             if self.may_end or status == 0:
@@ -203,14 +204,14 @@ class WatcherProcess:
 
 
 def nodes_without_ranks(num_trainer_nodes: int) -> list[int]:
-    """Return the numbers of the job's nodes after the trainer's; none without Ray, as with replayed rollouts."""
+    """Return the numbers of the job's nodes after the trainer's nodes; none without Ray, as with replayed rollouts."""
     return [number for number in sorted(numbered_nodes()) if number >= num_trainer_nodes] if ray.is_initialized() else []
 
 
 def watch_nodes(settings: WatcherSettings, nodes: Sequence[int]) -> None:
     """Watch nodes without ranks until node 0's watcher, `settings.master`, ends."""
     for node in nodes:
-        # Detached, so that it writes stacks even after the ranks, and with them this run's other actors, have ended.
+        # Detached, so that the actor writes stacks even after the ranks, and with them this run's other actors, have ended.
         options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": 0, "resources": node_share(node)}
         actor = ray.remote(NodeWatcher).options(**options).remote()
         actor.watch.remote(replace(settings, node=node, ranks=()))
