@@ -1,4 +1,4 @@
-"""The model families: how to read a decoder's `config.json`, and where each of its weights is held. No torch.
+"""The model families: how to read a decoder's `config.json`, and where each side holds each weight. No torch.
 
 A family is a file with a `FAMILY`, listed below.
 """

@@ -1,4 +1,5 @@
-"""Causal attention over packed sequences: one call of a varlen kernel if the device has one, else one per sequence."""
+"""Causal attention over packed sequences: one call of a varlen kernel if the device has such a kernel, else a call a
+sequence."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  
 class Parts:
     """Which keys the queries of a micro-batch see, on the host.
 
-    A part is a run of this rank's rows of one sequence. Its queries are the last rows of the keys that it sees. `order`
-    lists the pieces of all ranks' keys that each part sees; it is empty if each part sees only its own rows.
+    A part is a run of this rank's rows of one sequence. The part's queries are the last rows of the keys that the part sees.
+    `order` lists the pieces of all ranks' keys that each part sees; it is empty if each part sees only its own rows.
     """
 
     query_lengths: tuple[int, ...]
@@ -42,10 +43,10 @@ class Parts:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """A micro-batch as megarl's own attention needs it.
+    """The packing of a micro-batch for megarl's own attention.
 
-    There are no bounds (`cu_seqlens_q`), for which megatron-core's rotation would loop over the sequences in Python. Without
-    them it rotates all rows at once, by the angle of each token (`DecoderModel._preprocess`).
+    `cu_seqlens_q` is missing, because megatron-core's rotation would then loop over the sequences in Python. Without it
+    megatron-core rotates all rows at once, by the angle of each token (`DecoderModel._preprocess`).
     """
 
     parts: Parts | None = None
@@ -53,23 +54,24 @@ class Packing(PackedSeqParams):
     key_bounds: Tensor | None = None  # [parts + 1] int32
 
     def __post_init__(self) -> None:
-        # megatron-core makes a table of this many angles, which nothing reads.
+        # megatron-core makes a table of this many angles, which no code reads.
         self.qkv_format, self.max_seqlen_q, self.max_seqlen_kv = "thd", 1, 1
 
 
-# Queries that share one mask: a larger block costs memory, a smaller one calls.
+# Queries that share one mask. A larger block costs memory, a smaller block costs calls.
 BLOCK = 256
 
 
 class PackedAttention(nn.Module):
     """Causal attention over sequences laid end to end.
 
-    The cost is the sum of the squared lengths, or of length x (window + `BLOCK`) in a layer with a window. `windows` has the
-    window of each layer of the model: how many of the last tokens a token sees, itself included; 0 for all. Values may be
-    narrower than queries and keys.
+    The cost is the sum of the squared lengths; in a layer with a window it is the sum of length x (window + `BLOCK`).
+    `windows` has the window of each layer of the model: how many of the last tokens a token sees, itself included; 0 for
+    all. Values may be narrower than queries and keys.
 
-    Under context parallelism a rank has two chunks of each sequence, one from the front and one from the back, so that all
-    ranks have the same work. Keys and values of all ranks are gathered, and their gradient is summed and scattered.
+    Under context parallelism a rank has two chunks of each sequence, from the front and from the back, so that all ranks
+    have the same work. The forward pass gathers the keys and values of all ranks; the backward pass sums and scatters their
+    gradients.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class PackedAttention(nn.Module):
         assert isinstance(packing, Packing) and packing.parts is not None, "every micro-batch of megarl is packed"
         parts, value_dim = packing.parts, value.shape[-1]
         if value_dim < query.shape[-1]:
-            # Block-wise kernels need one width; others would store the square of each sequence.
+            # Block-wise kernels need one width; other kernels would store the square of each sequence's length.
             value = F.pad(value, (0, query.shape[-1] - value_dim))
         if self.context_group.size() > 1:
             key, value = (
@@ -115,7 +117,7 @@ class PackedAttention(nn.Module):
             )
         attend = platform.current.varlen_attention(query.dtype, query.shape[-1])
         if attend is None:
-            # split, since the backward pass of a slice would write zeros for all other tokens of the micro-batch.
+            # Use `split`: the backward pass of a slice would write zeros for all other tokens of the micro-batch.
             queries, keys, values = query.split(parts.query_lengths), _seen(key, parts), _seen(value, parts)
             output = torch.cat([self._attend(*rows) for rows in zip(queries, keys, values, strict=True)])
         else:
@@ -130,7 +132,7 @@ class PackedAttention(nn.Module):
                 max(parts.query_lengths),
                 max(parts.key_lengths),
                 scale=self.scale,
-                # Keys to the left of a query's own and to its right; -1 for all.
+                # Number of keys to the left and to the right of the query's own key; -1 for all.
                 window_size=(self.window - 1, 0),
                 enable_gqa=True,
             )
@@ -140,10 +142,10 @@ class PackedAttention(nn.Module):
         """Attend with the queries [rows, heads, head_dim] of a sequence's last rows to its keys and values."""
         rows, length = len(query), len(key)
         blocks, first = [], 0
-        # torch aligns its causal mask to the first key, so it fits only if the queries are all rows.
+        # torch aligns its causal mask to the first key, so the mask fits only if the queries are all rows.
         if rows == length:
             first = min(rows, self.window or rows)
-            if first == rows:  # without a slice, whose backward pass would copy
+            if first == rows:  # without a slice, because the backward pass of a slice would copy
                 return self._product(query, key, value, is_causal=True)
             blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
         for start_row in range(first, rows, BLOCK):
@@ -178,9 +180,10 @@ def _seen(rows: Tensor, parts: Parts) -> Sequence[Tensor]:
 
 
 def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [rows, keys]: 0 where one of the last `rows` tokens sees a key, -inf elsewhere.
+    """Return [rows, keys]: 0 where a token of the last `rows` tokens sees a key, -inf elsewhere.
 
-    All blocks, sequences and layers share one mask, of which this is a corner: autograd keeps the mask of each block.
+    The result is a corner of one mask that all blocks, sequences and layers share, because autograd keeps the mask of each
+    block.
     """
     corner = _last_rows(window + BLOCK if window else 1 << (keys - 1).bit_length(), window, dtype, device)
     return corner[-rows:, -keys:]

@@ -18,7 +18,7 @@ def refuse(config: Mapping[str, Any], origin: str, *keys: str) -> None:
 
 
 def whole_number(config: Mapping[str, Any], origin: str, key: str, least: int = 1) -> int:
-    """Return a size. Raises ValueError for another value, KeyError if it is missing."""
+    """Return a size. Raises ValueError for another kind of value, KeyError if the key is missing."""
     size = config[key]
     if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise ValueError(f"{origin}: {key} = {size!r} must be a whole number of at least {least}")
@@ -33,7 +33,7 @@ _UNREAD = {
 
 
 def _refuse_unread(config: Mapping[str, Any], origin: str, neutral: Mapping[str, Any]) -> None:
-    """Raise ValueError for a key that would make the engines' model differ from the trainer's."""
+    """Raise ValueError for a key that would make the engines' model differ from the trainer's model."""
     for key, value in neutral.items():
         if config.get(key) not in (None, value):
             raise ValueError(
@@ -51,8 +51,9 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 def read_rope(config: Mapping[str, Any], origin: str, scalings: Sequence[str]) -> tuple[float, tuple[tuple[str, Any], ...]]:
-    """Return base and scaling of the rotary embedding; the scaling includes its `rope_type`, or is empty. transformers 5
-    writes rope_parameters, 4 wrote rope_theta and rope_scaling. Raises ValueError for a scaling not in `scalings`."""
+    """Return base and scaling of the rotary embedding; the scaling includes the `rope_type`, or is empty. transformers 5
+    writes rope_parameters; transformers 4 wrote rope_theta and rope_scaling. Raises ValueError for a scaling not in
+    `scalings`."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and old != new:
         raise ValueError(
@@ -140,7 +141,8 @@ def read_decoder(
 
 
 def read_expert_counts(config: Mapping[str, Any], origin: str, *keys: str) -> tuple[int, int]:
-    """Return the numbers of experts and of experts per token; `keys` are names of the former, the usual one first."""
+    """Return the number of experts and the number of experts per token; `keys` are names of the first key, the usual name
+    first."""
     key = next((key for key in keys if key in config), keys[0])
     count, chosen = whole_number(config, origin, key), whole_number(config, origin, "num_experts_per_tok")
     if chosen > count:

@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and models like it: multi-latent attention, shared experts, sigmoid routing with a bias for the choice.
+"""DeepSeek-V3 and similar models: multi-latent attention, shared experts, sigmoid routing with a bias for the choice.
 
 The layers for multi-token prediction (`num_nextn_predict_layers`, tensors of `model.layers.N` from N = num_hidden_layers on)
-are no part of the decoder: they are neither read nor trained nor saved.
+are not part of the decoder: megarl neither reads nor trains nor saves them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from megarl.models.weight_table import (
     whole,
 )
 
-# Of the norms inside attention Hugging Face's model takes this whatever rms_norm_eps says, vLLM's takes rms_norm_eps.
+# For the norms inside attention, Hugging Face's model uses this value and ignores rms_norm_eps; vLLM's model uses
+# rms_norm_eps.
 _EPSILON = 1e-6
-# What transformers assumes where config.json says nothing, and vLLM with it.
+# The values that transformers, and so vLLM, assumes for missing keys of config.json.
 _DEFAULTS = {"max_position_embeddings": 4096, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
              "num_key_value_heads": 128}  # fmt: skip
 
@@ -76,8 +77,8 @@ def _read_experts(config: Mapping[str, Any], origin: str) -> Experts:
         f"topk_group = {chosen_groups} must be at most n_group = {groups}": chosen_groups <= groups,
     }
     if groups > 1:
-        # A group's score is the sum of its two best experts' in DeepSeek-V3, of its num_experts_per_tok // topk_group best
-        # ones' in megatron-core.
+        # A group's score is a sum over its best experts: the best two in DeepSeek-V3, the best num_experts_per_tok //
+        # topk_group in megatron-core.
         rule = f"num_experts_per_tok = {chosen} must be twice topk_group = {chosen_groups}"
         rules[rule] = chosen // chosen_groups == 2
     _hold(rules, origin)
@@ -103,8 +104,8 @@ def _hold(rules: Mapping[str, bool], origin: str) -> None:
 
 
 def _yarn_scales(scaling: Mapping[str, Any]) -> tuple[float, float]:
-    """YaRN's factors of the attention's scale and of the rotary cosines and sines (Peng et al. 2023, sec. 3.4), as
-    DeepSeek's model splits them: `mscale_all_dim` goes to the first, `mscale` over it to the second."""
+    """Return YaRN's factors of the attention's scale and of the rotary cosines and sines (Peng et al. 2023, sec. 3.4).
+    DeepSeek's model splits them: the first factor uses `mscale_all_dim`, the second uses `mscale` over `mscale_all_dim`."""
     if not scaling:
         return 1.0, 1.0
 
@@ -134,7 +135,7 @@ def _attention(shape: ModelShape) -> list[Weight]:
     assert latent is not None, "every layer of the family has latent attention"
     queries, narrow = shape.heads * latent.key_dim, latent.key_value_rank + latent.rotary_dim
     total = latent.query_rank + narrow
-    # vLLM fuses the two down-projections, where there are two.
+    # vLLM fuses the down-projections if there are two.
     fused = "self_attn.fused_qkv_a_proj.weight" if latent.query_rank else "self_attn.kv_a_proj_with_mqa.weight"
     weights = []
     if latent.query_rank:
@@ -157,13 +158,13 @@ def _attention(shape: ModelShape) -> list[Weight]:
 
 
 def _down(name: str, rows: int, columns: int, megatron: str, vllm: str, before: int, total: int) -> Weight:
-    """A down-projection: whole on every rank, fused in vLLM."""
+    """Return a down-projection: whole on every rank, fused in vLLM."""
     held = Held(f"self_attention.{megatron}.weight", Replicated())
     return Weight(f"self_attn.{name}.weight", rows, columns, held, Held(vllm, Replicated(before, total)))
 
 
 def _up(name: str, rows: int, columns: int, megatron: str) -> Weight:
-    """A projection to all heads, cut by heads."""
+    """Return a projection to all heads, sharded by heads."""
     return matrix(f"self_attn.{name}.weight", rows, columns, Rows(), f"self_attention.{megatron}.weight")
 
 

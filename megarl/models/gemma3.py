@@ -1,4 +1,5 @@
-"""Gemma 3, its text models: norms around attention and feed-forward network, windows in most layers, a scaled embedding."""
+"""The text models of Gemma 3: norms around attention and feed-forward network, windows in most layers, a scaled
+embedding."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from megarl.models.config import read_decoder, refuse, whole_number
 from megarl.models.shape import ModelShape
 from megarl.models.weight_table import Family, Weight, attention, swiglu, whole
 
-# What transformers assumes where config.json says nothing.
-_PATTERN = 6  # every so many layers sees everything
+# The values that transformers assumes for missing keys of config.json.
+_PATTERN = 6  # every sixth layer sees all tokens
 _DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True}
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
@@ -40,8 +41,9 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
 
 
 def _read_ropes(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], float]:
-    """Rotary embedding of the layers that see everything, and base of those with a window. transformers 5 writes both below
-    rope_parameters, 4 wrote rope_theta, rope_scaling and rope_local_base_freq; of both at once transformers makes this."""
+    """Return the rotary embedding of the layers that see all tokens, and the base of the layers with a window. transformers
+    5 writes both below rope_parameters; transformers 4 wrote rope_theta, rope_scaling and rope_local_base_freq. A file with
+    both forms means the same here as in transformers."""
     parameters = config.get("rope_parameters") or {}
     everywhere = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA} | dict(parameters.get("full_attention") or {})
     everywhere |= dict(config.get("rope_scaling") or {})

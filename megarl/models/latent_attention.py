@@ -37,10 +37,10 @@ class LatentAttentionSubmodules:
 
 
 class LatentSelfAttention(MegatronModule):
-    """Attention with keys and values from one short vector per token; also queries if `query_rank` is set.
+    """Attention whose keys and values (and queries, if `query_rank` is set) come from one short vector per token.
 
-    Down-projections are replicated over the tensor group, up-projections sharded by heads. All heads share the rotary part
-    of the keys.
+    Down-projections are replicated over the tensor group; up-projections are sharded by heads. All heads share the rotary
+    part of the keys.
     """
 
     def __init__(

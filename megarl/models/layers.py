@@ -1,4 +1,4 @@
-"""Modules that megarl puts into megatron-core's layer specs: norms, replicated layers, and Gemma 3's additions."""
+"""Modules for megatron-core's layer specs: norms, replicated layers, and Gemma 3's additions."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class RMSNorm(nn.Module):
 class ReplicatedLinear(nn.Module):
     """A linear layer without bias that every tensor rank holds whole.
 
-    Under sequence parallelism each rank runs its own rows, so the weight is marked like a norm's; otherwise the gradient is
-    whole on every rank.
+    Under sequence parallelism each rank runs its own rows, so the weight is marked like a norm's weight; otherwise every
+    rank has the whole gradient.
     """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
@@ -63,7 +63,7 @@ class ReplicatedLinear(nn.Module):
 class ValueHead(nn.Module):
     """A critic's output layer: one value per token, replicated over the tensor group.
 
-    Every tensor rank sees all rows, also under sequence parallelism, so that its gradient is whole.
+    Every tensor rank sees all rows, also under sequence parallelism, so every rank has the whole gradient.
     """
 
     def __init__(self, config: Any) -> None:
@@ -96,7 +96,7 @@ def _normed(norm: nn.Module, make_add: Callable[..., Any]) -> Callable[..., Any]
 
         def norm_then_add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             output, bias = output_with_bias
-            assert bias is None, "it would have to be added before the norm"
+            assert bias is None, "a bias would have to be added before the norm"
             return add((norm(output), None), residual, dropout)
 
         return norm_then_add
@@ -105,7 +105,7 @@ def _normed(norm: nn.Module, make_add: Callable[..., Any]) -> Callable[..., Any]
 
 
 class WindowedSelfAttention(SelfAttention):
-    """Self-attention of a model whose layers with a window have another rotary base."""
+    """Self-attention of a model in which layers with a window have another rotary base."""
 
     def __init__(self, *args: Any, windows: Sequence[int], layer_number: int, **more: Any) -> None:
         super().__init__(*args, layer_number=layer_number, **more)
@@ -118,6 +118,6 @@ class WindowedSelfAttention(SelfAttention):
 
 
 def scale_embedding(embedding: nn.Module, scale: float, dtype: torch.dtype) -> None:
-    """Multiply the embedding's output by a factor that is rounded to its type, as in the model's training."""
+    """Multiply the embedding's output by a factor that is rounded to the output's type, as in the model's training."""
     rounded = float(torch.tensor(scale, dtype=dtype))
     embedding.register_forward_hook(lambda module, inputs, output: output * rounded)

@@ -1,7 +1,7 @@
 """Segments (rectangles of checkpoint tensors that a rank holds), and the layouts of trainer and engines. No torch.
 
-Loading from a Hugging Face directory, saving to one and syncing into vLLM describe both of their ends as segments, so that
-one weight table per model family serves all three.
+Loading from a Hugging Face directory, saving to a directory and syncing into vLLM describe both of their ends as segments.
+So one weight table per model family serves all three.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Layout:
 
     `virtual_pipeline` counts the model chunks of each stage, `context` the ranks that share one sequence;
     `sequence_parallel` splits the activations between tensor-parallel regions over the tensor group. `stages` are the
-    layers of each chunk in the model's order, stage by stage and then chunk by chunk; empty for even ones.
+    numbers of layers of each chunk in the model's order, stage by stage and then chunk by chunk; empty for equal chunks.
 
-    Experts have their own sharding over the ranks of a stage (tensor x context x data of them):
-    stage rank = expert_tensor_rank + expert_tensor * (expert_rank + expert * expert_data_rank). `expert_tensor` None is
+    Experts have their own sharding over the tensor x context x data ranks of a stage:
+    stage rank = expert_tensor_rank + expert_tensor * (expert_rank + expert * expert_data_rank). `expert_tensor` None means
     `tensor`.
 
-    `token_multiple`: the kernels want the tokens that a rank runs to be a multiple of this (1, or an even number).
+    `token_multiple`: the kernels need the number of tokens of a rank to be a multiple of this (1, or an even number).
     """
 
     tensor: int = 1
@@ -71,35 +71,35 @@ class Layout:
         return self.tensor * self.context * self.data // (self.expert_tensor_size * self.expert)
 
     def expert_coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(expert tensor, expert, expert data) rank of a trainer rank."""
+        """Return the (expert tensor, expert, expert data) rank of a trainer rank."""
         rest, tensor_rank = divmod(rank % (self.tensor * self.context * self.data), self.expert_tensor_size)
         data_rank, expert_rank = divmod(rest, self.expert)
         return tensor_rank, expert_rank, data_rank
 
     @property
     def sequence_multiple(self) -> int:
-        """Tokens of a sequence are padded to a multiple of this: context parallelism divides it into 2 chunks per rank."""
+        """The number to whose multiple each sequence is padded: context parallelism divides it into 2 chunks per rank."""
         if self.context == 1:
             return 1
         return max(2, self.token_multiple) * self.context * (self.tensor if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Tokens of a micro-batch are padded to a multiple of this: sequence parallelism splits it over the tensor group."""
+        """The number to whose multiple a micro-batch is padded: sequence parallelism splits it over the tensor group."""
         if self.token_multiple > 1:
             return self.token_multiple * self.context * (self.tensor if self.sequence_parallel else 1)
         return self.tensor * self.context if self.sequence_parallel else 1
 
     @property
     def micro_batch_step(self) -> int:
-        """A rank's number of micro-batches must be a multiple of this: the interleaved schedule runs groups of them."""
+        """The number of which a rank's micro-batches must be a multiple: the interleaved schedule runs groups of them."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def rank(self, tensor_rank: int, pipeline_rank: int, data_rank: int = 0, context_rank: int = 0) -> int:
         return tensor_rank + self.tensor * (context_rank + self.context * (data_rank + self.data * pipeline_rank))
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """(tensor, pipeline, data, context) rank of a trainer rank."""
+        """Return the (tensor, pipeline, data, context) rank of a trainer rank."""
         rest, tensor_rank = divmod(rank, self.tensor)
         rest, context_rank = divmod(rest, self.context)
         pipeline_rank, data_rank = divmod(rest, self.data)
@@ -134,7 +134,7 @@ class RolloutLayout:
         return tensor_rank + self.tensor * (pipeline_rank + self.pipeline * data_rank)
 
     def coordinates(self, worker: int) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) rank of a worker."""
+        """Return the (tensor, pipeline, data) rank of a worker."""
         rest, tensor_rank = divmod(worker, self.tensor)
         data_rank, pipeline_rank = divmod(rest, self.pipeline)
         return tensor_rank, pipeline_rank, data_rank

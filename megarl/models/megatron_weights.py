@@ -62,7 +62,7 @@ def rank_segments(
     critic: bool = False,
     context_rank: int = 0,
 ) -> Iterator[Segment]:
-    """Yield the segments of a rank; ranks that differ only in data or context hold the same."""
+    """Yield the segments of a rank; ranks that differ only in data or context rank hold the same segments."""
     rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
     for chunk in range(layout.virtual_pipeline):
         prefix = chunk_prefix(layout, chunk)
@@ -73,7 +73,8 @@ def rank_segments(
 def chunk_weights(
     shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, critic: bool
 ) -> Iterator[tuple[str, str, Weight]]:
-    """Yield the rows of the table that a chunk holds, each after its prefixes of the checkpoint's and parameter's names."""
+    """Yield the rows of the table that a chunk holds, each after the prefixes of the checkpoint's and the parameter's
+    name."""
     first = pipeline_rank == 0 and chunk == 0
     last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
     for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):
@@ -109,7 +110,7 @@ def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefi
 
 
 def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> dict[str, tuple[int, int]]:
-    """Return (rows, columns) of every parameter of a rank, with padding; a vector has one column. Without a value head."""
+    """Return (rows, columns) of every parameter of a rank, with padding, except the value head; a vector has one column."""
     _, pipeline_rank, _, _ = layout.coordinates(rank)
     sizes: dict[str, tuple[int, int]] = {}
     for chunk in range(layout.virtual_pipeline):

@@ -15,7 +15,7 @@ DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_no
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:
     refuse(config, origin, "router_jitter_noise")
     count, chosen = read_expert_counts(config, origin, "num_local_experts")
-    # A softmax over the chosen experts equals one over all experts that is normalised over the chosen.
+    # A softmax over the chosen experts equals a softmax over all experts that is then normalised over the chosen experts.
     shape_of_experts = Experts(count, chosen, whole_number(config, origin, "intermediate_size"), normalise=True)
     return read_decoder(config, origin, experts=shape_of_experts, defaults=DEFAULTS)
 

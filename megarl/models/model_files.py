@@ -9,15 +9,15 @@ from pathlib import Path
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "*.md", "LICENSE*", "NOTICE*"]
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data",
             ".ot", ".npz", "adapter_config.json")  # fmt: skip
-# A directory with any of these has a tokenizer.
+# A directory with any of these files has a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def model_directory(path: str) -> Path:
-    """Return the directory itself, or the snapshot of a hub name, if possible from the local cache.
+    """Return the directory itself, or the snapshot of a hub name, from the local cache if possible.
 
-    Raises ValueError naming `model.path` if there is neither.
+    Raises ValueError naming `model.path` if the path is neither a directory nor a hub name.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -31,14 +31,14 @@ def model_directory(path: str) -> Path:
 
 
 def check_fetched(file: str | Path) -> None:
-    """Raise ValueError for a pointer that Git LFS has not replaced by the file."""
+    """Raise ValueError if the file is a pointer that Git LFS has not replaced by the content."""
     path = Path(file)
     if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(_POINTER):
         raise ValueError(f"{path}: is a pointer of Git LFS, not the file itself; run `git lfs pull` in {str(path.parent)!r}")
 
 
 def check_has_tokenizer(directory: str | Path) -> None:
-    """Raise ValueError for a directory without a tokenizer, for which transformers would make an empty one."""
+    """Raise ValueError if the directory has no tokenizer; transformers would make an empty tokenizer."""
     files = [file for pattern in _TOKENIZERS for file in Path(directory).glob(pattern)]
     if not files:
         raise ValueError(

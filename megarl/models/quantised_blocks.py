@@ -1,4 +1,4 @@
-"""The weights that engines hold in FP8 blocks, and a check that a plan cuts no block. No torch."""
+"""Find the weights that engines hold in FP8 blocks, and check that a plan cuts no block. No torch."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def scale_bytes(rows: int, columns: int) -> int:
 
 
 def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Check that every FP8 block lies in one box of a trainer rank, which quantises it, and is a block of one worker's
-    parameter.
+    """Check that every FP8 block lies in one box of a trainer rank, which quantises the block, and is a block of one
+    worker's parameter.
 
-    `sizes` are (rows, columns) of the quantised checkpoint tensors; other boxes are ignored. Raises ValueError naming the
-    first box that cuts a block, and their number.
+    `sizes` are (rows, columns) of the quantised checkpoint tensors; boxes of other tensors are ignored. Raises ValueError
+    that names the first box that cuts a block, and the number of such boxes.
     """
     cuts = [f"{_place('trainer rank', box)} cuts a block" for box in sources if _cuts(box, sizes)]
     for box in destinations:

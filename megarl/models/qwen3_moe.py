@@ -11,7 +11,7 @@ from megarl.models.weight_table import Family, Weight, experts, llama_layer, rou
 
 
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:
-    # transformers 5 writes num_local_experts, 4 wrote num_experts.
+    # transformers 5 writes num_local_experts; transformers 4 wrote num_experts.
     count, chosen = read_expert_counts(config, origin, "num_experts", "num_local_experts")
     dense = sorted(config.get("mlp_only_layers") or [])
     if dense != list(range(len(dense))):

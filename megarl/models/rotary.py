@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each family, the angles of each token and the rotation by them."""
+"""Rotary position embedding: the frequencies of each family, the angles of each token, and the rotation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megarl.models import ModelShape
 def inverse_frequencies(shape: ModelShape) -> Tensor:
     """Return RoPE's inverse frequencies [head_dim / 2] (Su et al. 2021, sec. 3.2.2) with the model's scaling.
 
-    If layers with a window have another base, their unscaled frequencies follow: [head_dim]. megatron-core passes all layers
-    the same angles, of which `own_angles` selects a layer's.
+    If layers with a window have another base, their unscaled frequencies follow: [head_dim]. megatron-core passes the same
+    angles to all layers; `own_angles` selects the angles of a layer.
     """
     inverse = _plain(shape.head_dim, shape.rope_theta)
     scaling = dict(shape.rope_scaling)
@@ -39,7 +39,7 @@ def rotate(rows: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def own_angles(angles: Tensor, local: bool) -> Tensor:
-    """Select a layer's angles [tokens, 1, head_dim] from those of both kinds of layers.
+    """Select a layer's angles [tokens, 1, head_dim] from the angles of both kinds of layers.
 
     `token_angles` returns [tokens, 1, 2 x (global, local) x head_dim / 2].
     """
@@ -51,12 +51,12 @@ def _plain(dim: int, theta: float) -> Tensor:
 
 
 def _linear(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Position interpolation (Chen et al. 2023, eq. 4)."""
+    """Scale by position interpolation (Chen et al. 2023, eq. 4)."""
     return inverse / scaling["factor"]
 
 
 def _llama3(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are stretched, short ones are kept."""
+    """Scale as Llama 3.1 does: stretch long wavelengths and keep short wavelengths."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     # 0 where the wavelength is longer than the original context over `low`, 1 where shorter than over `high`.
@@ -65,8 +65,8 @@ def _llama3(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor
 
 
 def _yarn(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """YaRN (Peng et al. 2023, sec. 3.2): dimensions that turn more than `beta_fast` times in the original context are kept,
-    those that turn less than `beta_slow` times are stretched."""
+    """Scale by YaRN (Peng et al. 2023, sec. 3.2): keep dimensions that turn more than `beta_fast` times in the original
+    context, and stretch dimensions that turn less than `beta_slow` times."""
     dim, original = 2 * len(inverse), scaling["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
@@ -74,7 +74,7 @@ def _yarn(inverse: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
 
     low = max(math.floor(dimension(scaling["beta_fast"])), 0)
     high = min(math.ceil(dimension(scaling["beta_slow"])), dim - 1)
-    # For equal ends the ramp is a step.
+    # If the ends are equal, the ramp is a step.
     stretched = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return (1 - stretched) * inverse + stretched * inverse / scaling["factor"]
 

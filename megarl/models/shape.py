@@ -71,12 +71,12 @@ class ModelShape:
     norm_offset: bool = False  # norms multiply by 1 + weight
     sandwich_norms: bool = False  # also norm the outputs of attention and of the feed-forward network
     embedding_scale: float = 1.0  # factor of the embedding's rows
-    windows: tuple[int, ...] = ()  # of each layer: how many of the last tokens a token sees, 0 for all; empty: all see all
+    windows: tuple[int, ...] = ()  # for each layer: how many of the last tokens a token sees, 0 for all; empty: 0 everywhere
     local_rope_theta: float | None = None  # of the layers with a window, if it is not rope_theta
 
     @property
     def has_own_attention(self) -> bool:
-        """Whether it uses megarl's core attention also on a GPU (windows, latent attention)."""
+        """Whether the model uses megarl's core attention also on a GPU (windows, latent attention)."""
         return self.latent is not None or bool(self.windows)
 
     def has_experts(self, layer: int) -> bool:
@@ -85,7 +85,8 @@ class ModelShape:
         return experts is not None and layer >= experts.first_dense and (layer + 1) % experts.every == 0
 
     def active_rows(self, layer: int) -> int:
-        """Return the rows, of `hidden` columns each, of the feed-forward matrices that a token passes in a layer."""
+        """Return the number of rows, of `hidden` columns each, of the feed-forward matrices that a token passes in a
+        layer."""
         experts = self.experts
         if experts is None or not self.has_experts(layer):
             return 3 * self.ffn
@@ -101,7 +102,8 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], origin: str = "config.json") -> ModelShape:
-        """Read the content of a `config.json`; `origin` names it in errors. Raises ValueError as `from_directory` does."""
+        """Read the content of a `config.json`; `origin` names the file in errors. Raises ValueError like
+        `from_directory`."""
         from megarl.models import FAMILIES
 
         kind = config.get("model_type")

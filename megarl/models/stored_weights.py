@@ -1,4 +1,4 @@
-"""Check a Hugging Face directory's safetensors files and tokenizer against the model. Reads only headers, without torch."""
+"""Check a Hugging Face directory's safetensors files and tokenizer against the model. Read only headers, without torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.models.model_files import check_fetched
 
 INDEX = "model.safetensors.index.json"
 FORMATS = ("F64", "F32", "F16", "BF16")  # number formats that weights are read from
-# Checkpoint tensors that are no weights: old Llama checkpoints keep the rotary frequencies, which config.json gives.
+# Checkpoint tensors that are not weights: old Llama checkpoints hold the rotary frequencies, which config.json gives.
 _NO_WEIGHTS = (r"rotary_emb\.inv_freq$",)
 # The head of a sequence classifier, by transformers' name.
 SCORE = "score.weight"
-# A critic has a value head in place of these.
+# A critic has a value head in place of these heads.
 _HEADS = (r"^lm_head\.weight$", r"^score\.weight$")
 
 
@@ -33,10 +33,10 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(directory: str | Path) -> dict[str, Stored]:
-    """Return every tensor of a directory by name; none for a directory without safetensors.
+    """Return every tensor of a directory by name; empty for a directory without safetensors.
 
-    Reads the files of the index, or else `model.safetensors`, or else all files. Raises ValueError for a file that is
-    missing or damaged, and for a tensor that is not in the file of the index.
+    Read the files that the index names, or else `model.safetensors`, or else all files. Raises ValueError for a file that is
+    missing or damaged, and for a tensor that is not in the file that the index names.
     """
     directory = Path(directory)
     index = directory / INDEX
@@ -78,10 +78,10 @@ def has_weights(directory: str | Path) -> bool:
 
 
 def check_weights(directory: str | Path, shape: ModelShape, critic: bool = False, score: bool = False) -> dict[str, Stored]:
-    """Return the directory's tensors if they are exactly those of the model, with its shapes. A critic needs no head;
-    `score` needs a classifier's head of one label.
+    """Return the directory's tensors if their names and shapes are exactly those of the model. A critic needs no head; with
+    `score` the directory needs a classifier's head of one label.
 
-    Raises ValueError naming file, tensor and both shapes; of several faults of a kind the first, and their number.
+    Raises ValueError with file, tensor and both shapes: the first fault of each kind, and the number of faults.
     """
     stored = stored_tensors(directory)
     if not stored:
@@ -147,14 +147,15 @@ def _more(names: list[str]) -> str:
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a `tokenizer.json` with their ids, and which of them were added (special or by a user)."""
+    """The tokens of a `tokenizer.json` with their ids, and the tokens that were added (special tokens or a user's
+    tokens)."""
 
     tokens: dict[str, int]
     added: set[str]
 
 
 def read_vocabulary(directory: str | Path) -> Vocabulary:
-    """Read a directory's tokens; none without `tokenizer.json`. Raises ValueError for a file that is no tokenizer."""
+    """Read a directory's tokens; empty without `tokenizer.json`. Raises ValueError if the file is not a tokenizer."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         return Vocabulary({}, set())
@@ -162,7 +163,7 @@ def read_vocabulary(directory: str | Path) -> Vocabulary:
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content["model"].get("vocab", {})
-        # A unigram model lists [token, score] by id, the others map tokens to ids.
+        # A unigram model lists [token, score] by id; other models map tokens to ids.
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
         return Vocabulary({token: int(number) for token, number in (*pairs, *added.items())}, set(added))
@@ -171,9 +172,9 @@ def read_vocabulary(directory: str | Path) -> Vocabulary:
 
 
 def check_tokenizer(directory: str | Path, shape: ModelShape) -> None:
-    """Raise ValueError for a `tokenizer.json` of another model, with a token beyond the embedding.
+    """Raise ValueError for a `tokenizer.json` of another model, which has a token without a row in the embedding.
 
-    Added tokens may be beyond it, as Gemma's token for pictures is; prompts with such a token are refused one by one. Other
+    Added tokens may lack a row, such as Gemma's token for pictures; the data room refuses prompts with such a token. Other
     kinds of tokenizer files are not read.
     """
     tokens, added = read_vocabulary(directory)

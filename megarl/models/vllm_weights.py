@@ -14,7 +14,8 @@ from megarl.models.weight_table import VLLM_VOCABULARY, embedding, final_norm, h
 
 
 class Share(NamedTuple):
-    """A worker's share of a weight: shard `rank` of `ranks` of each of `experts` (one, for other weights)."""
+    """A worker's share of a weight: shard `rank` of `ranks` of each expert in `experts` (of one expert, for other
+    weights)."""
 
     ranks: int
     rank: int
@@ -79,8 +80,8 @@ def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker:
 
 
 def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
-    """Return parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage, though only the first
-    or last stage reads them. No plan sends them."""
+    """Return the parameters that some of vLLM's models (Mixtral, Qwen3-MoE, Gemma) build on every stage, although only the
+    first or last stage reads them. No plan sends these parameters."""
     ends = {held(weight).parameter for weight in (embedding(shape), final_norm(shape), head(shape))}
     return ends - {held(weight).parameter for _, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1])}
 
@@ -97,7 +98,7 @@ def fixed_parameters(shape: ModelShape) -> list[str]:
 
 
 def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
-    """Return the global layer numbers, from 0, of a stage. Remaining layers go to the stages before the last, from the
+    """Return the global layer numbers, from 0, of a stage. Remaining layers go to the stages before the last stage, from the
     back."""
     even, left = divmod(num_layers, pipeline)
     sizes = [even + (pipeline - 1 - left <= stage < pipeline - 1) for stage in range(pipeline)]
@@ -106,7 +107,7 @@ def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
 
 
 def held_experts(count: int, ranks: int, rank: int) -> range:
-    """Return the experts that a rank holds whole: intervals, longer by one on the first ranks if some remain."""
+    """Return the experts that a rank holds whole: an interval, longer by one expert on the first ranks if some remain."""
     each, left = divmod(count, ranks)
     first = rank * each + min(rank, left)
     return range(first, first + each + (rank < left))

@@ -1,7 +1,8 @@
-"""The rows of a family's weight table: a checkpoint tensor, and how Megatron and vLLM shard it over their ranks.
+"""The rows of a family's weight table: a checkpoint tensor, and how Megatron and vLLM shard the tensor over their ranks.
 
-A tensor is a matrix of `rows` x `columns`; a vector of n elements is an [n, 1] matrix, and a parameter of more dimensions is
-a matrix of its last dimension. In a fused parameter of `total` rows before sharding, `before` rows precede the tensor.
+A tensor is a matrix of `rows` x `columns`; a vector of n elements is an [n, 1] matrix. A parameter with more dimensions is a
+matrix whose columns are the last dimension. In a fused parameter of `total` rows before sharding, `before` rows precede the
+tensor.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """A fused parameter that is sharded as a whole: blocks of `height` rows of the tensor are `stride` rows apart, the first
-    after `before` rows, and a rank holds an equal interval of all `total` rows.
+    """A fused parameter that is sharded as a whole. Blocks of `height` rows of the tensor are `stride` rows apart, the first
+    block after `before` rows. A rank holds an equal interval of all `total` rows.
 
-    With more ranks than blocks a block spans several ranks. Megatron fuses queries, keys and values in this way, group by
+    With more ranks than blocks, a block spans several ranks. Megatron fuses queries, keys and values in this way, group by
     group: [queries of the group | key | value].
     """
 
@@ -128,7 +129,7 @@ class InterleavedRows:
 
 @dataclass(frozen=True)
 class FusedHeads:
-    """vLLM's fused [queries | keys | values] of the rank; key-value heads have copies if there are more ranks than such
+    """vLLM's fused [queries | keys | values] of a rank. With more ranks than key-value heads, ranks hold copies of these
     heads. `part` is 0, 1 or 2."""
 
     part: int
@@ -155,12 +156,13 @@ class Held(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A checkpoint tensor and where Megatron and vLLM hold it.
+    """A checkpoint tensor and the places where Megatron and vLLM hold the tensor.
 
     Names of a layer's weights are relative to the layer (`self_attn.o_proj.weight`). With `experts` the row stands for that
-    many tensors: `{expert}` in `name` is the expert's number, in Megatron's parameter its number on the rank; vLLM stacks
-    them in one parameter. Without `vllm` whole tensors go to vLLM's own loader (`weight_sync.mode: checkpoint`). No update
-    moves a `fixed` tensor, and no weight sync sends it. A `shared` tensor belongs to an expert that every token passes.
+    many tensors: `{expert}` is the expert's global number in `name`, and the expert's number on the rank in Megatron's
+    parameter; vLLM stacks the experts in one parameter. Without `vllm`, whole tensors go to vLLM's own loader
+    (`weight_sync.mode: checkpoint`). No update changes a `fixed` tensor, and no weight sync sends it. A `shared` tensor
+    belongs to an expert that every token passes.
     """
 
     name: str
@@ -189,25 +191,25 @@ class Family:
     harmless: tuple[str, ...] = ()
 
 
-# The weights of the parts of decoders, which families combine. Megatron's names are those of megatron-core's local layer
-# spec, vLLM's those of its fused parameters (0.32). Both pad the vocabulary, so that tensor ranks hold the same number of
+# The weights of the parts of decoders, which families combine. Megatron's names come from megatron-core's local layer spec,
+# vLLM's names from vLLM's fused parameters (0.32). Both pad the vocabulary, so that tensor ranks hold the same number of
 # rows.
 MEGATRON_VOCABULARY = PaddedRows(8, each_rank=True)
 VLLM_VOCABULARY = PaddedRows(64, each_rank=False)
 
 
 def whole(name: str, rows: int, megatron: str, columns: int = 1, vllm: str = "") -> Weight:
-    """A tensor that every tensor rank holds whole; by default a vector."""
+    """Return a tensor that every tensor rank holds whole; by default a vector."""
     return Weight(name, rows, columns, Held(megatron, Replicated()), Held(vllm or name, Replicated()))
 
 
 def matrix(name: str, rows: int, columns: int, sharding: Sharding, megatron: str, vllm: str = "") -> Weight:
-    """A tensor that is a parameter of its own on both sides, sharded in the same way."""
+    """Return a tensor that is a separate parameter on both sides, sharded in the same way."""
     return Weight(name, rows, columns, Held(megatron, sharding), Held(vllm or name, sharding))
 
 
 def attention(shape: ModelShape) -> list[Weight]:
-    """Grouped-query attention with one fused projection of queries, keys and values."""
+    """Return the weights of grouped-query attention with one fused projection of queries, keys and values."""
     columns = shape.heads * shape.head_dim
     weights = _fused(shape, "weight", shape.hidden)
     if shape.qkv_bias:
@@ -239,7 +241,7 @@ def _fused(shape: ModelShape, kind: str, columns: int) -> list[Weight]:
 
 
 def swiglu(hidden: int, ffn: int, name: str = "mlp", megatron: str = "mlp") -> list[Weight]:
-    """A gated feed-forward network [gate | up], down; `name` and `megatron` are the prefixes of its parts."""
+    """Return the weights of a gated feed-forward network, [gate | up] and down; `name` and `megatron` are prefixes."""
     return [
         *(
             Weight(
@@ -256,15 +258,15 @@ def swiglu(hidden: int, ffn: int, name: str = "mlp", megatron: str = "mlp") -> l
 
 
 def router(name: str, count: int, hidden: int) -> Weight:
-    """The scores of the experts, called `name` in the checkpoint and in vLLM."""
+    """Return the weight that scores the experts, called `name` in the checkpoint and in vLLM."""
     return whole(name, count, "mlp.router.weight", hidden)
 
 
 def experts(
     name: str, count: int, hidden: int, ffn: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Weight]:
-    """Experts that are gated feed-forward networks; `parts` are the checkpoint's names of gate, up and down, `name` is their
-    prefix (`mlp.experts`) there and in vLLM."""
+    """Return the weights of experts that are gated feed-forward networks. `parts` are the checkpoint's names of gate, up and
+    down; `name` is the prefix (`mlp.experts`) in the checkpoint and in vLLM."""
     gate, up, down = (f"{name}.{{expert}}.{part}.weight" for part in parts)
     megatron, vllm = "mlp.experts.local_experts.{expert}.", f"{name}.routed_experts."
     return [
@@ -291,7 +293,7 @@ def experts(
 
 
 def llama_layer(shape: ModelShape, feed_forward: list[Weight]) -> list[Weight]:
-    """A layer with norms only before attention and before the feed-forward network."""
+    """Return the weights of a layer with norms only before attention and before the feed-forward network."""
     return [
         whole("input_layernorm.weight", shape.hidden, "input_layernorm.weight"),
         *attention(shape),
@@ -301,7 +303,7 @@ def llama_layer(shape: ModelShape, feed_forward: list[Weight]) -> list[Weight]:
 
 
 def embedding(shape: ModelShape) -> Weight:
-    """The input embedding, which is also the head of a tied model."""
+    """Return the input embedding, which is also the head of a tied model."""
     return _vocabulary(shape, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
 
 
@@ -310,7 +312,7 @@ def final_norm(shape: ModelShape) -> Weight:
 
 
 def head(shape: ModelShape) -> Weight:
-    """The output head, which reads the embedding in a tied model."""
+    """Return the output head, which in a tied model is the embedding's tensor."""
     name = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
     return _vocabulary(shape, name, "output_layer.weight")
 
