@@ -54,19 +54,19 @@ class Platform:
 
     @property
     def prefetches(self) -> bool:
-        """Whether copies between host and device overlap the computation."""
+        """Whether copies between host and device overlap with the computation."""
         return self.kind == "cuda"
 
     @property
     def attention_shares_keys(self) -> bool:
-        """Whether `scaled_dot_product_attention` takes fewer key heads than query heads in every precision. Elsewhere it
-        would materialize the square of each sequence."""
+        """Whether `scaled_dot_product_attention` takes fewer key heads than query heads in every precision. On other devices
+        it would materialize a matrix with the square of each sequence's length."""
         return self.kind == "cpu"
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes that are copied and hashed at a time: on a CPU as many as its cache holds; on a GPU each piece takes a dozen
-        kernels."""
+        """Bytes that are copied and hashed at a time. A CPU's cache holds 2 MiB; on a GPU each piece costs a dozen kernels,
+        so pieces are larger."""
         return 32 << 20 if self.kind == "cuda" else 2 << 20
 
     @property
@@ -84,16 +84,16 @@ class Platform:
         return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Return the peak rate of this process's GPU in 10**12 operations a second; None where it is not known."""
+        """Return the peak rate of this process's GPU in 10**12 operations a second; None if the rate is unknown."""
         return diagnostics.peak_of(torch.cuda.get_device_name(), precision) if self.kind == "cuda" else None
 
     def pair_without_peer_access(self, devices: Iterable[int]) -> tuple[int, int] | None:
-        """Return the first two of these GPUs that cannot read each other's memory; None where all can, and on a CPU."""
+        """Return the first two of these GPUs that cannot read each other's memory; None if all can, and on a CPU."""
         pairs = permutations(sorted(set(devices)), 2) if self.kind == "cuda" else ()
         return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor] | None:
-        """Return `torch.nn.attention.varlen.varlen_attn` where this device runs it for such heads, else None."""
+        """Return `torch.nn.attention.varlen.varlen_attn` if this device runs it for this head size and type, else None."""
         has = transfers.has_varlen_attention(self.capability, dtype, head_dim)
         return transfers.varlen_attention() if has else None
 
@@ -107,7 +107,7 @@ class Platform:
         return self.device(torch.cuda.current_device() if self.kind == "cuda" else 0)
 
     def synchronize(self) -> None:
-        """Wait for all work of the device, so that a phase's seconds hold its own work."""
+        """Wait for all work of the device, so that the work of a phase counts in the seconds of that phase."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
@@ -147,13 +147,13 @@ class Platform:
         return device_memory.share_on_host(size)
 
     def share_storage(self, storage: torch.UntypedStorage) -> str:
-        """Return a handle for `reach_bytes` of memory that torch allocated on this process's device. On a CPU this moves the
-        storage into shared memory, unless it is there already. Raises RuntimeError where the memory cannot be shared."""
+        """Return a handle for `reach_bytes` to memory that torch allocated on this process's device. On a CPU, first move
+        the storage into shared memory unless it is there already. Raises RuntimeError if the memory cannot be shared."""
         return device_memory.share_cuda(storage) if self.kind == "cuda" else device_memory.share_cpu(storage)
 
     def reach_bytes(self, handle: str) -> torch.Tensor:
-        """Return memory that another process shares, uint8 [bytes], to be read only. Raises RuntimeError where it cannot be
-        mapped."""
+        """Return memory that another process shares, uint8 [bytes], for reading only. Raises RuntimeError if the memory
+        cannot be mapped."""
         return device_memory.reach(handle)
 
     # Copies between host and device -------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class Platform:
         return torch.from_numpy(np.empty(size, dtype=np.uint8))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start a copy of a tensor to the host; return the copy and the event of its completion (None on a CPU). On a GPU
-        the copy runs in its own stream, next to the computation."""
+        """Start to copy a tensor to the host; return the copy and the event of its completion (None on a CPU). On a GPU the
+        copy runs in its own stream, at the same time as the computation."""
         strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's strides without gaps
         copy = self.host_bytes(tensor.nbytes).view(tensor.dtype).as_strided(tensor.shape, strides)
         if self.kind != "cuda":
@@ -183,7 +183,8 @@ class Platform:
         return copy, event
 
     def to_device(self, copy: torch.Tensor, device: torch.device, event: Any) -> tuple[torch.Tensor, Any]:
-        """Start to copy the result of `to_host` back; return the tensor and the event of its completion (None on a CPU)."""
+        """Start to copy the result of `to_host` back to the device; return the tensor and the event of its completion (None
+        on a CPU)."""
         if self.kind == "cuda":
             return transfers.start_to_device(copy, device, event)
         return torch.empty_like(copy, device=device).copy_(copy), None
@@ -199,7 +200,7 @@ class Platform:
     ) -> GlooMessages | NcclMessages:
         """Join a group that exchanges messages between device memories or host memories. gloo stands in for NCCL on a CPU.
 
-        `host` is the store's machine; `timeout_s` bounds one NCCL call. Raises RuntimeError where other members do not come
+        `host` is the store's machine; `timeout_s` bounds one NCCL call. Raises RuntimeError if other members do not come
         within `join_s`.
         """
         store.set_timeout(timedelta(seconds=join_s))
@@ -222,7 +223,7 @@ class Platform:
 
     @property
     def profile_activities(self) -> list[torch.profiler.ProfilerActivity]:
-        """What torch's profiler records."""
+        """The activities that torch's profiler records."""
         activities = torch.profiler.ProfilerActivity
         return [activities.CPU, activities.CUDA] if self.kind == "cuda" else [activities.CPU]
 
@@ -239,7 +240,7 @@ class Platform:
         torch.cuda.profiler.start()
 
     def stop_capture(self) -> None:
-        """Stop what `start_capture` started, after all queued work."""
+        """Stop the recording that `start_capture` started, after all queued work."""
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
@@ -262,11 +263,11 @@ class Platform:
 
 def _detect() -> Platform:
     if torch.cuda.is_available():
-        # Without Transformer Engine's compiled part (the wheel `transformer_engine` alone has none) a GPU takes the modules
-        # of the CPU path, with torch's fused attention.
+        # Without Transformer Engine's compiled part, which the wheel `transformer_engine` alone lacks, a GPU uses the
+        # modules of the CPU path with torch's fused attention.
         spec = "local" if importlib.util.find_spec("transformer_engine_torch") is None else "transformer_engine"
-        # No gloo: every group of a layout would also open a mesh of sockets. CPU tensors have gloo groups of their own
-        # (`megatron/parallel.py`, megatron-core's optimizer states).
+        # Without gloo, because every group of a layout would also open a mesh of sockets. CPU tensors use separate gloo
+        # groups (`megatron/parallel.py`, megatron-core's optimizer states).
         return Platform("cuda", "nccl", spec)
     return Platform("cpu", "gloo", "local")
 

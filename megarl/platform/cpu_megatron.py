@@ -1,15 +1,16 @@
 """Run megatron-core on a machine without CUDA: rewrite its modules as they are imported.
 
-megatron-core hard-codes CUDA in about two hundred places. Patching torch would break vLLM in the same process, so only the
-syntax trees of `megatron.core` modules are rewritten, at import:
+megatron-core hard-codes CUDA in about two hundred places. A patch of torch would break vLLM in the same process, so the
+import hook rewrites only the syntax trees of `megatron.core` modules:
 
 - `torch.cuda` and everything imported from it becomes `megarl.platform.cuda_stub`;
 - the literals "cuda" and "torch.cuda.<X>Tensor" become their CPU names;
 - `x.cuda()` and `x.pin_memory()` become `x`, `pin_memory=True` becomes False, `x.is_cuda` (read: "on the device") True;
 - `x.record_stream(stream)` becomes `x`: there is one stream, and torch accepts no stand-in for it;
-- gathers and scatters pad uneven parts, and do nothing in a group of one (`gloo_collectives.py`);
+- `torch.distributed.all_gather` and `reduce_scatter` become the functions below, which take parts of unequal size;
+- the all-gather and reduce-scatter of the distributed optimizer only copy in a group of one rank;
 - the router's `te_general_gemm`, which 0.16 reads and leaves undefined without Transformer Engine, becomes None;
-- `jit_fuser` (torch.compile, which needs a C++ compiler) is disabled, and the RNG tracker uses the CPU generator.
+- `jit_fuser` (torch.compile, which needs a C++ compiler) is disabled.
 
 Checked with megatron-core 0.16.1 and 0.19.2.
 """
@@ -20,12 +21,17 @@ import ast
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
 
 _PREFIX = "megatron.core"
 _STUB = "megarl.platform.cuda_stub"
-_ALIAS = "__megarl_cuda__"
+_ALIAS, _COLLECTIVES = "__megarl_cuda__", "__megarl_collectives__"
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -41,6 +47,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.copy_location(ast.Name(_ALIAS, node.ctx), node)
+        if ast.unparse(node) in ("torch.distributed.all_gather", "torch.distributed.reduce_scatter"):
+            node.value = ast.copy_location(ast.Name(_COLLECTIVES, ast.Load()), node.value)
+            return node
         self.generic_visit(node)
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
             return ast.copy_location(ast.Constant(True), node)
@@ -76,27 +85,16 @@ class _Loader(importlib.machinery.SourceFileLoader):
         ):
             position += 1
         tree = _Rewriter().visit(tree)
-        tree.body[position:position] = ast.parse(f"import {_STUB} as {_ALIAS}").body
+        tree.body[position:position] = ast.parse(f"import {_STUB} as {_ALIAS}, {__name__} as {_COLLECTIVES}").body
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()
-        elif module.__name__ == "megatron.core.tensor_parallel.random":
-            import torch  # here: this file leaves the first import of torch to megatron-core
-
-            module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()  # type: ignore[attr-defined]
-            module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]
-        elif module.__name__ == "megatron.core.tensor_parallel.mappings":
-            from megarl.platform import gloo_collectives
-
-            gloo_collectives.install_uneven(module)
         elif module.__name__ == "megatron.core.distributed.param_and_grad_buffer":
-            from megarl.platform import gloo_collectives
-
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-                setattr(module, name, gloo_collectives.unless_alone(getattr(module, name)))
+                setattr(module, name, _unless_alone(getattr(module, name)))
         elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
             vars(module).setdefault("te_general_gemm", None)
 
@@ -114,8 +112,64 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Install the import hook once. Fails if megatron-core was imported before."""
+    """Install the import hook once. Raises AssertionError if megatron-core was imported before."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert _PREFIX not in sys.modules, "import megarl.platform before megatron.core: it must be rewritten for this CPU"
     sys.meta_path.insert(0, _Finder())
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def all_gather(parts: list[Tensor], local: Tensor, group: Any = None, **more: Any) -> Any:
+    """Gather every rank's `local` into `parts`, as torch does, also when the parts have different numbers of rows.
+
+    Ranks that share an expert's tensors gather different numbers of tokens. NCCL takes such parts; gloo does not, so each
+    part is padded to the longest.
+    """
+    if len({part.shape[:1] for part in parts}) == 1:
+        return dist.all_gather(parts, local, group=group, **more)
+    longest = max(map(len, parts))
+    padded = [part.new_empty(longest, *part.shape[1:]) for part in parts]
+    dist.all_gather(padded, _padded(local, longest), group=group)
+    for part, received in zip(parts, padded, strict=True):
+        part.copy_(received[: len(part)])
+    return None
+
+
+def reduce_scatter(output: Tensor, parts: list[Tensor], group: Any = None, **more: Any) -> Any:
+    """Sum the ranks' parts and return each rank its part in `output`, as torch does, also for parts of unequal size."""
+    if len({part.shape[:1] for part in parts}) == 1:
+        return dist.reduce_scatter(output, parts, group=group, **more)
+    longest = max(map(len, parts))
+    received = output.new_empty(longest, *output.shape[1:])
+    dist.reduce_scatter(received, [_padded(part, longest) for part in parts], group=group)
+    output.copy_(received[: len(output)])
+    return None
+
+
+def _padded(part: Tensor, num_rows: int) -> Tensor:
+    """Append rows of zeros."""
+    return pad(part, (0, 0) * (part.dim() - 1) + (0, num_rows - len(part))).contiguous()
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the all-gather or reduce-scatter of `param_and_grad_buffer` that only copies in a group of one rank.
+
+    megatron-core's distributed optimizer gathers and scatters in a group of any size. gloo copies the buffer onto itself in
+    a thread with its own OpenMP team. With more threads than cores under libgomp, threads stop spinning, and every small
+    product pays for a wake-up (torch 2.13; two threads on two cores: a pass takes 1.1 to 1.3 times as long). Ranks of larger
+    groups still pay this price if they have several threads.
+
+    The module rebinds its reduce-scatter under `reduce_scatter_with_fp32_accumulation`, which megarl never sets.
+    """
+
+    def replacement(output: Tensor, local: Tensor, *more: Any, group: Any, **named: Any) -> Any:
+        if group.size() > 1:
+            return collective(output, local, *more, group=group, **named)
+        if output.data_ptr() != local.data_ptr():
+            output.copy_(local)
+        return None  # no work to wait for
+
+    return replacement

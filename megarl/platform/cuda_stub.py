@@ -1,7 +1,7 @@
 """What megatron-core sees as `torch.cuda` on a machine without CUDA.
 
-The device is the CPU, and streams and events run in program order, so waiting does nothing. Reading a name that is not here
-adds it to `missed`, which a test reads, and raises AttributeError.
+The device is the CPU. Streams and events run in program order, so waiting does nothing. Reading a missing name adds the name
+to `missed`, which a test reads, and raises AttributeError.
 
 Tests replace `torch.cuda` by this module to see which calls a GPU would get: `recorded` and `HostWaits`.
 """
@@ -22,8 +22,8 @@ _records: list[list[str]] = []
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Record calls that wait for the device, choose it or return its memory: names in order; `set_device` with the thread's
-    name and the device."""
+    """Yield a list that gets the names of calls that wait for the device, choose a device, or return memory to the driver,
+    in order. `set_device` comes with the thread's name and the device."""
     calls: list[str] = []
     _records.append(calls)
     try:
@@ -38,8 +38,8 @@ def _record(call: str) -> None:
 
 
 class HostWaits(torch.overrides.TorchFunctionMode):
-    """Collects in `calls` the operations of this thread that would make the host wait for a GPU: reading values (`item`,
-    `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...), and making tensors on a device from pageable memory."""
+    """Collects in `calls` the operations of this thread that would make the host wait for a GPU: operations that read values
+    (`item`, `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...) or copy pageable memory to a device."""
 
     READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique",
              "masked_select")  # fmt: skip
@@ -59,7 +59,7 @@ class HostWaits(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Read by `hasattr` or behind a version test: absent is right.
+# megatron-core reads these names by `hasattr` or behind a version test, so they may be absent.
 _ABSENT_IS_FINE = {"MemPool"}
 
 
@@ -101,11 +101,11 @@ class Event:
 
 
 class CUDAGraph:
-    """Stands in annotations and isinstance tests; nothing captures a graph here."""
+    """A name for annotations and isinstance tests; nothing captures a graph on a CPU."""
 
 
 class CUDAPluggableAllocator:
-    """Imported at the top of a module, never constructed."""
+    """A name that megatron-core imports and never constructs."""
 
 
 class nvtx:
@@ -127,7 +127,12 @@ class amp:
     custom_bwd = staticmethod(lambda bwd=None, **_: bwd if bwd is not None else (lambda function: function))
 
 
+class random:
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+
+
 _STREAM = Stream()
+default_generators = {torch.device("cpu"): torch.default_generator}
 
 
 def current_device() -> torch.device:

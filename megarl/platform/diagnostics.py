@@ -1,4 +1,4 @@
-"""What profilers, failure reports and utilization metrics read from torch and the device."""
+"""Read facts about torch and the device: peak rates, profiler ranges, out-of-memory errors and the last collectives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None]], ...] 
 
 def peak_of(name: str, precision: str) -> float | None:
     """Return the peak rate of the device that torch calls `name` at "fp8", "bf16", "fp16" or "fp32", in 10**12 operations a
-    second; None for an unknown device or a format that it lacks."""
+    second; None for an unknown device, and for a format that the device lacks."""
     column = {"fp8": 0, "bf16": 1, "fp16": 1, "fp32": 2}[precision]
     return next((peaks[column] for words, peaks in _PEAKS if re.search(rf"\b{words}\b", name)), None)
 
@@ -77,8 +77,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def dump_flight_recorder(path: Path) -> None:
-    """Write this process's last collectives, for `torchfrtrace --prefix flight-recorder- FOLDER`, and as JSON to a second
-    file. Any thread may call it. torch 2.13 keeps 2000 collectives (TORCH_FR_BUFFER_SIZE), for gloo and for NCCL apart."""
+    """Write this process's last collectives, for `torchfrtrace --prefix flight-recorder- FOLDER`, and again as JSON to a
+    second file. Any thread may call this function. torch 2.13 keeps 2000 collectives (TORCH_FR_BUFFER_SIZE) of gloo and as
+    many of NCCL."""
     recorder: Any = torch._C._distributed_c10d
     if hasattr(recorder, "_dump_nccl_trace"):  # torch is built with NCCL
         binary, text = recorder._dump_nccl_trace, recorder._dump_nccl_trace_json

@@ -1,7 +1,8 @@
 """Process groups that exchange messages between pairs of members, next to torch's default group.
 
-Both classes have `send` and `receive`, which start a transfer, `together`, in which several start at once, `finish`, which
-waits for one, and `leave`. Both ends must start the messages between them in the same order.
+Both classes have the same methods: `send` and `receive` start a transfer, `together` starts several transfers at once,
+`finish` waits for a transfer, and `leave` leaves the group. Both ends must start the messages between them in the same
+order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,28 +32,23 @@ EAGER_LOOKS = 20
 class GlooMessages:
     """Exchanges host memory. A member sees at once that its partner is gone.
 
-    A group lives as long as one of its transfers, and other members wait as long. So only the group holds them, and callers
-    know them by their numbers.
+    A group lives as long as any of its transfers, and the other members wait until it ends. So only the group holds
+    transfers, and callers know a transfer by its number.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, host: str) -> None:
-        """Bind to the interface that leads to `host`, the store's machine, or to GLOO_SOCKET_IFNAME. By default gloo binds
-        to the address of this machine's name, which is often a loopback address. Raises RuntimeError where members do not
-        come.
+        """Bind to GLOO_SOCKET_IFNAME or, without it, to the interface that leads to `host`, the store's machine. By default
+        gloo binds to the address of this machine's name, which is often a loopback address. Raises RuntimeError if the other
+        members do not come.
         """
-        timeout = timedelta(seconds=timeout_s)
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[Any, torch.Tensor]] = {}  # each transfer, with the memory that it needs
-        if os.environ.get("GLOO_SOCKET_IFNAME"):
-            self._group: Any = dist.ProcessGroupGloo(store, member, size, timeout)
-            return
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(store, member, size, host))]
-        options._timeout = timeout
-        self._group = dist.ProcessGroupGloo(store, member, size, options)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface(_address(store, member, size, host))
+        with _environment(GLOO_SOCKET_IFNAME=interface):
+            self._group: Any = dist.ProcessGroupGloo(store, member, size, timedelta(seconds=timeout_s))
 
     def together(self) -> AbstractContextManager[None]:
-        """As of `NcclMessages`; gloo's messages do not wait for each other."""
+        """Do nothing, because gloo's messages do not wait for each other; see `NcclMessages.together`."""
         return nullcontext()
 
     def send(self, content: torch.Tensor, member: int) -> int:
@@ -63,7 +60,7 @@ class GlooMessages:
         return next(reversed(self._pending))
 
     def finish(self, number: int, timeout_s: float) -> None:
-        """Wait for a transfer. Raises RuntimeError at the deadline, and where the partner is gone."""
+        """Wait for a transfer. Raises RuntimeError at the deadline, and if the partner is gone."""
         # No variable of this frame holds the transfer, which a traceback would keep.
         self._pending[number][0].wait(timedelta(seconds=timeout_s))
         del self._pending[number]
@@ -77,17 +74,17 @@ class GlooMessages:
 class NcclMessages:
     """Exchanges memory of the current device.
 
-    A member's messages run one after another in one stream, in the order in which they started, and each waits for its
-    partner; those that start `together` run at the same time. No deadlock is possible when all members start messages in one
-    common order: the first unfinished message is the next one at both ends.
+    A member's messages run in one stream, one after another, in the order in which they started, and each waits for its
+    partner. Messages that start `together` run at the same time. There is no deadlock if all members start messages in one
+    common order, because then the first unfinished message is the next message at both ends.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout_s: float, join_s: float) -> None:
-        """Join the group. Raises RuntimeError where the other members do not come within `join_s`."""
+        """Join the group. Raises RuntimeError if the other members do not come within `join_s`."""
         store.set(f"here-{member}", "")
         store.wait([f"here-{number}" for number in range(size)], timedelta(seconds=join_s))
         options = dist.ProcessGroupNCCL.Options()
-        # Calls return at once, and torch gives up on them after this time. Otherwise a hanging partner blocks this process
+        # Calls return at once, and torch abandons them after this time. Otherwise a hanging partner would block this process
         # forever.
         options.config.blocking = 0
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout_s))))  # read at the first wait
@@ -100,8 +97,8 @@ class NcclMessages:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Start all messages of the block at once, as `torch.distributed.batch_isend_irecv` does, which takes only torch's
-        own groups. They are done when all of them are."""
+        """Start all messages of the block at once; they end together. `torch.distributed.batch_isend_irecv` does the same,
+        but only for groups that torch has registered."""
         works = self._together = []
         self._group._start_coalescing()
         try:
@@ -144,7 +141,7 @@ class NcclMessages:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables while torch creates a NCCL group, which takes some settings in no other way."""
+    """Set environment variables while torch creates a process group, which takes some settings in no other way."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -157,11 +154,19 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _address(store: dist.Store, member: int, size: int, host: str) -> str:
-    """Return the address at which all other members reach this one.
+def _interface(address: str) -> str:
+    """Return the name of this machine's network interface with an address; the loopback interface for other addresses."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, entries in interfaces if any(entry.address.partition("%")[0] == address for entry in entries)), "lo"
+    )
 
-    The store's machine may resolve its own name to a loopback address (Debian writes 127.0.1.1). Then take the address on
-    the way to a member on another machine.
+
+def _address(store: dist.Store, member: int, size: int, host: str) -> str:
+    """Return the address at which all other members reach this member.
+
+    The store's machine may resolve its own name to a loopback address (Debian writes 127.0.1.1). Then return the address on
+    the route to a member on another machine.
     """
     local = address_towards(host)
     store.set(f"address-{member}", local)

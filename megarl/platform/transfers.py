@@ -1,4 +1,4 @@
-"""Copies between host and GPU that the host does not wait for, and torch's varlen attention."""
+"""Copy between host and GPU without making the host wait, and find torch's varlen attention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def start_to_device(copy: Tensor, device: torch.device, event: Any) -> tuple[Ten
     The copy starts after `event` and after the computation queued so far. Wait for the returned event before using or
     freeing the tensor.
     """
-    # Allocated in the computation's stream: memory that it freed before is free when the copy starts.
+    # Allocate in the computation's stream: memory that this stream freed before is free when the copy starts.
     arriving = torch.empty_like(copy, device=device, pin_memory=False)
     stream = stream_of(device, "in")
     stream.wait_stream(torch.cuda.current_stream())
@@ -68,6 +68,6 @@ def has_varlen_attention(capability: tuple[int, int] | None, dtype: torch.dtype,
 
 def varlen_attention() -> Callable[..., Any]:
     """Return torch's function; the flash-attn package has the same kernels."""
-    from torch.nn.attention.varlen import varlen_attn  # here: it registers operators that a CPU does not need
+    from torch.nn.attention.varlen import varlen_attn  # here, because it registers operators that a CPU does not need
 
     return varlen_attn
