@@ -1,7 +1,7 @@
-"""Score texts by a service over HTTP: whole batches at a time, with retries where those can help, within a deadline.
+"""Score texts by a service over HTTP: a batch at a time, within a deadline, with retries after errors that may pass.
 
-A request is one JSON document, `{"samples": [{"prompt", "completion", "answer", "metadata"}, ...]}`, and so is its answer,
-`{"rewards": [number, ...]}`, with null for what the service could not judge.
+A request is one JSON document, `{"samples": [{"prompt", "completion", "answer", "metadata"}, ...]}`. The answer is one JSON
+document, `{"rewards": [number, ...]}`, with null for a sample that the service could not judge.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, part_names
 from megarl.reward.verifiers import TextScore
 
-# The reason of a completion's score: judged at once or after a retry; or masked, because the service gave no answer after
-# all retries, did not take the request, gave an answer that is no number, or was not done at the deadline.
+# The reason of a completion's score: the service judged it at once or after a retry; or it is masked, because the service
+# gave no answer after all retries, refused the request, answered with something else than a number, or missed the deadline.
 REASONS = ("answered", "retried", "unreachable", "refused", "unusable", "late")
 LARGEST = 3.4e38  # of float32, in which rewards are kept
 LARGEST_ANSWER_BYTES = 1 << 26
-MAX_QUOTED_BYTES = 300  # of the body of an error, in the message
+MAX_QUOTED_BYTES = 300  # of an error's body, in the message
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 MAX_REDIRECTS = 5
 
 
 class Busy(Exception):
-    """The service cannot answer now, and may later."""
+    """The service cannot answer now, but may answer later."""
 
 
 class Refused(Exception):
-    """The service does not take this request, however often it is sent."""
+    """The service refuses this request, and would refuse it again."""
 
 
 class Unusable(Exception):
-    """An answer without rewards that can be read."""
+    """The answer has no readable rewards."""
 
 
 class Service:
-    """The service behind one part of the reward, whose metrics are called `name`.
+    """The service behind one part of the reward; `name` is the part's name in the metrics.
 
-    Raises ValueError for a header whose environment variable is not set, and for a proxy that is no URL.
+    Raises ValueError for a header whose environment variable is not set, and for a proxy that is not a URL.
     """
 
     def __init__(self, name: str, section: HttpRewardSection) -> None:
@@ -64,7 +64,7 @@ class Service:
                 )
             headers[header] = os.environ[variable]
         self._proxy = _proxy(section.url)
-        # The loopback address of a proxy is that of another machine.
+        # Do not use a proxy for a loopback address: the address would mean the proxy's machine.
         self._client = httpx.AsyncClient(headers=headers, timeout=section.timeout_s, trust_env=not _is_loopback(section.url))
 
     async def score(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> list[TextScore]:
@@ -105,7 +105,7 @@ class Service:
         reason = "answered" if retrying.statistics["attempt_number"] == 1 else "retried"
         scores = []
         for value, prompt in zip(values, prompts, strict=True):
-            # A JSON true is an int to Python; rewards are kept in float32, and NaN is not below any number.
+            # For Python a JSON true is an int. Rewards are kept in float32, and `not <=` also catches NaN.
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
                 fault = Unusable(f"a reward is {str(value)[:80]!r}; a finite number is needed")
                 scores.append(self._masked("unusable", fault, [prompt]))
@@ -114,7 +114,7 @@ class Service:
         return scores
 
     def _masked(self, reason: str, error: Exception, prompts: Sequence[Prompt]) -> TextScore:
-        """Return the score of all completions of a request; names the rows that were in it."""
+        """Return the masked score of all completions of a request, with the names of the request's rows."""
         rows = list(dict.fromkeys(prompt.where or f"prompt {prompt.index}" for prompt in prompts))
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
         proxy = f" (through the proxy {self._proxy}; no_proxy={httpx.URL(self._section.url).host} goes past it)"
@@ -129,7 +129,7 @@ class Service:
         for _ in range(MAX_REDIRECTS + 1):
             response = await self._client.send(request, stream=True)
             async with contextlib.aclosing(response):
-                # Only these two statuses send the same request to the other place, body and all.
+                # Only these two statuses repeat the same request, with its body, at the other place.
                 moved = response.status_code in (httpx.codes.TEMPORARY_REDIRECT, httpx.codes.PERMANENT_REDIRECT)
                 if not moved or response.next_request is None:
                     return await _read(response)
@@ -138,14 +138,14 @@ class Service:
 
 
 def services_of(specs: Sequence[JudgeSection]) -> list[Service]:
-    """Return the services among the parts of a reward; none is asked yet. Raises ValueError if one cannot be asked."""
+    """Return the services among the parts of a reward, without a request. Raises ValueError like `Service`."""
     pairs = zip(part_names(specs), specs, strict=True)
     return [Service(name, spec) for name, spec in pairs if isinstance(spec, HttpRewardSection)]
 
 
 def as_json(value: Any) -> Any:
-    """Return the value in terms that every JSON parser reads: null for NaN and infinities, arrays as lists, and as text what
-    JSON does not have, such as bytes, dates, Decimals and integers of more than 64 bits."""
+    """Return the value in a form that every JSON parser reads: null for NaN and infinities, lists for arrays, and texts for
+    types that JSON lacks, such as bytes, dates, Decimals and integers of more than 64 bits."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if value is None or isinstance(value, bool):
@@ -162,7 +162,7 @@ def as_json(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Return the value's text, in characters that UTF-8 has."""
+    """Return the value's text, in characters that UTF-8 can encode."""
     text = value.decode(errors="replace") if isinstance(value, bytes | bytearray) else str(value)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -197,8 +197,8 @@ def _is_loopback(url: str) -> bool:
 
 
 def _proxy(url: str) -> str | None:
-    """Return the proxy that the environment names for a URL, without its password, or None.
-    Raises ValueError for a proxy that is no URL, of any scheme: the client reads them all."""
+    """Return the proxy that the environment names for a URL, without the password; None without a proxy.
+    Raises ValueError for a proxy of any scheme that is not a URL, because the client reads the proxies of all schemes."""
     parsed, proxies = httpx.URL(url), urllib.request.getproxies()
     if _is_loopback(url) or "*" in proxies.get("no", "").split(","):
         return None
@@ -209,7 +209,7 @@ def _proxy(url: str) -> str | None:
                 read[key] = httpx.Proxy(value if "://" in value else f"http://{value}")
             except (httpx.InvalidURL, ValueError) as error:
                 name = next(name for name in (f"{key}_proxy", f"{key.upper()}_PROXY") if os.environ.get(name))
-                value = value.rpartition("@")[2]  # a password is before that
+                value = value.rpartition("@")[2]  # leave out a password
                 raise ValueError(
                     f"the environment variable {name} is {value!r}, which is no URL of a proxy; write it as "
                     "http://HOST:PORT, or unset it, wherever reward workers run and before Ray starts there"
@@ -221,7 +221,7 @@ def _proxy(url: str) -> str | None:
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:
-    """Return the rewards in an answer, which may be anything yet. Raises Unusable if there are not `number` of them."""
+    """Return the unchecked rewards in an answer. Raises Unusable if the answer does not have `number` rewards."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:

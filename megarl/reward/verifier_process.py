@@ -1,9 +1,9 @@
 """Score texts with the recipe's verifiers in a child process, within a deadline for each task.
 
-A text that causes a failure scores 0; a text that cannot have caused it is masked. If a verifier raises, dies or passes a
-limit of memory or processes, it is asked about the same text once more: the cause may have been something else. If it fails
-again, or has no answer in time, it is asked about an empty completion of the same prompt: if it scores that, the text was
-the cause, and each verifier gives 0. A verifier that does not reach a service of its own is no text's fault.
+A text that causes a failure scores 0; a text that cannot be the cause is masked. If a verifier raises, dies or passes a
+limit of memory or processes, it judges the same text once more, because the text may not be the cause. If it fails again, or
+does not answer in time, it judges an empty completion of the same prompt. If it can score the empty completion, the text was
+the cause, and each verifier gives 0. If a verifier does not reach its own service, no text is the cause.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, 
 from megarl.reward.sandbox import SandboxFault, refusal
 from megarl.reward.verifiers import Term, TextScore, load_terms, read_answer, score_terms
 
-# Once a text was too slow: no further text is begun with less than this share of the task's time.
+# After a slow text, no further text begins with less than this share of the task's time.
 LEAST_SHARE = 1 / 24
-# A text that was too slow scores 0 only if it had this share of its equal part of the task's time; a busy machine takes the
-# rest.
+# A slow text scores 0 only if it had this share of its equal part of the task's time. The rest allows for a busy machine.
 FULL_SHARE = 0.9
 EMPTY_TIMEOUT_S = 5.0  # for an empty completion
 MAX_PROCESSES = 256
 KEY = "verifiers"  # of the server's only child
 
-Question = tuple[str, Prompt, bool]  # text, its prompt, whether the answer is to be read
+Question = tuple[str, Prompt, bool]  # text, its prompt, whether to read the text's answer
 
 
 class VerifierProcess:
-    """A child process with the terms of the recipe's `reward` list, but for services.
+    """A child process with the terms of the recipe's `reward` list, except services.
 
-    `memory_bytes` is what all its processes may hold together, without what a sandbox may.
+    `memory_bytes` limits the memory of all its processes together, in addition to the memory of a sandbox.
     """
 
     def __init__(
@@ -57,7 +56,9 @@ class VerifierProcess:
     async def load(self) -> None:
         """Start the child and load the terms there. Raises ValueError if they do not load, RuntimeError if it dies."""
         reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
-        if isinstance(reply, ChildDeath) and not reply.cause:  # its server has died; the client starts another one
+        if (
+            isinstance(reply, ChildDeath) and not reply.cause
+        ):  # the child's server has died; the client starts another server
             reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
         self._is_loaded = reply is None
         if reply is None:
@@ -73,12 +74,12 @@ class VerifierProcess:
         self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float, answers: bool = False
     ) -> list[TextScore]:
         """Score each text, in order, within `timeout_s` and the time to load the verifiers again; with `answers`, also read
-        what each text answers.
+        the answer of each text.
 
-        A text with others behind it may take half of the time that is left, so that a slow text fails alone, and four slow
-        ones leave time for others. A text that had less than its equal part of `timeout_s` is masked, and so are the texts
-        that still wait at the deadline. Loading the verifiers again, and asking about an empty completion, takes nothing of
-        the other texts' time, up to START_TIMEOUT_S for the task.
+        A text that other texts wait for may take half of the remaining time, so that a slow text fails alone, and four slow
+        texts leave time for other texts. A text that had less than its equal part of `timeout_s` is masked, and so are texts
+        that still wait at the deadline. Loading the verifiers again and judging an empty completion do not count against the
+        other texts' time, up to START_TIMEOUT_S for the task.
         """
         left_s, unpaid_left_s = timeout_s, START_TIMEOUT_S
         self._scores_empty = {}
@@ -99,7 +100,7 @@ class VerifierProcess:
         return scores
 
     def close(self) -> None:
-        """Stop the child, and everything that the verifiers have started."""
+        """Stop the child and all processes that the verifiers have started."""
         self._server.close()
 
     async def _score(self, text: str, prompt: Prompt, given_s: float, share_s: float, answers: bool) -> TextScore:
@@ -125,7 +126,7 @@ class VerifierProcess:
         return replace(score, failure=f"{score.failure}; an empty completion failed too", cause="verifier")
 
     async def _ask(self, text: str, prompt: Prompt, timeout_s: float, answers: bool) -> TextScore:
-        """Ask the child once. Without an answer the score has no parts, and a cause."""
+        """Ask the child once. Without an answer, the score has a cause and no parts."""
         if not self._is_loaded:
             begun = time.monotonic()
             await self.load()
@@ -145,13 +146,13 @@ class VerifierProcess:
 
 
 def prepare_verifiers(specs: Sequence[JudgeSection]) -> Callable[[], Callable[[Question | None], TextScore | str | None]]:
-    """In the server: import what each child needs, so that a new child starts fast. The user's module is not imported here:
-    it may start threads or load a model, and its memory counts."""
+    """Import, in the server, the libraries that each child needs, so that a new child starts fast. Do not import the user's
+    module here: it may start threads or load a model, and its memory counts."""
     kinds = {spec.kind for spec in specs}
     if "math_verify" in kinds:
         import math_verify  # noqa: F401
 
-        # It warns once that its time limits are off, as they should be: deadlines are kept outside.
+        # The library warns that its time limits are off. They should be off: this file keeps the deadlines.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     if "code" in kinds:
         refusal()  # the answer is cached
@@ -159,7 +160,7 @@ def prepare_verifiers(specs: Sequence[JudgeSection]) -> Callable[[], Callable[[Q
 
 
 class _LoadedVerifiers:
-    """In the child: load the terms at the first question, then score one text per question."""
+    """Loads the terms at the first question, then scores one text per question, in the child."""
 
     def __init__(self, specs: Sequence[JudgeSection]) -> None:
         self._specs = specs
@@ -178,7 +179,7 @@ class _LoadedVerifiers:
             return TextScore(parts, reasons=reasons, answer=read_answer(self._terms, text) if answers else None)
         except SandboxFault as fault:
             return TextScore(None, f"verifier: {fault}, on prompt {prompt.index}", cause="verifier")
-        except Exception as error:  # whatever a user's function raises is that text's failure, not the run's
+        except Exception as error:  # any error of a user's function is a failure of this text, not of the run
             cause = "verifier" if is_outage(error) else "error"
             failure = f"{cause}: {type(error).__name__}: {error} on prompt {prompt.index}"
             return TextScore(None, failure, cause=cause)

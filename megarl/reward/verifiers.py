@@ -1,6 +1,6 @@
 """Score a completion's text: named verifiers, tests of code, and functions given as `module:function`.
 
-A verifier returns a number for a text and its prompt, or raises; it never returns 0 for a text that it could not judge. Its
+A verifier returns a number for a text and its prompt, or raises. It never returns 0 for a text that it could not judge. The
 caller keeps the time limit (megarl/reward/verifier_process.py).
 """
 
@@ -43,7 +43,7 @@ Verifier = Callable[[str, Prompt], float | ScoreWithReason]
 # Reads the answer out of a text, for a vote; None if the text has none.
 Reader = Callable[[str], str | None]
 
-# Language and lines of a fenced block, of any language: the end of a block must not be taken for the start of another.
+# Language and lines of a fenced block, of any language, so that the end of a block is not taken for the start of a block.
 BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"py|python[\d.]*", re.IGNORECASE)
 FORMS = (
@@ -53,7 +53,7 @@ FORMS = (
 # The lines of a fenced block, with or without text around it.
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
-# A sign counts only where it cannot be a minus between two things: "5-3" holds 5 and 3, "= -3" holds -3. An exponent has at
+# A sign counts only if it cannot be a minus between two operands: "5-3" holds 5 and 3, "= -3" holds -3. An exponent has at
 # most four digits, so that no text can ask for a number of a billion digits.
 NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?"
@@ -64,9 +64,10 @@ NUMBER = re.compile(
 MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-"))
 
 EXACT = Context(prec=MAX_PREC)  # the default context rounds to 28 digits
-# Why a text is masked. `waiting`: it waited behind others until the task's deadline, or had less than its equal part of the
-# task's time. `verifier`: a verifier fails on an empty completion too, or has not reached a service of its own. `service`: a
-# service has not judged it. `environment`: its environment failed before the first turn, with its worker, or by an outage.
+# Why a text is masked. `waiting`: the text waited for other texts until the task's deadline, or had less than its equal part
+# of the task's time. `verifier`: a verifier also fails on an empty completion, or did not reach its own service. `service`:
+# a service has not judged the text. `environment`: the environment failed before the first turn, with its worker, or by an
+# outage.
 MASK_CAUSES = ("waiting", "verifier", "service", "environment")
 
 
@@ -74,8 +75,8 @@ MASK_CAUSES = ("waiting", "verifier", "service", "environment")
 class TextScore:
     """The score of one text: a number for each part of the reward, or None if the text is masked or was not judged.
 
-    `reasons` holds what a part gives besides, and `answer` what the text answers, if that was asked for. If no verifier has
-    judged the text, `cause` is one of ZERO_CAUSES or MASK_CAUSES, and `failure` explains it.
+    `reasons` holds the reasons that parts give, and `answer` the text's answer, if the caller asked for it. If no verifier
+    has judged the text, `cause` is one of ZERO_CAUSES or MASK_CAUSES, and `failure` explains the cause.
     """
 
     parts: dict[str, float] | None
@@ -86,7 +87,7 @@ class TextScore:
     cause: str = ""
 
     def combined(self, other: TextScore) -> TextScore:
-        """Join two scores of the same text: it has parts only if both have."""
+        """Join two scores of the same text; the result has parts only if both scores have parts."""
         reasons = self.reasons | other.reasons
         if self.parts is None or other.parts is None:
             failed = self if self.parts is None else other
@@ -98,18 +99,18 @@ class TextScore:
 
 
 def numbers(text: str) -> list[Decimal]:
-    """The decimal numbers in a text, in order: with thousands separators (1,234.5), without a zero before the point (.5),
-    with an exponent (1.5e3), and with a typographic minus. A percent sign is not read: 50% is 50."""
+    """Return the decimal numbers in a text, in order: with thousands separators (1,234.5), without a zero before the point
+    (.5), with an exponent (1.5e3), and with a typographic minus. A percent sign does not count: 50% is 50."""
     return [Decimal(match.replace(",", "")) for match in NUMBER.findall(text.translate(MINUS))]
 
 
 def exact(text: str, prompt: Prompt) -> float:
-    """1 if the text equals the answer, without blanks at both ends."""
+    """Return 1 if the text equals the answer, without blanks at both ends, else 0."""
     return float(text.strip() == prompt.answer.strip())
 
 
 def last_number(text: str, prompt: Prompt) -> float:
-    """1 if the last number in the text equals the answer as a number; 0 without any number."""
+    """Return 1 if the last number in the text equals the answer as a number, else 0."""
     text_numbers = numbers(text)
     return float(bool(text_numbers) and text_numbers[-1] == _number_answer(prompt))
 
@@ -125,10 +126,11 @@ def _number_answer(prompt: Prompt) -> Decimal:
 
 
 def math_verify(text: str, prompt: Prompt) -> float:
-    """1 if math-verify finds the text's expression equal to the answer's. A text without an expression is a wrong answer.
+    """Return 1 if math-verify finds the text's expression equal to the answer's, else 0; a text without an expression is
+    wrong.
 
-    Its own time limits are off: they are signals, which raise in any thread but the main one, and the library reports an
-    interrupted comparison as "not equal", which would be a reward of 0. Its errors are raised for the same reason.
+    The library's time limits are off: they use signals, which raise in every thread except the main thread, and the library
+    reports an interrupted comparison as "not equal", which would be a reward of 0. Errors are raised for the same reason.
     """
     import math_verify as library
 
@@ -140,8 +142,8 @@ def math_verify(text: str, prompt: Prompt) -> float:
 def _math_answer(prompt: Prompt) -> list:
     import math_verify as library
 
-    # The answer must be an expression, and the library's fallback would take any text for one. It recognises bare LaTeX only
-    # between dollar signs.
+    # The answer must be an expression, and the library's fallback would accept any text. The library recognises bare LaTeX
+    # only between dollar signs.
     strict = {"fallback_mode": "no_fallback", "parsing_timeout": None}
     gold = library.parse(prompt.answer, **strict) or library.parse(f"${prompt.answer}$", **strict)
     if not gold:
@@ -171,8 +173,8 @@ def load_function(target: str) -> Verifier:
 
 
 def pattern_verifier(pattern: str) -> tuple[Verifier, Reader | None]:
-    """Return a verifier that gives 1 if `pattern` matches somewhere in the text; with a group `answer`, if the answer is
-    that of the last match, which the reader returns."""
+    """Return a verifier that gives 1 if `pattern` matches somewhere in the text. With a group `answer`, the group of the
+    last match must also equal the prompt's answer, and the reader returns this group."""
     expression = re.compile(pattern)
 
     def last_answer(text: str) -> str | None:
@@ -188,8 +190,8 @@ def pattern_verifier(pattern: str) -> tuple[Verifier, Reader | None]:
 
 
 def schema_verifier(schema: dict[str, Any]) -> Verifier:
-    """1 if the text, or its only fenced block, is a JSON document that the schema allows."""
-    # An empty registry, so that no `$ref` is looked up on the network.
+    """Return a verifier that gives 1 if the text, or its only fenced block, is a JSON document that the schema allows."""
+    # The empty registry keeps the library from looking up a `$ref` on the network.
     validator = jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())
 
     def allowed(text: str, prompt: Prompt) -> float:
@@ -204,7 +206,7 @@ def schema_verifier(schema: dict[str, Any]) -> Verifier:
 
 
 def _refuse_constant(constant: str) -> None:
-    """Refuse NaN and the infinities, which Python's parser accepts and JSON does not have."""
+    """Raise ValueError for NaN and the infinities, which Python's parser accepts and JSON lacks."""
     raise ValueError(f"{constant} is no JSON")
 
 
@@ -235,8 +237,8 @@ def code_verifier(section: CodeRewardSection) -> Callable[[str, Prompt], ScoreWi
 
 
 def code_of(text: str) -> str:
-    """Return the last fenced block of Python, or else the last block without a language (other languages often hold what the
-    code prints), or else the whole text."""
+    """Return the last fenced block of Python, else the last block without a language, else the whole text. Blocks of other
+    languages often hold the output of the code."""
     blocks = BLOCK.findall(text)
     python = [lines for language, lines in blocks if PYTHON.fullmatch(language)]
     unnamed = [lines for language, lines in blocks if not language]
@@ -244,11 +246,11 @@ def code_of(text: str) -> str:
 
 
 def programs_of(code: str, prompt: Prompt) -> list[Program]:
-    """Return one program per test in the prompt's answer. Raises ValueError for an answer that holds no tests."""
+    """Return one program per test in the prompt's answer. Raises ValueError for an answer without tests."""
     try:
         tests: Any = json.loads(prompt.answer)
     except ValueError:
-        tests = prompt.answer  # then it is Python code
+        tests = prompt.answer  # Python code
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
         inputs, outputs = tests["inputs"], tests["outputs"]
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
@@ -263,7 +265,7 @@ def programs_of(code: str, prompt: Prompt) -> list[Program]:
 
 
 def _program(code: str, test: Any) -> Program | None:
-    """Return None for a value that is no test, or a test that every code would pass."""
+    """Return the program of a test; None for a value that is not a test, and for a test that every code would pass."""
     if isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
         return Program(code, test["input"], test["output"])
     if not isinstance(test, str):
@@ -293,8 +295,8 @@ READERS: dict[str, Reader] = {
     "math_verify": _expression,
 }
 VERIFIERS: dict[str, Verifier] = {"exact": exact, "last_number": last_number, "math_verify": math_verify}
-# Checks of a prompt's answer that run before anything is scored. math_verify has none: its parsing has no time limit, so it
-# may only run where a deadline is kept.
+# Checks of a prompt's answer that run before any text is scored. math_verify has no check: its parser has no time limit, so
+# it may only run under a deadline.
 ANSWER_CHECKS: dict[str, Callable[[Prompt], Any]] = {"last_number": _number_answer, "code": partial(programs_of, "")}
 
 
@@ -305,7 +307,7 @@ class Term:
     name: str
     kind: str
     weight: float
-    verifier: Verifier | None  # None for a service, which scores many texts at a time: megarl/reward/service.py
+    verifier: Verifier | None  # None for a service, which scores many texts at a time (megarl/reward/service.py)
     reader: Reader | None = None
 
 
@@ -330,15 +332,15 @@ def load_terms(specs: Sequence[JudgeSection]) -> list[Term]:
 
 
 def check_answer(terms: Sequence[Term], prompt: Prompt) -> None:
-    """Raises ValueError for a prompt whose answer a term cannot compare with."""
+    """Check a prompt's answer. Raises ValueError if a term cannot compare texts with it."""
     for term in terms:
         if term.kind in ANSWER_CHECKS:
             ANSWER_CHECKS[term.kind](prompt)
 
 
 def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the score of each term, before weighting, and the reasons of the terms that give one. Raises what a verifier
-    raises, and ValueError for a score that is no finite number."""
+    """Return the score of each term, before weighting, and the reasons of the terms that give reasons. Raises the errors of
+    verifiers, and ValueError for a score that is not a finite number."""
     parts: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for term in terms:
@@ -356,12 +358,12 @@ def score_terms(terms: Sequence[Term], text: str, prompt: Prompt) -> tuple[dict[
 
 
 def reads_answers(terms: Sequence[Term]) -> bool:
-    """Whether some term reads answers out of texts, so that answers can be voted on."""
+    """Return whether some term reads answers out of texts, so that a vote on answers is possible."""
     return any(term.reader is not None for term in terms)
 
 
 def read_answer(terms: Sequence[Term], text: str) -> str | None:
-    """Read a text's answer with the first term that reads answers; None if the text has none."""
+    """Return a text's answer, read by the first term that reads answers; None if the text has no answer."""
     reader = next((term.reader for term in terms if term.reader is not None), None)
     return None if reader is None else reader(text)
 
