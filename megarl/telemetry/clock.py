@@ -1,4 +1,4 @@
-"""Times a rank: every second is in exactly one phase, and within the phase in exactly one span."""
+"""Time a rank: every second is in exactly one phase, and within the phase in exactly one span."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megarl.recipe.telemetry_section import TelemetrySection
 
 UNACCOUNTED = "unaccounted"
-# A rank only waits in a span with this prefix; the rest of the name says for whom.
+# In a span with this prefix a rank only waits; the rest of the name says for whom.
 WAIT = "wait_"
 # Keep at most this many events of a step; a micro-batch has about four.
 MOST_EVENTS = 20_000
@@ -38,9 +38,9 @@ class ClockPlace(NamedTuple):
 class StepTimes:
     """How one rank spent a step.
 
-    `start` is the rank's wall clock at the start of the step, in seconds since 1970. `spans` holds seconds by (phase, span)
-    without nested spans; the spans of a phase, with `unaccounted`, sum to the phase. `events` are ordered by their ends, and
-    empty unless the clock keeps them; `dropped` counts the events after the first MOST_EVENTS.
+    `start` is the rank's wall clock at the start of the step, in seconds since 1970. `spans` holds seconds by (phase, span),
+    without the seconds of nested spans; the spans of a phase, with `unaccounted`, sum to the phase. `events` are ordered by
+    their ends, and empty unless the clock keeps events; `dropped` counts the events after the first MOST_EVENTS.
     """
 
     start: float
@@ -81,11 +81,11 @@ class _OpenSpan:
 
 
 class PhaseClock:
-    """Times the phases of a step and the spans inside them; the rest is `unaccounted`, so that all parts sum to wall time.
+    """Times the phases of a step and the spans inside them. Other time is `unaccounted`, so that all parts sum to wall time.
 
-    `on_phase` gets a phase's name at its start and None at its end. `on_end` runs as the last part of a phase, unless the
-    phase raises; then the exception gets a note with rank and phase. `keep_phases` and `keep_spans` record events. `beat`
-    gets the phase and the innermost span (or None) whenever either changes.
+    `on_phase` gets a phase's name at the phase's start, and None at the end. `on_end` runs as the last part of a phase,
+    unless the phase raises; then the exception gets a note with rank and phase. `keep_phases` and `keep_spans` record
+    events. `beat` gets the phase and the innermost span (or None) whenever either changes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PhaseClock:
             raise
         finally:
             end = self._now()
-            while len(self._stack) > 1:  # an error skipped their stop
+            while len(self._stack) > 1:  # an error skipped the stop of these spans
                 self._pop(end)
             self._phases[name] = self._phases.get(name, 0.0) + self._pop(end)
             if self._on_phase is not None:
@@ -163,14 +163,14 @@ class PhaseClock:
                 self.stop(name)
 
     def start(self, name: str) -> bool:
-        """Open a span. Return False, without opening it, outside of phases and inside a wait."""
+        """Open a span and return True. Outside of phases and inside a wait, open nothing and return False."""
         if not self._stack or self._stack[-1].name.startswith(WAIT):
             return False
         self._push(name)
         return True
 
     def stop(self, name: str) -> None:
-        """Close span `name` if it is the innermost one."""
+        """Close span `name` if it is the innermost span."""
         if len(self._stack) > 1 and self._stack[-1].name == name:
             self._pop(self._now())
 
@@ -183,7 +183,7 @@ class PhaseClock:
             self._error = error, ClockPlace(self.current, self.inside)
 
     def take(self) -> StepTimes:
-        """End the step: return its times and begin the next one."""
+        """End the step: return its times and begin the next step."""
         assert not self._stack, f"taken inside phase {self.current}"
         now = self._now()
         dropped = max(0, self._num_events - MOST_EVENTS)
@@ -227,8 +227,8 @@ class PhaseClock:
 
 
 class DeviceSync:
-    """An `on_end` of PhaseClock that calls `synchronize` at the end of each phase, in the steps that the recipe selects. Its
-    time is span `device`. The start of a run counts as a step."""
+    """An `on_end` of PhaseClock that calls `synchronize` at the end of each phase, in the steps that the recipe selects. The
+    time of the call is span `device`. The start of a run counts as a step."""
 
     def __init__(self, settings: TelemetrySection, synchronize: Callable[[], None]) -> None:
         self._settings, self._synchronize = settings, synchronize

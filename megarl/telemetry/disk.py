@@ -1,4 +1,4 @@
-"""Writes that lose at most a line to a full disk or a dead node, and errors that name the full disk."""
+"""Write so that a full disk or a dead node costs at most a line, and raise errors that name the full disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-# Messages of torch's writers and Megatron's worker processes, which raise no OSError.
+# Messages of torch's writers and Megatron's worker processes, which do not raise OSError.
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|iostream error|PytorchStreamWriter failed writing")
 
 
 class DiskFull(OSError):
-    """A file does not fit; the message has the path, the needed and the free bytes."""
+    """A file does not fit; the message has the path, the needed bytes and the free bytes."""
 
 
 class LineFile:
@@ -32,7 +32,7 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, line: str) -> None:
-        """Write a line; first end a line that was cut short. Raises OSError with the file's name."""
+        """Write a line, after ending a line that was cut short. Raises OSError with the file's name."""
         left = (("\n" if self._is_torn else "") + line + "\n").encode()
         try:
             while left:
@@ -47,7 +47,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines, as `parse_lines`."""
+    """Return the JSON objects in a file's lines, like `parse_lines`."""
     return parse_lines(path.read_bytes())
 
 
@@ -65,7 +65,7 @@ def parse_lines(content: bytes) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole, or leave the old file unchanged. Raises OSError with the file's name."""
+    """Write a text file as a whole, or leave the old file unchanged. Raises OSError with the file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -80,7 +80,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def no_room(place: Path, content: str, num_bytes: int | None) -> DiskFull:
-    """Return the error for some `content` that does not fit; its size may be unknown."""
+    """Return the error for `content` that does not fit; the size may be unknown."""
     size = "" if num_bytes is None else f" of {_mib(num_bytes)}"
     return DiskFull(errno.ENOSPC, f"no room for {content}{size}, with {_mib(free_bytes(place))} free", str(place))
 
@@ -110,7 +110,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def describe_full(error: BaseException, place: Path) -> str:
-    """Return a sentence about a full disk. It names `place` where the error names no file."""
+    """Return a sentence about a full disk. The sentence names `place` if the error names no file."""
     if isinstance(error, DiskFull):
         return f"{error.filename}: {error.strerror}"
     path = getattr(error, "filename", None) or place

@@ -1,4 +1,4 @@
-"""Exit statuses of a run, and `starts.jsonl`: a line for each start, with how the start before it ended."""
+"""The exit statuses of a run, and `starts.jsonl`: a line for each start, with the end of the start before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Preempted(Exception):
 
 
 def record_start(run: Path, hosts: Sequence[str], from_step: int) -> None:
-    """Append a line, on rank 0. `hosts` has the host of each rank. The last end moves from `ended.json` to the line."""
+    """Append a line, on rank 0. `hosts` has the host of each rank. The end of the last start moves from `ended.json` to the
+    line."""
     path, end = run / "starts.jsonl", run / "ended.json"
     before = _read_end(run)
     end.unlink(missing_ok=True)
@@ -61,8 +62,9 @@ def record_start(run: Path, hosts: Sequence[str], from_step: int) -> None:
 
 
 def record_end(run: Path, status: int, reason: str, rank: int | None = None, signal: str | None = None) -> None:
-    """Record how this start ended, for the next one. The first call stands, except that a rank killed by a signal explains
-    what other ranks and nodes report; not after a hang, which kills all ranks."""
+    """Record how this start ended, for the next start. The first call counts. An exception is a rank that a signal killed,
+    because it explains the reports of other ranks and nodes; after a hang, which kills all ranks, the first call counts
+    again."""
     end = run / "ended.json"
     if not run.is_dir() or (end.exists() and (signal is None or hang_reason(run) is not None)):
         return
@@ -74,13 +76,13 @@ def record_end(run: Path, status: int, reason: str, rank: int | None = None, sig
 
 
 def started_in(run: Path) -> Path | None:
-    """Return the working directory of the run's last start; None without a start."""
+    """Return the working directory of the run's last start; None if the run has not started."""
     starts = _starts(run)
     return Path(starts[-1]["directory"]) if starts else None
 
 
 def ended_at(run: Path) -> int:
-    """Return when `ended.json` was written, in nanoseconds since 1970; 0 where it is absent."""
+    """Return when `ended.json` was written, in nanoseconds since 1970; 0 if the file is absent."""
     try:
         return (run / "ended.json").stat().st_mtime_ns
     except FileNotFoundError:
@@ -88,13 +90,13 @@ def ended_at(run: Path) -> int:
 
 
 def hang_reason(run: Path, not_before: int = 0) -> str | None:
-    """Return the watchdog's reason if it ended the last start later than `not_before` (see `ended_at`)."""
+    """Return the watchdog's reason if the watchdog ended the last start later than `not_before` (see `ended_at`)."""
     end = _read_end(run) if ended_at(run) > not_before else None
     return str(end["said"]) if end is not None and end["how"] == NAMES[HUNG] else None
 
 
 def starts_summary(run: Path) -> list[str]:
-    """Return lines of text that say how often and why the run was restarted; none for a run that was started once."""
+    """Return lines of text that say how often and why the run was restarted; none for a run with one start."""
     starts = _starts(run)
     reasons = Counter(f"{start['before']['how']}: {start['before']['said']}" for start in starts if start["before"])
     if not reasons:
@@ -110,7 +112,7 @@ def _starts(run: Path) -> list[dict[str, Any]]:
 
 
 def _read_end(run: Path) -> dict[str, Any] | None:
-    """Return the content of `ended.json`; None where it is absent or torn."""
+    """Return the content of `ended.json`; None if the file is absent or torn."""
     try:
         content = json.loads((run / "ended.json").read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line of metrics a step, flushed at once, so that it can be read during the run."""
+"""`metrics.jsonl`: one line of metrics a step, flushed at once, so that the file can be read during the run."""
 
 from __future__ import annotations
 
@@ -85,22 +85,22 @@ def is_number(value: Any) -> bool:
 
 
 def mean_reward(metrics: Mapping[str, Any]) -> Any:
-    """Return the mean reward of all that a step sampled; None without one.
+    """Return the mean reward of all rollouts that a step sampled; None if the step has no reward.
 
-    Under `algorithm.dynamic_sampling`, `reward/mean` covers only groups whose rewards differ, and may not move while the
+    Under `algorithm.dynamic_sampling`, `reward/mean` covers only groups whose rewards differ, and may not change while the
     policy learns; `reward/sampled_mean` covers all rounds.
     """
     return metrics["reward/sampled_mean"] if "reward/sampled_mean" in metrics else metrics.get("reward/mean")
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """Return a step's prompt and completion tokens per second; None where the step lacks them."""
+    """Return a step's prompt and completion tokens per second; None if the step lacks these metrics."""
     prompt, completion, seconds = (metrics.get(key) for key in ("tokens/prompt", "tokens/completion", "time/step"))
     return None if prompt is None or completion is None or not seconds else (prompt + completion) / seconds
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text in its one or two largest units."""
+    """Return a time as text, in one or two units."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 100:

@@ -1,4 +1,4 @@
-"""Standard output and error that never end a run: they drop text that a full disk, closed pipe or lost terminal refuses."""
+"""Keep standard output and error from ending a run: drop text that a full disk, closed pipe or lost terminal refuses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TextIO
 
 
 class EnduringOutput(io.RawIOBase):
-    """Writes to a file descriptor and drops text that it refuses. The descriptor `report_to` gets the first reason.
+    """Writes to a file descriptor and drops refused text. The descriptor `report_to` gets the first reason.
 
-    With `pipes_alone`, other errors than a closed pipe are raised.
+    With `pipes_alone`, only a closed pipe drops text; other errors are raised.
     """
 
     def __init__(self, descriptor: int, name: str, report_to: int | None, pipes_alone: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a user watches: the running step and phase, their progress, the expected end, and the last step's results."""
+"""Show a run to its user: the running step and phase, their progress, the expected end, and the last step's results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, Any], left: str =
 class ProgressLine:
     """Prints a line for each step and, on a terminal, a live line with the running phase.
 
-    A context manager. `enabled=False` silences it, on all ranks but 0. `now` is in seconds since 1970.
+    A context manager. `enabled=False` prints nothing, for all ranks except 0. `now` is in seconds since 1970.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class ProgressLine:
             self._console.file.flush()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print a finished step. The mean time of the last steps predicts the end of the run; the first step of a start
-        warms up and counts only until the second."""
+        """Print a finished step. The mean time of the last steps predicts the end of the run. The first step of a start
+        warms up, so it counts only until the second step."""
         if (seconds := metrics.get("time/step")) is not None:
             self._num_timed += 1
             if self._num_timed == 2:
@@ -123,7 +123,7 @@ class ProgressLine:
         return ", ".join(parts)
 
 
-# Called with the unit, how many are done and how many there are. A unit may have parts.
+# The callback gets the unit, the number of done units and the total. A unit may have parts.
 _on_work: Callable[[str, float, int], None] | None = None
 _unit, _total, _parts, _done = "", 0, 1, 0
 
@@ -140,14 +140,14 @@ def watching_work(on_work: Callable[[str, float, int], None]) -> Iterator[None]:
 
 
 def begin_work(unit: str, total: int, parts: int = 1) -> None:
-    """Announce that the running phase has `total` units of work, each with so many parts."""
+    """Announce that the running phase has `total` units of work with `parts` parts each."""
     global _unit, _total, _parts, _done
     _unit, _total, _parts, _done = unit, total, parts, 0
     advance_work(0)
 
 
 def advance_work(parts: int = 1) -> None:
-    """Count more parts as done. Does nothing where no work has begun."""
+    """Count more parts as done. Do nothing if no work has begun."""
     global _done
     _done += parts
     if _on_work is not None and _done <= _total * _parts:

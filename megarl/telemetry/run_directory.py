@@ -1,4 +1,4 @@
-"""`runs/<name>/`: its files, which run may write there, and what a run may resume from."""
+"""`runs/<name>/`: the files of a run, the lock against a second writer, and the rules of a resume."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megarl.telemetry.disk import write_whole
 from megarl.telemetry.exit_status import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
-# A resumed run keeps these, because they give a position in the prompts, or an adapter, its meaning.
+# A resumed run must keep these keys, because they give a position in the prompts, or an adapter, its meaning.
 _FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
-# --resume-if-saved also keeps these: nobody has looked at the directory.
+# --resume-if-saved must also keep these keys, because no person has looked at the directory.
 _LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
-# How long a lock lives without a touch, and how long a start waits for a lock that no living process has.
+# How long a lock lives without a touch, and how long a start waits for a lock that no living process holds.
 LEASE_S, ANSWER_S = 30.0, 0.5
 
 
@@ -43,14 +43,14 @@ class Resume(Enum):
 
     @classmethod
     def of(cls, always: bool, if_saved: bool) -> Resume:
-        """Raises ValueError if both are given."""
+        """Return the value for the two options. Raises ValueError if both are given."""
         if always and if_saved:
             raise ValueError("--resume and --resume-if-saved: give one; --resume requires a checkpoint to be there")
         return cls.ALWAYS if always else cls.IF_SAVED if if_saved else cls.NEVER
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the complete checkpoint of the highest step under `directory`; None without one."""
+    """Return the complete checkpoint of the highest step under `directory`; None without a checkpoint."""
     return max((path for path in Path(directory).glob("step-*") if _CHECKPOINT.match(path.name)), default=None)
 
 
@@ -62,7 +62,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 class RunDirectory:
-    """The directory of one run. Nothing is created before `prepare`."""
+    """The directory of one run. Before `prepare` no file is created."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -72,8 +72,8 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
         self._first_start = self.path / "first_start.txt"
-        # The holder touches the file. The lock of a dead process is taken over, on another host after
-        # LEASE_S without a touch.
+        # The holder touches the file. A run takes over the lock of a dead process, on another host after LEASE_S without a
+        # touch.
         self._lock = SoftFileLease(self.path / "run.lock", lease_duration=LEASE_S, thread_local=False, is_singleton=True)
 
     @classmethod
@@ -81,7 +81,7 @@ class RunDirectory:
         return cls(Path(recipe.run.dir) / recipe.run.name)
 
     def evaluation_table(self, step: int) -> Path:
-        """Return the file of the answers to held-out prompts after a step."""
+        """Return the file for the answers to held-out prompts after a step."""
         return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
     def forget_evaluation_tables(self, step: int) -> None:
@@ -91,14 +91,14 @@ class RunDirectory:
                 file.unlink()
 
     def refuse_running(self) -> None:
-        """Raise RunDirectoryError where a process of this host writes here; `lock` checks every host."""
+        """Raise RunDirectoryError if a process of this host writes here; `lock` checks every host."""
         if self._is_local and not self._lock.is_locked:
             self._take(ANSWER_S)
             self.unlock()
 
     def lock(self) -> None:
-        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError where a run writes: soon
-        for a process of this host, and after LEASE_S for a process of another host that shows a sign of life."""
+        """Keep other runs out until `unlock` or the end of this process. Raises RunDirectoryError if a run writes here: soon
+        for a process of this host, and after LEASE_S for a process of another host that touches the lock."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             self._take(ANSWER_S)
@@ -113,7 +113,7 @@ class RunDirectory:
 
     @property
     def _is_local(self) -> bool:
-        # A process of another container, whose name has a suffix, counts as one of another host.
+        # The host name of another container has a suffix, so its process counts as a process of another host.
         return self._lock.owner is not None and self._lock.owner.hostname == platform.node()
 
     def _take(self, timeout_s: float) -> None:
@@ -128,7 +128,7 @@ class RunDirectory:
             ) from error
 
     def read_recipe(self) -> dict[str, Any]:
-        """Return the run's resolved recipe as plain data. Raises RunDirectoryError where there is none."""
+        """Return the run's resolved recipe as plain data. Raises RunDirectoryError if there is no recipe."""
         try:
             content = parse_yaml(self.recipe.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -138,8 +138,8 @@ class RunDirectory:
         return content
 
     def moved_paths(self) -> list[str]:
-        """Return overrides that make the recipe's relative paths absolute, where they exist in the working directory of the
-        run's last start and this is another directory."""
+        """Return overrides that make the recipe's relative paths absolute, for paths that exist in the working directory of
+        the run's last start; empty if this process has the same working directory."""
         old_directory = started_in(self.path)
         if old_directory is None or old_directory == Path.cwd():
             return []
@@ -150,7 +150,7 @@ class RunDirectory:
         ]
 
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
-        """Return the checkpoint to resume from; None for a new run. Raises RunDirectoryError where the run would overwrite
+        """Return the checkpoint to resume from; None for a new run. Raises RunDirectoryError if the run would overwrite
         another run, has nothing to resume from, or would resume with another recipe."""
         if resume is Resume.NEVER:
             if self._has_metrics:
@@ -164,7 +164,7 @@ class RunDirectory:
             raise RunDirectoryError(f"--resume: {self.checkpoints} holds no complete checkpoint; start without --resume")
         if self.recipe.is_file():
             old, new = self.read_recipe(), parse_yaml(recipe_yaml(recipe))
-            with contextlib.suppress(ValidationError):  # add keys that are newer than the run
+            with contextlib.suppress(ValidationError):  # this adds keys that are newer than the run
                 old = parse_yaml(recipe_yaml(Recipe.model_validate(old)))
             for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNED:
                 if _at(old, key) != _at(new, key):
@@ -191,7 +191,7 @@ class RunDirectory:
 
     @property
     def first_start(self) -> datetime:
-        """When the run first started, which is the date in its prompts; now for a new run."""
+        """The time of the run's first start, which is the date in the run's prompts; now for a new run."""
         if not self._first_start.is_file():
             return datetime.now()
         try:
@@ -220,7 +220,7 @@ def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _at(content: Any, key: str) -> Any:
-    """Return the value of a dotted key; None where a recipe lacks it."""
+    """Return the value of a dotted key; None if the recipe lacks the key."""
     for part in key.split("."):
         content = None if content is None else content.get(part)
     return content

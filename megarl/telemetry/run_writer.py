@@ -1,4 +1,4 @@
-"""Writes a rank's metrics, evaluations, traces and samples step by step, and the progress line."""
+"""Write a rank's metrics, evaluations, traces and samples step by step, and the progress line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class EngineReport(EngineTimes, Protocol):
 
 
 class RunWriter:
-    """Writes the files of one rank; most are rank 0's. Opening it drops the steps that a resumed run repeats."""
+    """Writes the files of one rank; rank 0 has most of them. Opening the files drops the steps that a resumed run
+    repeats."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class RunWriter:
         traced, first = recipe.run.trace != "none", rank == 0
         self._trace: TraceWriter | None = None
         if traced:
-            readings = []  # of every rank's clock right after common barriers, to write traces on rank 0's clock
+            readings = []  # of this rank's clock right after common barriers, to write traces on rank 0's clock
             for _ in range(CLOCK_READINGS):
                 gather(None)
                 readings.append(time.time())

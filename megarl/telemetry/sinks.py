@@ -1,8 +1,9 @@
-"""Sinks of a run: TensorBoard, Weights & Biases and MLflow get every step; no step waits for a sink, and no sink ends a run.
+"""The sinks of a run: TensorBoard, Weights & Biases and MLflow get every step. No step waits for a sink, and no sink ends a
+run.
 
-Each sink has its own thread, because a service may be slow or down, or its disk full. Failed calls are counted and reported
-once; metrics.jsonl has every step. A new sink is a class here, an entry in SINKS and a section in
-`recipe/telemetry_section.py`.
+Each sink has its own thread, because a service may be slow or down, or its disk may be full. Failed calls are counted, and
+the first failure is reported; metrics.jsonl has every step. To add a sink, write a class here, an entry in SINKS and a
+section in `recipe/telemetry_section.py`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 512  # pending calls of a sink; further calls are dropped
-# How long the end of a run waits for pending calls: a complete run, and a run that fails or leaves.
+# How long the end of a run waits for pending calls: after a complete run, and after a run that fails or leaves.
 CLOSE_S, HURRY_S = 30.0, 5.0
 Row = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Where a run is written. One thread makes the calls in the order of steps; they may raise anything."""
+    """A destination for a run's metrics. One thread makes the calls in the order of steps; a call may raise any error."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step, as in its line of metrics.jsonl."""
@@ -51,13 +52,13 @@ class Sink(Protocol):
         """Write the sample table of a step, as in its file in `samples/`."""
 
     def close(self, status: int) -> None:
-        """Write what is buffered. `status` is the run's: COMPLETE, REQUEUE (it will be resumed) or FAILED."""
+        """Write buffered content. `status` is the run's: COMPLETE, REQUEUE (the run will be resumed) or FAILED."""
 
 
 class Memory:
     """A sink's file in the run directory: the id of the run at the service, and the last step that the sink got.
 
-    The step is written before the sink gets it, so a kill loses a step and never repeats one.
+    The step is written before the sink gets the step, so a kill may lose a step but never repeats a step.
     """
 
     def __init__(self, path: Path, new: bool) -> None:
@@ -65,7 +66,7 @@ class Memory:
         self._path = path
         content: dict[str, Any] = {"id": None, "step": 0}
         if path.is_file() and not new:
-            with contextlib.suppress(ValueError):  # torn by a node that died: the sink starts another run
+            with contextlib.suppress(ValueError):  # a dead node tore the file: the sink starts another run
                 content |= json.loads(path.read_bytes())
         self.id: str | None = content["id"]
         self.step: int = content["step"]
@@ -79,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class SinkStart:
-    """What a sink opens with. `recipe` is plain data with every default; the run continues after step `done`."""
+    """What a sink gets when it opens. `recipe` is plain data with every default; the run continues after step `done`."""
 
     run: Path
     name: str
@@ -89,7 +90,7 @@ class SinkStart:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are finite numbers: sinks draw no curves of texts, lists or NaN."""
+    """Return the metrics that are finite numbers, because sinks draw no curves of texts, lists or NaN."""
     return {
         key: float(value)
         for key, value in metrics.items()
@@ -158,7 +159,7 @@ class WandbSink:
         self._run.log(numbers(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        # A column has one type: the parts of a reward, whose names differ between rows, become text.
+        # A column has one type, so the parts of a reward, whose names differ between rows, become text.
         data = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
         self._run.log({"samples": self._table(columns=[*rows[0]], data=data)}, step=step)
 
@@ -223,7 +224,7 @@ class MlflowSink:
 # Kind: class, library, and environment variables that the library reads at import.
 SINKS: dict[str, tuple[Callable[[Any, SinkStart], Sink], str, dict[str, str]]] = {
     "tensorboard": (TensorboardSink, "torch.utils.tensorboard", {}),
-    # No error and usage reports to the library's makers.
+    # Send no error and usage reports to the library's makers.
     "wandb": (WandbSink, "wandb", {"WANDB_ERROR_REPORTING": "false"}),
     # Without MLFLOW_ALLOW_FILE_STORE, 3.17 refuses a directory.
     "mlflow": (MlflowSink, "mlflow.tracking", {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}),
@@ -233,7 +234,7 @@ REWINDS = ("tensorboard",)
 
 
 class Relay:
-    """Passes calls to one sink in a thread. The thread opens the sink, and tries again at the next call if that failed."""
+    """Passes calls to one sink in a thread. The thread opens the sink; if that fails, it tries again at the next call."""
 
     def __init__(self, key: str, kind: str, memory: Memory, open_sink: Callable[[], Sink]) -> None:
         """`key` is the sink's recipe key, for messages."""
@@ -243,17 +244,17 @@ class Relay:
         self._lock = threading.Lock()
         self._failures = 0
         self._has_warned = False
-        # A daemon thread: a sink that hangs does not keep the process alive.
+        # A daemon thread, so that a sink that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"sink {kind}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, content: str, call: Callable[[Sink], None]) -> None:
-        """Queue a call with some `content` of a step, unless the sink has that step from an earlier start."""
+        """Queue a call with `content` of a step, unless the sink has the step from an earlier start."""
         if step > self._last_step:
             self._put((step, content, call), f"step {step}: {content}")
 
     def end(self, status: int) -> None:
-        """Queue the end of the run, after which no call comes. Does not wait."""
+        """Queue the end of the run, after which no call comes. Returns at once."""
         self._put(status, "its end")
 
     def _put(self, item: tuple[int, str, Callable[[Sink], None]] | int, name: str) -> None:
@@ -275,7 +276,7 @@ class Relay:
         return failures
 
     def _work(self) -> None:
-        """Make the calls. A service's library may raise anything; the run goes on, and so do later calls."""
+        """Make the calls. A service's library may raise any error; the run goes on, and so do later calls."""
         sink: Sink | None = None
         try:
             sink = self._open_sink()
@@ -335,8 +336,8 @@ class Sinks:
 
 
 def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
-    """Open the recipe's sinks to continue after step `done`. Imports their libraries here: in a thread the import would slow
-    down the first steps."""
+    """Open the recipe's sinks to continue after step `done`. Import their libraries here, because an import in a thread
+    would slow down the first steps."""
     content = recipe.model_dump(mode="json")
     relays = []
     for number, section in enumerate(recipe.telemetry.sinks):
@@ -350,7 +351,8 @@ def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
 
 
 def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
-    """Return the `telemetry` settings that a machine computing on `device` cannot serve. Checking a recipe needs none."""
+    """Return the `telemetry` settings that a machine that computes on `device` cannot serve. A check of a recipe does not
+    need this function."""
     violations = []
     for number, sink in enumerate(recipe.telemetry.sinks):
         if isinstance(sink, WandbSinkSection) and sink.mode == "online" and not _has_wandb_key():
@@ -364,7 +366,7 @@ def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
 
 
 def _has_wandb_key() -> bool:
-    """Return whether wandb (0.31) finds a key; without one it would prompt at the terminal in the middle of a run."""
+    """Return whether wandb (0.31) finds a key; without a key it would prompt at the terminal in the middle of a run."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -1,7 +1,7 @@
-"""Stacks of a run's processes, and which of their calls wait.
+"""Read the stacks of a run's processes, and tell which calls wait.
 
-Python's fault handler writes the stacks in C at a signal, so a process that is blocked in C writes them too, with or without
-the GIL.
+Python's fault handler writes the stacks in C at a signal. So a process that is blocked in C also writes its stacks, with or
+without the GIL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "megarl-stacks:"
 ASK = signal.SIGUSR2
 SETTLE_S = 0.1
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-# A call in a file with one of these endings, or on a line with one of these words, waits for another thread or process.
+# A call waits for another thread or process if its file has such an ending, or its line has such a word.
 WAITING_FILES = (
     "torch/distributed/distributed_c10d.py", "/threading.py", "/queue.py", "/selectors.py", "/subprocess.py", "/socket.py",
     "multiprocessing/connection.py", "ray/_private/worker.py", "concurrent/futures/thread.py", "/asyncio/runners.py",
@@ -56,13 +56,13 @@ class Frame:
 
 
 def watched_environment(name: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables that give a new process of this run, and its children, a name; none where no watchdog runs."""
+    """Return variables that give a new process of this run, and its children, a name; empty if no watchdog runs."""
     token, _, _ = environment.get(MARK, "").partition("/")
     return {MARK: f"{token}/{name}"} if token else {}
 
 
 def mark_from_environment(part: str = "") -> None:
-    """Let the watchdog find this process, if it has a name; `part` tells processes of one name apart."""
+    """Let the watchdog find this process if the process has a name; `part` tells processes of one name apart."""
     if MARK in os.environ and _file is None:
         mark(" ".join([os.environ[MARK], part]).strip())
 
@@ -109,10 +109,10 @@ def read_stacks(processes: Mapping[int, int], deadline_s: float) -> dict[int, st
     """Signal all processes (id to file number) for their stacks; return the texts that they write in time."""
     files = {}
     for pid, number in processes.items():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
             words = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("State:", "SigCgt:"))}
-            # A stopped process does not answer, and a process without the handler would die of the signal.
+            # A stopped process does not answer, and the signal would kill a process without the handler.
             if words["State"] not in ("T", "t") and int(words["SigCgt"], 16) >> (ASK - 1) & 1:
                 files[pid] = open(f"/proc/{pid}/fd/{number}", "rb")  # noqa: SIM115
                 files[pid].seek(0, os.SEEK_END)

@@ -1,6 +1,7 @@
-"""Where the time of a step and of a run went, and how fast it was: ranks, roles, engines, devices, tokens and FLOPs.
+"""Compute where the time of a step and of a run went, and how fast the run was: ranks, roles, engines, devices, tokens,
+FLOPs.
 
-A rank's time comes as seconds by (phase, span) that sum to its step (`StepTimes.by_span`).
+A rank's time is given as seconds by (phase, span) that sum to the rank's step (`StepTimes.by_span`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megarl.telemetry.metrics_file import duration
 
 Spans = Mapping[tuple[str, str], float]  # seconds of one rank by (phase, span)
 OFFLOAD, BUSY = "offload", "busy"
-# Waits that a slower rank causes. Waits for engines and rewards end on all ranks at once.
+# The waits that a slower rank causes. Waits for engines and rewards end on all ranks at once.
 FOR_RANKS = ("ranks", "pipeline", "gradients", "layers")
 # The spans of a pipeline run; `bubble_share` is a part of them.
 PIPELINE_RUN = ("forward", "backward", "pipeline", "wait_layers", "wait_pipeline")
@@ -43,9 +44,9 @@ def causes(spans: Spans, phases: Sequence[str] | None = None) -> defaultdict[str
 
 
 def idle_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
-    """Return shares of all ranks' time: waits (`idle/share` and its parts `idle/<whom>_share`), memory moves
-    (`offload/share`), and time in no span. `idle/straggler_rank` waited least for other ranks, `idle/straggler_s` less
-    than the median rank.
+    """Return shares of all ranks' time: waits (`idle/share` and its parts `idle/<whom>_share`), offload (`offload/share`),
+    and time in no span. `idle/straggler_rank` waited least for other ranks: `idle/straggler_s` seconds less than the median
+    rank.
     """
     by_rank = [causes(spans) for spans in ranks]
     seconds = _sum(by_rank)
@@ -81,8 +82,8 @@ def role_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
 
 
 def bubble_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
-    """Return the measured `idle/<phase>/bubble_share`: the part of a phase's pipeline runs in which stages waited for each
-    other. The plan expects `schedule/<phase>/bubble_share`."""
+    """Return the measured `idle/<phase>/bubble_share`: the share of a phase's pipeline runs in which stages waited for each
+    other. The plan's expectation is `schedule/<phase>/bubble_share`."""
     metrics = {}
     for phase in ROLE_OF:
         seconds = {name: sum(spans.get((phase, name), 0.0) for spans in ranks) for name in PIPELINE_RUN}
@@ -105,8 +106,8 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def engine_metrics(busy_s: Sequence[float], step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
     """Return how the rollout engines spent a step: means over the engines that sum to 1.
 
-    `busy_s` are the seconds in which each engine had requests; `rollout_s` and `sync_s` are the lengths of those phases.
-    `idle/slowest_engine` had requests longest, `idle/slowest_engine_s` longer than the median engine.
+    `busy_s` are the seconds in which each engine had requests; `rollout_s` and `sync_s` are the lengths of these phases.
+    `idle/slowest_engine` had requests longest: `idle/slowest_engine_s` seconds longer than the median engine.
     """
     if not busy_s:
         return {}
@@ -130,8 +131,8 @@ def engine_causes(busy_s: float, step_s: float, rollout_s: float, sync_s: float)
 
 @dataclass(frozen=True)
 class Devices:
-    """Device numbers: rank r has device r; devices of engines alone follow, with their engines in `engine_of`. `of_engine`
-    lists each engine's devices."""
+    """The numbers of the devices: rank r has device r; then follow the devices that only engines use, with their engines in
+    `engine_of`. `of_engine` lists each engine's devices."""
 
     num_ranks: int
     of_engine: tuple[tuple[int, ...], ...]
@@ -139,7 +140,7 @@ class Devices:
 
     @classmethod
     def of(cls, num_ranks: int, ranks_per_node: int, places: Sequence[EnginePlace], shared: bool) -> Devices:
-        """Number the devices. `shared`: on CPUs an engine's workers count as devices of their own."""
+        """Number the devices. `shared`: on CPUs each worker of an engine counts as a separate device."""
         numbers = {} if shared else {divmod(rank, ranks_per_node): rank for rank in range(num_ranks)}
         engine_of: list[int] = []
         of_engine = []
@@ -155,7 +156,7 @@ class Devices:
         return cls(num_ranks, tuple(of_engine), tuple(engine_of))
 
     def busy_share(self, ranks: Sequence[Spans], busy_s: Sequence[float]) -> float:
-        """Return the share of all devices' time spent computing, for a rank or an engine. `busy_s` are the seconds in which
+        """Return the share of all devices' time in which a rank or an engine computed. `busy_s` are the seconds in which
         each engine had requests. On a rank's device an engine computes while the rank waits for engines."""
         step_s = max(sum(spans.values()) for spans in ranks)
         computed = sum(min(busy_s[engine], step_s) for engine in self.engine_of if busy_s)
@@ -171,8 +172,8 @@ class Devices:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompt and completion tokens of each sequence of a step, which sequences are not masked, and the mini-batches that ran
-    in all epochs, by engine phase."""
+    """Prompt and completion tokens of each sequence of a step, whether the sequence is unmasked, and the mini-batches that
+    ran in all epochs, by phase."""
 
     prompts: Sequence[int]
     completions: Sequence[int]
@@ -192,7 +193,8 @@ class TimeMetrics:
     def __init__(
         self, recipe: Recipe, shapes: Mapping[str, ModelShape], devices: Devices, peak_tflops: Callable[[str], float | None]
     ) -> None:
-        """`shapes` are by role; `peak_tflops` gives a device's peak at a precision, for a recipe that does not set it."""
+        """`shapes` are by role; `peak_tflops` returns a device's peak at a precision, for a recipe that does not set the
+        peak."""
         self._recipe, self._shapes, self._devices = recipe, shapes, devices
         given = recipe.telemetry.peak_tflops
         trained = "fp8" if recipe.trainer.fp8 is not None else recipe.trainer.precision
@@ -203,11 +205,11 @@ class TimeMetrics:
     def of(
         self, times: StepTimes, ranks: Sequence[Spans], sizes: Sizes, busy_s: Sequence[float], metrics: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a step's metrics. `times` are rank 0's, `ranks` the spans of each rank, `busy_s` the seconds in which each
-        engine had requests, and `metrics` come from the step itself."""
+        """Return a step's metrics. `times` are rank 0's times, `ranks` the spans of each rank, `busy_s` the seconds in which
+        each engine had requests, and `metrics` the metrics of the step itself."""
         phases, step_s = times.phases, times.seconds
         line: dict[str, Any] = times.metrics() | idle_metrics(ranks) | role_metrics(ranks) | bubble_metrics(ranks)
-        # Engines that sample ahead work in the whole step, and nobody waits for the last one.
+        # Engines that sample ahead work during the whole step, and no rank waits for the last engine.
         samples_ahead = self._recipe.rollout.max_staleness > 0
         rollout_s = 0.0 if samples_ahead else phases.get("rollout", 0.0)
         line |= engine_metrics(busy_s, step_s, rollout_s, phases.get("weight_sync", 0.0))
@@ -234,8 +236,8 @@ class TimeMetrics:
 def step_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], sizes: Sizes) -> dict[str, float]:
     """Return the floating-point operations that each phase needs, over all devices. `shapes` are by role.
 
-    Engines count each token once, however often they recompute or share a prompt. A phase that shares prompts counts a
-    prompt once for its sequences in a micro-batch.
+    For engines each token counts once, even if they recompute or share a prompt. In a phase that shares prompts, a prompt
+    counts once for all its sequences in a micro-batch.
     """
     pairs = list(zip(map(int, sizes.prompts), map(int, sizes.completions), strict=True))
     flops = {"rollout": sum(forward_flops(shapes["actor"], sum(pair), pair[1]) for pair in pairs)}
@@ -251,7 +253,7 @@ def step_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], sizes: Sizes) -
 
 
 def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -> Callable[[int, int], float]:
-    """Return the operations of a phase as a function of a sequence's tokens and of its tokens that pass the head."""
+    """Return the operations of a phase as a function of a sequence's tokens and the tokens that pass the head."""
     role = ROLE_OF[phase]
     shape, has_value_head = shapes[role], role in ("critic", "reward_model")
     if phase not in UPDATE_PHASES:

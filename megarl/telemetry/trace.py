@@ -1,4 +1,4 @@
-"""`trace/` of a run directory: the timeline of each rank and rollout engine, and all of them in one file for Perfetto.
+"""`trace/` of a run directory: the timeline of each rank and rollout engine, and all timelines in one file for Perfetto.
 
 `rank-00000.jsonl` has a line for each step: `step`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (the
 number of dropped events) and `events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`,
@@ -58,8 +58,8 @@ class TraceWriter:
 
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
-    """Return how many seconds each rank's clock is ahead of rank 0's, from readings after common barriers. The error is the
-    time between two ranks leaving a barrier."""
+    """Return how many seconds each rank's clock is ahead of rank 0's clock, from readings after common barriers. The error
+    is the time between two ranks leaving a barrier."""
     return [median(here - first for here, first in zip(rank, readings[0], strict=True)) for rank in readings]
 
 
@@ -104,7 +104,8 @@ class EngineTraces:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """The content of a file: its owner, its steps, and the parts outside of steps. Of a repeated step only the last run."""
+    """The content of a file: the owner, the steps, and the parts outside of steps. A repeated step appears as it ran
+    last."""
 
     owner: dict[str, Any]
     steps: list[dict[str, Any]]
@@ -117,14 +118,14 @@ class TraceFile:
 
 
 def read_ranks(run: str | Path, last: int | None = None, most: int | None = None) -> tuple[list[TraceFile], int]:
-    """Return the traces of the first `most` ranks and the number of all ranks with a trace; of only the `last` steps, where
-    given."""
+    """Return the traces of the first `most` ranks, and the number of all ranks with a trace. With `last`, return only the
+    last steps."""
     paths = sorted((Path(run) / FOLDER).glob("rank-*.jsonl"))
     return [trace for path in paths[:most] if (trace := _read(path, last)) is not None], len(paths)
 
 
 def _read(path: Path, last: int | None = None) -> TraceFile | None:
-    """Return a file's content; None where a kill came before the first line."""
+    """Return a file's content; None if a kill came before the first line."""
     with path.open("rb") as file:
         content = file.readline()
         if last is not None:
@@ -168,7 +169,7 @@ def merge(run: str | Path) -> dict[str, Any]:
 
 
 def _engine_events(trace: TraceFile) -> list[dict[str, Any]]:
-    """Show in lane 0 when the engine had requests, and each request in a lane that is free while it runs."""
+    """Return the events of an engine: lane 0 shows when the engine had requests; each request has a lane that is free."""
     process, engine = FIRST_PROCESS + trace.owner["engine"], trace.owner["engine"]
     events = [_name("process_name", process, f"rollout engine {engine} on {trace.owner['host']}")]
     num_lanes = 0
