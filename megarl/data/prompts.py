@@ -16,13 +16,11 @@ from megarl.recipe.data_section import CurriculumSection, DataSection
 
 
 class PromptStream:
-    """Prompts without end: epoch after epoch over the rows of each source, in a new order each.
+    """An endless stream of prompts: epochs over the rows of each source, each epoch in a new order.
 
-    The next prompts depend only on the recipe's section, the seed and `state()`. `num_dropped` counts rows that were skipped
-    because their prompt is longer than `data.max_prompt_tokens`, `num_bad_rows` rows that cannot be used.
-
-    `num_tokens` is the size of the model's vocabulary; `judge` raises ValueError for a prompt whose answer no reward can
-    use. `key` is the source's recipe key. Raises ValueError for unusable data and if no row is left.
+    The next prompts depend only on the recipe's section, the seed and `state()`. `num_tokens` is the size of the model's
+    vocabulary; `judge` raises ValueError for a prompt whose answer no reward can use. `key` is the source's recipe key.
+    Raises ValueError for unusable data, and if no row is left.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class PromptStream:
     ) -> None:
         if data.prompts.kind == "mixture":
             self._weights = data.prompts.weights
-            # The last number keeps these orders different from that of a single source, whose seed is (seed, epoch).
+            # The last number makes these orders differ from the order of a single source, whose seed is (seed, epoch).
             sources = [
                 (source, [seed, number, 1], f"{key}.parts.{number}") for number, source in enumerate(data.prompts.parts)
             ]
@@ -52,21 +50,21 @@ class PromptStream:
 
     @property
     def num_rows(self) -> int:
-        """Prompts in one epoch of every source."""
+        """Number of prompts in one epoch of every source."""
         return sum(len(part.rows) for part in self._parts)
 
     @property
     def num_dropped(self) -> int:
-        """Rows left out because their prompt is too long."""
+        """Number of rows left out because their prompt is longer than `data.max_prompt_tokens`."""
         return sum(part.num_dropped for part in self._parts)
 
     @property
     def num_bad_rows(self) -> int:
-        """Rows left out because they cannot be used."""
+        """Number of rows left out because they cannot be used."""
         return sum(part.num_bad_rows for part in self._parts)
 
     def every(self) -> Iterator[Prompt]:
-        """Yield each row's prompt once, in the order of the data, without moving the position."""
+        """Yield each row's prompt once, in the order of the data; the position stays."""
         rows = [(number, row) for number, part in enumerate(self._parts) for row in range(len(part.rows))]
         for index, (number, row) in enumerate(rows):
             yield self._parts[number].prompt(index, (number, row))
@@ -80,7 +78,8 @@ class PromptStream:
         return self._parts[origin[0]].prompt(index, origin)
 
     def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
-        """Tell the curriculum the rewards of prompts: `rewards` float and `valid` bool [samples], in groups of one size."""
+        """Give the curriculum the rewards of prompts: `rewards` float and `valid` bool, both [samples], in groups of one
+        size."""
         group = len(rewards) // len(prompts)
         for number, prompt in enumerate(prompts):
             members = slice(number * group, (number + 1) * group)
@@ -108,7 +107,7 @@ class PromptStream:
         return {"position": self.position, "parts": [part.state() for part in self._parts]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError if the rows have changed since."""
+        """Continue from the position that `state` returned. Raises ValueError if the rows have changed since then."""
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.restore(saved)
         self.position = state["position"]
@@ -122,9 +121,10 @@ class PromptStream:
 
 
 class Curriculum:
-    """Skips prompts of one source whose last pass rate was outside the bounds: those that always fail or always pass.
+    """Skips prompts of one source whose last pass rate was outside the bounds, such as prompts that always fail or always
+    pass.
 
-    A row outside the bounds is skipped in `revisit` epochs and taken in the next one, so that its rate can change.
+    A row outside the bounds is skipped in `revisit` epochs and taken in the next epoch, so that its rate can change.
     """
 
     def __init__(self, section: CurriculumSection) -> None:
@@ -133,7 +133,7 @@ class Curriculum:
         self._passed_over: dict[int, int] = {}  # skips since the row was last taken
 
     def passes_over(self, row: int) -> bool:
-        """Return whether to skip the row this time, and count the skip."""
+        """Return whether to skip the row this time; count the skip."""
         if row not in self.rates or self._in_bounds(self.rates[row]):
             return False
         times = self._passed_over.get(row, 0)
@@ -148,15 +148,15 @@ class Curriculum:
 
     @property
     def num_in_bounds(self) -> int:
-        """Rows with a rate in the bounds."""
+        """Number of rows with a rate in the bounds."""
         return sum(map(self._in_bounds, self.rates.values()))
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain values."""
+        """Return the state for `restore`, as plain values."""
         return {"rates": dict(self.rates), "passed_over": dict(self._passed_over)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from a state that `state` returned."""
         self.rates, self._passed_over = dict(state["rates"]), dict(state["passed_over"])
 
     def _in_bounds(self, rate: float) -> bool:
@@ -164,7 +164,8 @@ class Curriculum:
 
 
 class _Part:
-    """The usable rows of one source, in shuffled order. `walked` counts rows so far, `taken` those that became prompts."""
+    """The usable rows of one source, in shuffled order. `walked` counts rows so far, `taken` the rows that became
+    prompts."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class _Part:
         self.curriculum = None if data.curriculum is None else Curriculum(data.curriculum)
 
     def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
-        """Return the prompt of the row at `origin`, a part's number and a row's number in it."""
+        """Return the prompt of the row at `origin`: the number of the part, and the number of the row in the part."""
         row = self.rows[origin[1]]
         return Prompt(index, self._token_ids[origin[1]], row.question, row.answer, row.fields, origin, row.where)
 
@@ -244,7 +245,7 @@ class _Part:
         return state | {"curriculum": None if self.curriculum is None else self.curriculum.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ValueError if the rows have changed since."""
+        """Continue from the position that `state` returned. Raises ValueError if the rows have changed since then."""
         ours, theirs = (len(self.rows), self._checksum), (state["rows"], state["checksum"])
         if ours != theirs:
             raise ValueError(

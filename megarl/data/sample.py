@@ -1,4 +1,4 @@
-"""Prompts, completions and samples, in numpy: they are read without torch."""
+"""Prompts, completions and samples, in numpy, so that reading them does not need torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One question, rendered and tokenized.
+    """A question, rendered and tokenized.
 
-    `index` is the position in the prompt stream, which keeps counting across epochs; `token_ids` is int32 [prompt tokens];
-    `row` is the data set's row, for reward functions; `origin` is the part of the data and the row's number in it, and
+    `index` is the position in the prompt stream, which counts across epochs; `token_ids` is int32 [prompt tokens]; `row` is
+    the data set's row, for reward functions; `origin` is the number of the data's part and the row's number in the part;
     `where` names the row in errors.
     """
 
@@ -27,15 +27,15 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The tokens after a prompt: sampled by an engine, with an environment's observations in between.
+    """The tokens after a prompt: tokens that an engine sampled, and between them an environment's observations.
 
     `token_ids` is int32 [completion tokens] and includes sampled stop tokens; `own` is bool of the same length, True for
     sampled tokens (None: all). `logprobs` is float32 of the same length, under the sampling distribution, and 0 for
-    observations. `finish_reason` is the engine's ("stop", "length") or the episode's. `versions` is int64 of the same
-    length: the weight version that sampled each token; an observation has the version of the turn before it.
+    observations. `finish_reason` comes from the engine ("stop", "length") or from the episode. `versions` is int64 of the
+    same length: the weight version that sampled each token; an observation has the version of the turn before it.
 
-    `routing`, if recorded, holds the experts of each token but the last, which passed no layer: integers [prompt and
-    completion tokens - 1, layers with experts, experts a token].
+    `routing`, if recorded, holds the experts of each token except the last token, which passed no layer: integers [prompt
+    and completion tokens - 1, layers with experts, experts a token].
     """
 
     token_ids: np.ndarray

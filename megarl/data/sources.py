@@ -1,7 +1,7 @@
-"""Rows of questions and answers from a file, a data set or a generator.
+"""Read rows of questions and answers from a file, a data set or a generator.
 
-JSONL is read with the standard library and Parquet with pyarrow, not through `datasets`: its loaders copy
-the file into a cache, and their errors name neither the line nor the key of a bad row.
+The standard library reads JSONL and pyarrow reads Parquet. The loaders of `datasets` do not fit: they copy the file into a
+cache, and their errors name neither the line nor the key of a bad row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from megarl.data.generated import generate
 from megarl.models.model_files import check_fetched
-from megarl.recipe.data_section import DataSection, FilePromptsSection, HuggingFacePromptsSection, SourceSection
+from megarl.recipe.data_section import DataSection, HuggingFacePromptsSection, SourceSection
 
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 3  # skipped rows that are logged
@@ -33,10 +33,10 @@ _BATCH = 1000  # rows of a table that are read at once
 
 @dataclass(frozen=True)
 class Row:
-    """One question with its answer and all other fields of its row.
+    """A question with its answer and all other fields of its row.
 
-    `prompt` is what is rendered: the question, the messages of a chat, or token ids, from which the question is decoded
-    later. `where` names the row in errors; `prompt_field` and `answer_field` name its fields.
+    `prompt` is the content to render: the question, the messages of a chat, or token ids, from which the question is decoded
+    later. `where` names the row in errors; `prompt_field` and `answer_field` name the row's fields.
     """
 
     question: str
@@ -54,7 +54,7 @@ class Row:
 
 
 class BadRows:
-    """Handles unusable rows of a source by `data.on_bad_row`: stop at the first one, or count them."""
+    """Handles unusable rows of a source by `data.on_bad_row`: stop at the first bad row, or count bad rows."""
 
     def __init__(self, on_bad_row: str) -> None:
         self._skips = on_bad_row == "skip"
@@ -124,7 +124,7 @@ def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad
 
 
 def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield each row's place, its fields (or the error of an unreadable row), and the names of its prompt and answer."""
+    """Yield each row's place, the fields (or the error of an unreadable row), and the names of prompt and answer fields."""
     if source.kind == "reasoning_gym":
         task_seed = seed if source.seed is None else source.seed
         for where, fields in generate(source.task, source.size, task_seed, source.options, key):
@@ -139,17 +139,6 @@ def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any
         read = _read_jsonl(path) if source.kind == "jsonl" else _read_parquet(path)
     for where, fields in read:
         yield where, fields, source.prompt_field, source.answer_field
-
-
-def _origin(source: SourceSection) -> str:
-    return f"task {source.task}" if source.kind == "reasoning_gym" else source.path
-
-
-def _existing(source: FilePromptsSection, key: str) -> Path:
-    path = Path(source.path)
-    if not path.is_file():
-        raise ValueError(f"{key}.path is {str(path)!r}, which is no file; the path counts from {Path.cwd()}")
-    return path
 
 
 def _place(where: str, field: str) -> str:
@@ -173,7 +162,7 @@ def _value(fields: dict, where: str, field: str, key: str) -> Any:
 
 
 def _text(value: Any, place: str, key: str) -> str:
-    # A list, null or NaN (which pandas writes for a missing value) would become a text that no completion equals.
+    # A list, null or NaN (pandas writes NaN for a missing value) would become a text that no completion equals.
     finite = isinstance(value, str | int) or (isinstance(value, float | Decimal) and math.isfinite(value))
     if not finite or isinstance(value, bool):
         wanted = "a text or a number is needed" + ("; for lists data.answer_format: json" if "answer" in key else "")
@@ -191,7 +180,7 @@ def _digits(value: Decimal) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON form of other values: texts, and a number as text if a float would round it."""
+    """Return the JSON form of a value of another type: a text, or a number unless a float would round the value."""
     if not isinstance(value, Decimal):
         return str(value)
     number = float(value)
@@ -199,7 +188,8 @@ def _plain(value: Any) -> Any:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    """Return a chat with texts as contents: text parts are joined, and nulls dropped, since tables fill up with them."""
+    """Return a chat with texts as contents: join text parts, and drop nulls, because tables fill missing fields with
+    nulls."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         rule = "data.prompt_format: messages needs a list of objects with a role and a content"
         raise ValueError(f"{place} is {_shown(value)}; {rule}")
@@ -226,7 +216,8 @@ def _shown(value: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read one object per line, or one JSON array; in UTF-8, or UTF-16 with its mark; plain or gzip, whatever the name."""
+    """Read one object per line, or one JSON array; in UTF-8, or UTF-16 with a byte order mark; plain or gzip, with any
+    name."""
     check_fetched(path)
     try:
         with path.open("rb") as stream:
@@ -242,14 +233,14 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(content: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of an array of objects, which may begin after blank lines, or else one row per line."""
+    """Yield the rows of an array of objects, which may begin after blank lines; else yield one row per line."""
     lines = enumerate((line.removeprefix(codecs.BOM_UTF8) for line in content), start=1)
     start, first = next(((number, line) for number, line in lines if line.strip()), (0, b""))
     rest: Iterable[bytes] = content
     if first.lstrip().startswith(b"["):
         whole = first + content.read()
         rows = None
-        with suppress(ValueError, RecursionError):  # such as several lists, one per line
+        with suppress(ValueError, RecursionError):  # for example several lists, one per line
             rows = json.loads(whole)
         if rows is not None and any(isinstance(row, dict) for row in rows):
             for place, fields in enumerate(rows):
@@ -267,7 +258,7 @@ def _json_rows(content: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _whole_characters(fields: Any, where: str) -> Any:
-    """Return the fields, or an error for a text among them with a lone surrogate."""
+    """Return the fields, or an error if a text in them has a lone surrogate."""
     try:
         place = _half_character(fields)
     except RecursionError as error:
@@ -308,22 +299,15 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         batch = table.slice(start, _BATCH)
         try:
             rows = batch.to_pylist()
-        except UnicodeDecodeError:  # in one of the rows
+        except UnicodeDecodeError:  # in some row of the batch
             rows = [None] * len(batch)
         for at, fields in enumerate(rows):
             where = f"{path}, row {start + at}"
-            yield (
-                where,
-                _decoded(where, lambda at=at, batch=batch: batch.slice(at, 1).to_pylist()[0]) if fields is None else fields,
-            )
-
-
-def _single(batch: Any, at: int) -> dict[str, Any]:
-    return batch.slice(at, 1).to_pylist()[0]
+            yield where, _decoded(where, lambda row: row.to_pylist()[0], batch.slice(at, 1)) if fields is None else fields
 
 
 def _decoded(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a row, or an error for a text that is not UTF-8, which Arrow does not check."""
+    """Return a row, or an error if a text is not UTF-8, because Arrow does not check texts."""
     try:
         return read(*arguments)
     except UnicodeDecodeError as error:
@@ -331,7 +315,7 @@ def _decoded(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _read_huggingface(source: HuggingFacePromptsSection, key: str) -> Iterator[tuple[str, Any]]:
-    """Read a data set that `save_to_disk` wrote, or one that `load_dataset` loads."""
+    """Read a data set that `save_to_disk` wrote, or a data set that `load_dataset` loads."""
     import datasets
 
     path = Path(source.path)

@@ -1,9 +1,9 @@
 """Pack sequences into micro-batches under a cap, so that the slowest data-parallel rank is as fast as possible.
 
-A rank's time is that of `cost.run_times`. All ranks run the same number of micro-batches and may have different numbers of
-sequences. For one number of micro-batches the search first gives sequences to ranks and then splits each rank's sequences
-over its micro-batches; where a tight cap defeats that, it packs all micro-batches first and gives whole ones to ranks. The
-search rates several numbers of micro-batches and takes the fastest.
+`cost.run_times` gives a rank's time. All ranks run the same number of micro-batches and may have different numbers of
+sequences. For a given number of micro-batches the search first gives sequences to ranks and then splits each rank's
+sequences over its micro-batches. If the cap is too tight for this, the search packs all micro-batches first and gives whole
+micro-batches to ranks. The search rates several numbers of micro-batches and takes the fastest plan.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megarl.schedule.schedule import Schedule, ceil
 
 Ranks = list[list[list[int]]]  # samples as [data-parallel rank][micro-batch][sequence]
 
-# A large batch rates its choices on a sample: every n-th sequence on every n-th rank, but at least this many.
+# A large batch rates its choices on a sample, every n-th sequence on every n-th rank, with at least these numbers.
 _TRIAL_SEQUENCES, _TRIAL_RANKS = 256, 8
 # Under a pipeline, the numbers of micro-batches to rate grow by this ratio.
 _COUNT_RATIO = 1.2
-# Times that ranks which group long sequences may aim at, as ratios to the bound: it assumes sequences that can be split
-# anywhere. They may end up this share of the time above it.
+# The times that ranks with grouped long sequences may aim at, as ratios to the bound, which assumes that sequences can be
+# split anywhere; and the share of the time by which such ranks may exceed it.
 _GROUPED_SLACKS, _GROUPED_OVERFLOW = (1.0, 1.03, 1.1), 0.02
 # A plan this close to the bound ends the search.
 _CLOSE = 1.002
@@ -34,7 +34,7 @@ _CLOSE = 1.002
 
 @dataclass(frozen=True)
 class SequenceCosts:
-    """What each sample of a batch takes: `slots` of a micro-batch, and time in token-equivalents."""
+    """The `slots` of a micro-batch that each sample of a batch takes, and the sample's time in token-equivalents."""
 
     slots: Sequence[int]
     costs: Sequence[float]
@@ -42,7 +42,7 @@ class SequenceCosts:
 
 @dataclass(frozen=True)
 class RankModel:
-    """The time of a rank with `count` micro-batches, as if sequences could be split anywhere: a lower bound.
+    """A lower bound of the time of a rank with `count` micro-batches, which assumes that sequences can be split anywhere.
 
     The rank waits `weight` (`cost.bubble_weight`) times for the micro-batch with its longest sequence.
     """
@@ -57,23 +57,24 @@ class RankModel:
 
     @property
     def overhead(self) -> float:
-        """Time that the micro-batches take however few tokens they hold."""
+        """The part of the time that does not depend on the number of tokens."""
         return (self.count + self.weight) * self.per_micro_batch
 
     def even_room(self, time: float) -> float:
-        """Cost of the sequences that fit `time` when all micro-batches are alike."""
+        """Return the cost of the sequences that fit into `time` if all micro-batches have the same cost."""
         return (time - self.overhead) / (1 + self.weight / self.count)
 
     def room(self, time: float, longest: float) -> float:
-        """Cost of the sequences that fit `time` when the longest of them costs `longest`."""
+        """Return the cost of the sequences that fit into `time` if the longest sequence costs `longest`."""
         return min(self.even_room(time), time - self.overhead - self.weight * longest)
 
 
 def least_time(before: Sequence[float], data: int, model: RankModel) -> float:
-    """Time of the slowest of `data` ranks if sequences could be split anywhere, to a part in 2000.
+    """Return the time of the slowest of `data` ranks if sequences could be split anywhere, to a part in 2000.
 
-    `before[i]` is the cost of the i longest sequences together. Ranks take the sequences longest first, so that ranks which
-    wait for long sequences share them and the next rank starts as short as possible: no other order has more room.
+    `before[i]` is the cost of the i longest sequences together. Ranks take the sequences longest first. So ranks that wait
+    for long sequences share them, and the next rank starts with the shortest possible sequence: no other order has more
+    room.
     """
     even = before[-1] / data * (1 + model.weight / model.count) + model.overhead
     low = max(even, before[1] * (1 + model.weight) + model.overhead)
@@ -87,14 +88,14 @@ def least_time(before: Sequence[float], data: int, model: RankModel) -> float:
 
 
 def _covers(before: Sequence[float], data: int, model: RankModel, time: float) -> bool:
-    """Whether `data` ranks take all sequences in `time`."""
+    """Return whether `data` ranks can run all sequences in `time`."""
     reached = 0.0
     for rank in range(data):
         number = bisect_right(before, reached)
         if number == len(before):
             return True
         room = model.room(time, before[number] - before[number - 1])
-        if room == model.even_room(time):  # then it is for all shorter sequences, too
+        if room == model.even_room(time):  # the same holds for all shorter sequences
             return reached + (data - rank) * room >= before[-1]
         reached += room
     return reached >= before[-1]
@@ -102,8 +103,8 @@ def _covers(before: Sequence[float], data: int, model: RankModel, time: float) -
 
 @dataclass(frozen=True)
 class _Choice:
-    """A number of micro-batches a rank. With `slack`, few ranks take all long sequences and aim at that multiple of the
-    bound; without, all ranks share them."""
+    """A number of micro-batches per rank. With `slack`, few ranks take all long sequences and aim at this multiple of the
+    bound; without `slack`, all ranks share the long sequences."""
 
     count: int
     slack: float | None
@@ -111,7 +112,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The sequences of one mini-batch, longest first, and what they are packed for."""
+    """The sequences of one mini-batch, longest first, with cap, layout and cost."""
 
     order: Sequence[int]
     work: SequenceCosts
@@ -121,17 +122,17 @@ class _Problem:
 
     @cached_property
     def before(self) -> list[float]:
-        """Cost of the i longest sequences together."""
+        """The cost of the i longest sequences together, by i."""
         return [0.0, *accumulate(self.work.costs[sample] for sample in self.order)]
 
     @property
     def most(self) -> int:
-        """Most micro-batches of a rank: none may be empty."""
+        """The largest legal number of micro-batches per rank: no micro-batch may be empty."""
         step = self.layout.micro_batch_step
         return len(self.order) // self.layout.data // step * step
 
     def counts(self) -> Iterator[int]:
-        """Legal numbers of micro-batches a rank, ascending: all, or under a pipeline a few up to the most."""
+        """Yield legal numbers of micro-batches per rank, ascending: all numbers, or a selection under a pipeline."""
         step, slots = self.layout.micro_batch_step, self.work.slots
         num_alone = sum(2 * slots[sample] > self.cap for sample in self.order)  # too long to share a micro-batch
         fewest = max(ceil(sum(slots[sample] for sample in self.order), self.cap), num_alone)
@@ -144,19 +145,19 @@ class _Problem:
             yield self.most
 
     def choices(self) -> list[tuple[float, _Choice]]:
-        """(time aimed at, choice), shortest time first: without a pipeline, fewest micro-batches first."""
-        # Ranks that run in step gain nothing where one of them has the long sequences: the others wait for it.
+        """Return (target time, choice), shortest time first; without a pipeline, fewest micro-batches come first."""
+        # Ranks that run in step do not gain if one rank has the long sequences, because the other ranks wait for it.
         slacks = _GROUPED_SLACKS if self.layout.pipeline > 1 and ranks_in_step(self.layout) == 1 else ()
         choices = [_Choice(count, slack) for count in self.counts() for slack in (None, *slacks)]
         return sorted(((self.time(choice), choice) for choice in choices), key=lambda pair: pair[0])
 
     def time(self, choice: _Choice) -> float:
-        """The time that a choice aims at, in token-equivalents."""
+        """Return the target time of a choice, in token-equivalents."""
         model = RankModel.of(choice.count, self.layout, self.cost)
         return least_time(self.before, self.layout.data, model) * (choice.slack or 1.0)
 
     def sampled(self) -> _Problem:
-        """Every n-th sequence and rank of a large problem; a small problem itself."""
+        """Return every n-th sequence and rank of a large problem, or a small problem itself."""
         every = min(self.layout.data // _TRIAL_RANKS, len(self.order) // _TRIAL_SEQUENCES)
         while every > 1 and self.layout.data % every:
             every -= 1
@@ -167,9 +168,9 @@ class _Problem:
 
 
 def balance(schedule: Schedule, samples: Sequence[int], work: SequenceCosts, layout: Layout, cost: Cost) -> Ranks:
-    """Samples of each micro-batch of each data-parallel rank.
+    """Return the samples of each micro-batch of each data-parallel rank.
 
-    The costliest micro-batch runs first: if memory runs out, it does so in the first pass. Raises ValueError where a virtual
+    The costliest micro-batch runs first, so that memory runs out in the first pass if at all. Raises ValueError if a virtual
     pipeline needs more micro-batches than there are sequences.
     """
     assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
@@ -180,7 +181,7 @@ def balance(schedule: Schedule, samples: Sequence[int], work: SequenceCosts, lay
     ranks = ranks or _first_plan(problem, [choice for _, choice in problem.choices()])
     if ranks is not None:
         return ranks
-    # Only a virtual pipeline comes here: without one, one sequence a micro-batch is always a plan.
+    # Only a virtual pipeline comes here: without it, a plan with one sequence per micro-batch always exists.
     share = len(order) // layout.data
     needed = -(-len(_best_fit(order, work.slots, cap)) // layout.data)
     fits = -(-len(order) // (problem.most * layout.data)) * work.slots[order[0]]
@@ -198,7 +199,7 @@ def _first_plan(problem: _Problem, choices: list[_Choice]) -> Ranks | None:
 
 
 def _rated(problem: _Problem) -> list[_Choice]:
-    """The choices for which a plan was found, fastest first; the search ends where no other choice can be faster."""
+    """Return the choices that have a plan, fastest first; end the search when no other choice can be faster."""
     rated: list[tuple[float, _Choice]] = []
     for time, choice in problem.choices():
         best = min((plan_time for plan_time, _ in rated), default=float("inf"))
@@ -213,7 +214,7 @@ def _rated(problem: _Problem) -> list[_Choice]:
 
 
 def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
-    """A plan, or None where none was found under the cap or, with grouped sequences, near the `time` aimed at."""
+    """Return a plan; None if no plan was found under the cap or, with grouped sequences, near the target `time`."""
     work, cap, data, count = problem.work, problem.cap, problem.layout.data, choice.count
     grouped = choice.slack is not None
     samples_of_ranks = _sequences_by_rank(problem, choice, time) or []
@@ -231,12 +232,12 @@ def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
 
 
 def _sequences_by_rank(problem: _Problem, choice: _Choice, time: float) -> list[list[int]] | None:
-    """Sequences of each rank, longest first, at least `choice.count` a rank.
+    """Return the sequences of each rank, longest first, at least `choice.count` per rank.
 
-    Each sequence goes to the rank with the most room left of what it can take in `time`. With grouped sequences, a rank is
-    opened only when no open rank has room, until the longest sequence left no longer dominates its rank: under a pipeline a
-    rank waits for its longest sequence, so few ranks take all long sequences, and less of everything else.
-    None where the slots do not fit, and where grouped ranks would take clearly longer than `time`.
+    Each sequence goes to the rank with the most room left within `time`. With grouped sequences, a rank is opened only when
+    no open rank has room, until the longest remaining sequence no longer dominates its rank. Under a pipeline a rank waits
+    for its longest sequence, so few ranks take all long sequences, and these ranks take fewer other sequences. Return None
+    if the slots do not fit, or if grouped ranks would take clearly longer than `time`.
     """
     work, data, model = problem.work, problem.layout.data, RankModel.of(choice.count, problem.layout, problem.cost)
     grouped = choice.slack is not None
@@ -253,7 +254,7 @@ def _sequences_by_rank(problem: _Problem, choice: _Choice, time: float) -> list[
                 heapq.heappush(opened, (-room, rank))
             num_opened = last
         while opened and free[opened[0][1]] < slots:
-            heapq.heappop(opened)  # for good: what stays free is less than the sequences that are left to place are long
+            heapq.heappop(opened)  # this rank takes no further sequence, and keeps its free slots
         if not opened:
             return None
         negative_room, rank = opened[0]
@@ -262,7 +263,7 @@ def _sequences_by_rank(problem: _Problem, choice: _Choice, time: float) -> list[
         heapq.heapreplace(opened, (negative_room + cost, rank))
         ranks[rank].append(sample)
         free[rank] -= slots
-    # A rank with fewer sequences than micro-batches takes the shortest of the rank that has the most.
+    # A rank with fewer sequences than micro-batches takes the shortest sequence of the rank with the most sequences.
     donors = [(-len(samples), rank) for rank, samples in enumerate(ranks)]
     heapq.heapify(donors)
     for rank, samples in enumerate(ranks):
@@ -278,7 +279,7 @@ def _sequences_by_rank(problem: _Problem, choice: _Choice, time: float) -> list[
 
 
 def _micro_batches_by_rank(micro_batches: Sequence[list[int]], work: SequenceCosts, data: int) -> Ranks:
-    """The same number of micro-batches to every rank, costliest first to the rank with the least that still takes one."""
+    """Give every rank the same number of micro-batches: the costliest goes first, to the open rank with the least cost."""
     share = len(micro_batches) // data
     ranks: Ranks = [[] for _ in range(data)]
     open_ranks = [(0.0, rank) for rank in range(data)]
@@ -292,11 +293,11 @@ def _micro_batches_by_rank(micro_batches: Sequence[list[int]], work: SequenceCos
 
 
 def _level(longest_first: Sequence[int], work: SequenceCosts, cap: int, count: int) -> list[list[int]]:
-    """`count` bins of at most `cap` slots and of costs as even as they come; none where a sequence found no room.
+    """Return `count` bins of at most `cap` slots with costs as even as possible; no bins if a sequence found no room.
 
-    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first); where that leaves no room
-    for one, best-fit may still find some, because it fills bins instead of levelling them. No bin stays empty as long as
-    there are `count` sequences.
+    Each sequence goes to the cheapest bin that has room (Graham's longest processing time first). If this leaves no room for
+    a sequence, best-fit may still find room, because it fills bins instead of levelling them. With at least `count`
+    sequences no bin stays empty.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
@@ -318,7 +319,7 @@ def _level(longest_first: Sequence[int], work: SequenceCosts, cap: int, count: i
 
 
 def _best_fit(longest_first: Sequence[int], slots: Sequence[int], cap: int) -> list[list[int]]:
-    """Few bins of at most `cap` slots: each sequence into the fullest bin with room (best-fit decreasing)."""
+    """Return few bins of at most `cap` slots: each sequence goes into the fullest bin with room (best-fit decreasing)."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free slots, bin), ascending
     for sample in longest_first:
@@ -334,7 +335,7 @@ def _best_fit(longest_first: Sequence[int], slots: Sequence[int], cap: int) -> l
 
 
 def _split(bins: list[list[int]], slots: Sequence[int], count: int) -> list[list[int]]:
-    """Up to `count` bins, by moving the shortest sequence out of the fullest bin that holds more than one."""
+    """Return `count` bins: move the shortest sequence out of the fullest bin with several sequences, again and again."""
     fullest = [(-sum(slots[sample] for sample in held), number) for number, held in enumerate(bins) if len(held) > 1]
     heapq.heapify(fullest)
     while len(bins) < count:

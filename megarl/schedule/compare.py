@@ -1,4 +1,4 @@
-"""Compare what ran with the plan: a role returns the shapes that it executed."""
+"""Compare the executed shapes, which a role returns, with the plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.schedule.phase_plan import MiniBatch, Plan
 
 
 class PlanMismatch(AssertionError):
-    """A role ran something other than its plan, or ranks have different plans; only a bug can do that."""
+    """A role did not run its plan, or ranks have different plans; only a bug can cause this error."""
 
 
 class Summary(NamedTuple):
-    """A plan in a few bytes: its hash, and how many mini-batches and, in all of them, micro-batches a rank runs."""
+    """A plan in a few bytes: its hash, and how many mini-batches and micro-batches a rank runs in total."""
 
     hash: str
     mini_batches: int
@@ -31,7 +31,7 @@ class Summary(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What a rank is about to run: step, phase and plan."""
+    """The step, phase and plan that a rank is about to run."""
 
     step: int
     phase: str
@@ -39,13 +39,13 @@ class Turn(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """63 bits that differ where step, phase or plan differ."""
+        """A hash of 63 bits, which differs if step, phase or plan differ."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
 
 def refuse_unlike(turns: Sequence[Turn]) -> None:
-    """Raise PlanMismatch, with both values, where a rank is about to run something else than rank 0: ranks with different
-    forward passes would wait for each other forever. `turns` are those of all ranks, in rank order."""
+    """Raise PlanMismatch, with both values, if a rank's turn differs from rank 0's: ranks with different forward passes
+    would wait for each other forever. `turns` has the turn of every rank, in rank order."""
     first = turns[0]
     for rank, turn in enumerate(turns):
         if turn.step != first.step:
@@ -61,10 +61,8 @@ def refuse_unlike(turns: Sequence[Turn]) -> None:
 
 @dataclass(frozen=True)
 class Executed:
-    """Shapes one data-parallel rank executed, in the order they ran.
-
-    Sequences, tokens and slots (tokens with alignment padding) of each micro-batch.
-    """
+    """The shapes that one data-parallel rank executed, in order: sequences, tokens and slots (tokens with alignment padding)
+    of each micro-batch."""
 
     sequences: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -75,7 +73,7 @@ class Executed:
 
 
 def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
-    """Raise PlanMismatch, with both shapes, at the first micro-batch of `data_rank` off the plan."""
+    """Raise PlanMismatch, with both shapes, for the first micro-batch of `data_rank` that differs from the plan."""
     where = f"phase {mini_batch.phase or '(unnamed)'}, data-parallel rank {data_rank}"
     if len({len(executed.sequences), len(executed.tokens), len(executed.slots)}) > 1:
         raise PlanMismatch(
