@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.models.config import read_decoder, read_expert_counts, whole_number
-from megarl.models.shape import Experts, LatentAttention, ModelShape
+from megarl.models.shape import Experts, LatentAttention, ModelShape, read_decoder, read_expert_counts, whole_number
 from megarl.models.weight_table import (
     Columns,
     Family,

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.models.config import read_decoder, refuse, whole_number
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, read_decoder, refuse, whole_number
 from megarl.models.weight_table import Family, Weight, attention, swiglu, whole
 
 # The values that transformers assumes for missing keys of config.json.

@@ -1,6 +1,6 @@
 """Llama 2 and 3, and models of the same form (SmolLM2, TinyLlama)."""
 
-from megarl.models.config import read_decoder
+from megarl.models.shape import read_decoder
 from megarl.models.weight_table import Family, llama_layer, swiglu
 
 FAMILY = Family(

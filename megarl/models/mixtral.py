@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.config import read_decoder, read_expert_counts, refuse, whole_number
-from megarl.models.shape import Experts, ModelShape
+from megarl.models.shape import Experts, ModelShape, read_decoder, read_expert_counts, refuse, whole_number
 from megarl.models.weight_table import Family, Weight, experts, llama_layer, router
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megarl.models.config import read_decoder
+from megarl.models.shape import read_decoder
 from megarl.models.weight_table import Family, llama_layer, swiglu
 
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}

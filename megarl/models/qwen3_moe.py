@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.config import read_decoder, read_expert_counts, whole_number
-from megarl.models.shape import Experts, ModelShape
+from megarl.models.shape import Experts, ModelShape, read_decoder, read_expert_counts, whole_number
 from megarl.models.weight_table import Family, Weight, experts, llama_layer, router, swiglu
 
 
