@@ -1,4 +1,5 @@
-"""What a `config.json` may say, in the words of transformers 4 and 5, and what is refused; what it leaves out."""
+"""Read `config.json` in the forms of transformers 4 and 5: accepted values, refused values, and defaults of missing
+keys."""
 
 import pytest
 
@@ -18,68 +19,21 @@ YARN = {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "
 GEMMA = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"scoring_func": None}, "scoring_func = None must be 'sigmoid'"),
-        ({"topk_method": "greedy"}, "topk_method = 'greedy' must be 'noaux_tc'"),
-        ({"norm_topk_prob": False}, "norm_topk_prob = False"),
-        ({"topk_group": 4}, "num_experts_per_tok = 4 must be twice topk_group = 4"),
-        ({"n_group": 3}, "n_group = 3 must divide n_routed_experts = 8"),
-        ({"topk_group": 5}, "topk_group = 5 must be at most n_group = 4"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
-        ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok = 1 must be at least 2"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads = 4"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
-        ({"rope_interleave": False}, "rope_interleave = False"),
-        ({"attention_bias": True}, "attention_bias = true"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'"),
-        ({"rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic'"),
-        ({"rope_scaling": {"type": "yarn", "factor": None}}, "factor = None of rope_type 'yarn'"),
-        ({"kv_lora_rank": 0}, "kv_lora_rank = 0"),
-    ],
-)
-def test_deepseek_refuses_what_it_would_compute_otherwise(change, words):
-    with pytest.raises(ValueError, match=r"^there: ") as caught:
-        ModelShape.from_config({**DEEPSEEK, **change}, "there")
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
-        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
-        ({"sliding_window": None}, "sliding_window = None"),
-        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
-        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type = 'llama3'"),
-    ],
-)
-def test_gemma_refuses_what_it_would_compute_otherwise(change, words):
-    with pytest.raises(ValueError, match=r"^there: ") as caught:
-        ModelShape.from_config({**GEMMA, **change}, "there")
-    assert words in str(caught.value)
-
-
-def test_both_ways_to_write_deepseeks_yarn_are_one():
+def test_both_forms_of_deepseeks_yarn_mean_the_same():
     old = {**DEEPSEEK, "rope_theta": 10000, "rope_scaling": {**YARN, "type": "yarn"}}
     new = {**DEEPSEEK, "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 10000}}
     assert ModelShape.from_config(old) == ModelShape.from_config(new)
 
 
 def test_yarn_scales_attention_as_deepseek_v3_does():
-    """0.1 ln 40 + 1 = 1.3689, squared, is the factor of DeepSeek-V3's scale; its cosines and sines keep theirs."""
+    """The scale's factor is (0.1 ln 40 + 1) ** 2 = 1.3689 ** 2; cosines and sines have no factor."""
     shape = ModelShape.from_config({**DEEPSEEK, "rope_scaling": {**YARN, "type": "yarn"}})
     assert shape.attention_scale == pytest.approx(24**-0.5 * 1.368888**2)
     assert shape.latent is not None
     assert shape.latent.rotary_scale == 1.0
 
 
-def test_both_ways_to_write_gemmas_layers_are_one():
+def test_both_forms_of_gemmas_layers_mean_the_same():
     old = {
         **GEMMA, "sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -95,10 +49,10 @@ def test_both_ways_to_write_gemmas_layers_are_one():
     shape = ModelShape.from_config(old)
     assert shape == ModelShape.from_config(new)
     assert shape.windows == (8, 0, 8, 0)
-    assert shape.tied, "transformers ties Gemma's embeddings where config.json says nothing"
+    assert shape.tied, "transformers ties Gemma's embeddings by default"
 
 
-def test_an_exported_model_claims_no_layers_that_were_not_saved():
+def test_an_exported_config_names_only_layers_that_were_saved():
     from megarl.megatron.export import exported_config
 
     config = {**DEEPSEEK, "torch_dtype": "float8_e4m3fn", "num_nextn_predict_layers": 1}
@@ -106,8 +60,8 @@ def test_an_exported_model_claims_no_layers_that_were_not_saved():
     assert "num_nextn_predict_layers" not in exported_config(GEMMA, "fp32")
 
 
-def test_a_weight_sync_leaves_the_bias_of_the_experts_choice_alone():
-    """No update moves it, and engines keep it in fp32 whatever the sync is in."""
+def test_a_weight_sync_does_not_send_the_routers_bias():
+    """No update changes the bias, and engines keep it in fp32 under every precision of the sync."""
     from megarl.models.layout import Layout, RolloutLayout
     from megarl.models.megatron_weights import checkpoint_sizes
     from megarl.weight_sync.plan import engine_plan
@@ -137,8 +91,8 @@ COMPLETE = {
 
 
 @pytest.mark.parametrize("family", COMPLETE)
-def test_a_key_that_is_left_out_means_what_transformers_and_vllm_take_it_for(family):
-    """Or it is refused. Engines read config.json through transformers, whose defaults are the family's."""
+def test_a_missing_key_has_the_default_of_transformers_and_vllm(family):
+    """Or the file is refused. Engines read config.json through transformers, which has defaults for each family."""
     from transformers import AutoConfig
 
     everything = {key: value for key, value in COMPLETE[family].items() if key != "model_type"}
@@ -171,17 +125,47 @@ def test_a_key_that_is_left_out_means_what_transformers_and_vllm_take_it_for(fam
         ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "beside"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "beside",
-        ),
+        ("llama", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, "beside"),
         ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings = 64"),
         ("deepseek_v3", {"index_topk": 64}, "index_topk = 64"),
+        ("deepseek_v3", {"scoring_func": None}, "scoring_func = None must be 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' must be 'noaux_tc'"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("deepseek_v3", {"topk_group": 4}, "num_experts_per_tok = 4 must be twice topk_group = 4"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3 must divide n_routed_experts = 8"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group = 5 must be at most n_group = 4"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+            "num_experts_per_tok = 1 must be at least 2",
+        ),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias = true"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'"),
+        ("deepseek_v3", {"rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic'"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": None}}, "factor = None of rope_type 'yarn'"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window = None"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type = 'llama3'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported; the first layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 must be at most num_experts = 8"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size = 0 must be a whole number of at least 1"),
+        ("qwen3_moe", {"architectures": ["Qwen3MoeForTokenClassification"]}, "Qwen3MoeForCausalLM is"),
     ],
 )
-def test_what_an_engine_would_act_on_and_the_trainer_would_not_is_refused(family, change, words):
-    """The policy that is trained would not be the one that is sampled."""
+def test_a_model_that_engines_and_trainer_would_compute_differently_is_refused(family, change, words):
+    """Engines would sample from another policy than the trainer trains, or the layers would compute something else."""
     config = COMPLETE[family] | {"model_type": family}
     ModelShape.from_config(config)
     with pytest.raises(ValueError, match="^there: ") as caught:
@@ -189,7 +173,7 @@ def test_what_an_engine_would_act_on_and_the_trainer_would_not_is_refused(family
     assert words in str(caught.value)
 
 
-def test_gemmas_old_and_new_words_at_once_mean_what_transformers_makes_of_them():
+def test_gemmas_old_and_new_keys_together_mean_the_same_as_in_transformers():
     both = COMPLETE["gemma3_text"] | {
         "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}},
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},

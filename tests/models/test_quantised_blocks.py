@@ -1,4 +1,4 @@
-"""Layouts whose shards cut a block of FP8 weights are refused; other cuts are legal."""
+"""Layouts whose shards cut a block of FP8 weights are refused; other layouts are legal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_cuts_at_blocks_and_at_the_end_are_legal() -> None:
     below = [box(0, 300, 0, 256, local_row=256)]
     for sources, destinations in ([rows, columns], [columns, rows], [[WHOLE], below]):
         check_blocks(sources, destinations, SIZES)
-    check_blocks([box(0, 5, 0, 5)], [box(0, 5, 0, 5)], {})  # of a tensor that stays bf16
+    check_blocks([box(0, 5, 0, 5)], [box(0, 5, 0, 5)], {})  # a tensor that stays bf16
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's files is said from their headers: file, tensor, what is expected and what is found."""
+"""Faults of a checkpoint's files are named from the headers: file, tensor, expected value and actual value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors(shape: ModelShape = SHAPE) -> Tensors:
 
 
 def two_files(folder: Path, content: Tensors) -> None:
-    """Two files and their index."""
+    """Write two files and their index."""
     names = list(content)
     halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in halves.items():
@@ -36,17 +36,17 @@ def two_files(folder: Path, content: Tensors) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
 
-def test_a_whole_checkpoint_passes_and_says_where_each_tensor_is(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_passes_with_the_file_of_each_tensor(tmp_path: Path) -> None:
     content = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
     content[KEY] += np.arange(64)
     two_files(tmp_path, content)
     stored = check_weights(tmp_path, SHAPE)
-    at = stored[KEY]
-    assert at.format == "F32" and at.shape == (32, 64)
-    assert np.array_equal(load_file(at.file)[KEY], content[KEY])
+    tensor = stored[KEY]
+    assert tensor.format == "F32" and tensor.shape == (32, 64)
+    assert np.array_equal(load_file(tensor.file)[KEY], content[KEY])
 
 
-def test_what_lies_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_than_the_weights_are_ignored(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     save_file({"layers.0.wq.weight": np.zeros((64, 64), np.float32)}, tmp_path / "consolidated.safetensors")
     assert {stored.file.name for stored in check_weights(tmp_path, SHAPE).values()} == {"model.safetensors"}
@@ -115,14 +115,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
+def test_a_fault_of_a_checkpoint_is_named(tmp_path: Path, case: str) -> None:
     build, message = BROKEN[case]
     build(tmp_path)
     with pytest.raises(ValueError, match=message):
         check_weights(tmp_path, SHAPE)
 
 
-def test_heads_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
+def test_unused_heads_are_allowed(tmp_path: Path) -> None:
     save_file(tensors() | {"score.weight": np.zeros((1, 64), np.float32)}, tmp_path / "model.safetensors")
     check_weights(tmp_path, SHAPE, critic=True)
     with pytest.raises(ValueError, match=r"holds 'score\.weight'"):
@@ -132,7 +132,7 @@ def test_heads_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
     check_weights(tmp_path, tied)
 
 
-def test_a_classifier_has_the_head_of_one_label(tmp_path: Path) -> None:
+def test_a_classifier_needs_a_head_of_one_label(tmp_path: Path) -> None:
     for size, message in (
         (1, ""),
         (2, r"score\.weight has shape 2 x 64, expected 1 x 64"),
@@ -152,11 +152,11 @@ def tokenizer(folder: Path, last: int, added: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-def test_a_token_without_a_row_is_named(tmp_path: Path) -> None:
-    check_tokenizer(tmp_path, SHAPE)  # no tokenizer.json: left to who loads it
+def test_a_token_without_a_row_in_the_embedding_is_named(tmp_path: Path) -> None:
+    check_tokenizer(tmp_path, SHAPE)  # without tokenizer.json, the loader of the tokenizer decides
     tokenizer(tmp_path, 254, 255)
     check_tokenizer(tmp_path, SHAPE)
-    tokenizer(tmp_path, 254, 256)  # added: as Gemma's token for pictures, of which its text models have no embedding
+    tokenizer(tmp_path, 254, 256)  # an added token, as Gemma's token for pictures, which has no embedding in the text models
     check_tokenizer(tmp_path, SHAPE)
     tokenizer(tmp_path, 256, 255)
     with pytest.raises(ValueError, match=r"tokenizer\.json: token 'z' has the id 256, expected at most 255.* = 256 rows"):
@@ -166,23 +166,23 @@ def test_a_token_without_a_row_is_named(tmp_path: Path) -> None:
         check_tokenizer(tmp_path, SHAPE)
 
 
-def test_a_recipe_with_such_a_model_is_refused_before_anything_starts(
+def test_a_recipe_with_a_faulty_model_is_refused_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path, monkeypatch)
     file = write(folder, edited(("critic.path", "deep")))
     load_recipe(file)
     edit(lambda content: content.pop(KEY))(folder / "tiny")
-    two_files(folder / "deep", tensors())  # four layers, where config.json says eight
+    two_files(folder / "deep", tensors())  # four layers, but config.json says eight
     tokenizer(folder / "deep", 0, 1)
     with pytest.raises(RecipeError) as refused:
         load_recipe(file)
-    found = {violation.key: violation.rule for violation in refused.value.violations}
-    assert found.keys() == {"model.path", "critic.path"}
-    assert KEY in found["model.path"] and "model.layers.4." in found["critic.path"]
+    rules = {violation.key: violation.rule for violation in refused.value.violations}
+    assert rules.keys() == {"model.path", "critic.path"}
+    assert KEY in rules["model.path"] and "model.layers.4." in rules["critic.path"]
 
 
-def test_a_role_of_another_model_has_the_actors_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_with_another_model_must_have_the_actors_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path, monkeypatch)
     models = ("critic.path", "deep"), ("reference", {"path": "experts", "layout": {}})
     file = write(folder, edited(*models))
@@ -202,7 +202,7 @@ def test_a_run_starts_only_with_weights(
     from megarl import build as run
 
     folder = make_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(run, "train", lambda recipe, resume: pytest.fail("it started"))
+    monkeypatch.setattr(run, "train", lambda recipe, resume: pytest.fail("the run started"))
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "0")
     assert run.main([str(write(folder, lambda: PPO))]) == 2

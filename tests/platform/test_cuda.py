@@ -1,5 +1,5 @@
-"""What megarl asks of a GPU, on the stand-in for `torch.cuda`: when memory is given back, how other processes reach it,
-which device a thread computes on."""
+"""megarl's calls to a GPU, on the stand-in for `torch.cuda`: when memory returns to the driver, and how other processes map
+memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIVEN_BACK = ["synchronize", "empty_cache"]
 
 
 class Pageable(Platform):
-    """A GPU whose host has no pinned memory: pinning takes a driver."""
+    """A GPU whose host has no pinned memory, because pinning needs a driver."""
 
     def host_bytes(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -37,7 +37,7 @@ class Pageable(Platform):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
-    """The platform of a GPU in the place of this machine's, with the stand-in for `torch.cuda`."""
+    """Replace this machine's platform by a GPU's platform, with the stand-in for `torch.cuda`."""
     monkeypatch.setattr(torch, "cuda", cuda_stub)
     platform = Pageable("cuda", "nccl", "local")
     for module in (run_writer, pipeline, run, offload):
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
         ({"transformer_engine", "transformer_engine_torch"}, "transformer_engine"),
     ],
 )
-def test_transformer_engine_is_there_where_its_compiled_part_is(
+def test_transformer_engine_counts_only_with_its_compiled_part(
     gpu: Platform, monkeypatch: pytest.MonkeyPatch, installed: set[str], spec: str
 ) -> None:
     monkeypatch.setattr(cuda_stub, "is_available", lambda: True)
@@ -60,11 +60,11 @@ def test_transformer_engine_is_there_where_its_compiled_part_is(
     assert _detect() == Platform("cuda", "nccl", spec)
 
 
-# Memory that goes back to the driver --------------------------------------------------------------------------------
+# Memory that returns to the driver -----------------------------------------------------------------------------------
 
 
 class Actor:
-    """What a weight sync asks of a role."""
+    """The methods of a role that a weight sync calls."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
@@ -81,7 +81,7 @@ class Actor:
 
 
 @pytest.mark.parametrize(("engines_sleep", "before"), [(True, GIVEN_BACK), (False, [])])
-def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
+def test_memory_returns_to_the_driver_before_engines_on_the_same_devices_wake(
     gpu: Platform, engines_sleep: bool, before: list[str]
 ) -> None:
     with cuda_stub.recorded() as calls:
@@ -96,10 +96,10 @@ def test_memory_is_given_back_before_engines_wake_where_they_share_the_devices(
 
 
 @pytest.mark.parametrize(("shared", "before"), [(True, GIVEN_BACK), (False, [])])
-def test_memory_is_given_back_when_all_roles_are_built_and_before_engines_start(
+def test_memory_returns_to_the_driver_after_all_roles_are_built_and_before_engines_start(
     gpu: Platform, monkeypatch: pytest.MonkeyPatch, shared: bool, before: list[str]
 ) -> None:
-    """All ranks meet in the constructor of the weight sync; then rank 0 starts the engines."""
+    """The constructor of the weight sync is collective; rank 0 starts the engines after it."""
     recipe = Recipe.model_validate(copy.deepcopy(PPO))
     places: Any = {role: SimpleNamespace(rank=1, layout=recipe.layouts[role], is_leader=False) for role in recipe.layouts}
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -120,7 +120,7 @@ def test_memory_is_given_back_when_all_roles_are_built_and_before_engines_start(
 
 
 @pytest.mark.parametrize(("setting", "sizes"), [("all", [0]), ("none", [])])
-def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device(
+def test_offloaded_memory_returns_to_the_driver_once_it_has_left_the_device(
     gpu: Platform, monkeypatch: pytest.MonkeyPatch, setting: str, sizes: list[int]
 ) -> None:
     model = torch.nn.Linear(4, 4, bias=False)
@@ -134,11 +134,11 @@ def test_what_a_role_puts_away_goes_back_to_the_driver_once_it_is_off_the_device
     assert returned_at == 2 * sizes
 
 
-# Memory that other processes reach -----------------------------------------------------------------------------------
+# Memory that other processes map --------------------------------------------------------------------------------------
 
 
 class Runtime(ModuleType):
-    """`cuda.bindings`' `runtime` and `driver` of two processes on a CPU: what each call answers, and what was given back."""
+    """`runtime` and `driver` of `cuda.bindings` for two processes on a CPU; `gone` lists the memory that was released."""
 
     cudaIpcMemLazyEnablePeerAccess = 1
 
@@ -194,12 +194,13 @@ def runtime(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-def test_shared_memory_is_no_memory_of_the_allocator_and_lives_as_long_as_a_view_of_it(runtime: Runtime) -> None:
-    """Whatever the allocator's settings, as `expandable_segments`; and its handle holds for who sees other devices."""
+def test_shared_memory_does_not_come_from_the_allocator_and_lives_as_long_as_a_view(runtime: Runtime) -> None:
+    """So the allocator's settings, as `expandable_segments`, do not matter. The handle is valid for a process that sees
+    other devices."""
     memory, handle = device_memory.share_on_cuda(4096, torch.device("cpu"))
     assert memory.shape == (4096,) and memory.data_ptr() in runtime.memory and not memory.any()
     name = memory.data_ptr().to_bytes(64, "little")
-    assert handle == repr((name, 4096, 0, 4096)), "the memory and its place alone: no device, and no event"
+    assert handle == repr((name, 4096, 0, 4096)), "only the memory and the place in it: no device, and no event"
     owned, reached = memory.view(2, -1), device_memory.reach(handle).view(2, -1)
     del memory
     reached[1, 3] = 5
@@ -210,8 +211,8 @@ def test_shared_memory_is_no_memory_of_the_allocator_and_lives_as_long_as_a_view
     assert runtime.gone == ["closed", "freed"]
 
 
-def test_a_parameter_is_reached_at_its_place_in_an_allocation_of_torch(runtime: Runtime) -> None:
-    """torch's allocator puts several storages into one allocation, and CUDA shares allocations alone."""
+def test_a_parameter_is_mapped_at_its_place_in_an_allocation_of_torch(runtime: Runtime) -> None:
+    """torch's allocator puts several storages into one allocation, and CUDA shares only whole allocations."""
     _, base = runtime.cudaMalloc(64)
     storage: Any = torch._C._construct_storage_from_data_pointer(base + 16, torch.device("cpu"), 32)
     runtime.memory[base][16:48] = bytes(range(32))
@@ -222,12 +223,12 @@ def test_a_parameter_is_reached_at_its_place_in_an_allocation_of_torch(runtime: 
         device_memory.share_cuda(storage)
 
 
-def test_memory_that_cannot_be_mapped_is_said_with_cudas_word(runtime: Runtime) -> None:
+def test_memory_that_cannot_be_mapped_raises_with_cudas_error(runtime: Runtime) -> None:
     with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle: cudaErrorTooManyPeers"):
         device_memory.reach(repr((b"\0" * 64, 8, 0, 8)))
 
 
-def test_devices_that_cannot_reach_each_other_are_found(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_peer_access_are_found(gpu: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs: list[tuple[int, int]] = []
 
     def is_peer(*pair: int) -> bool:
@@ -237,22 +238,4 @@ def test_devices_that_cannot_reach_each_other_are_found(gpu: Platform, monkeypat
     monkeypatch.setattr(cuda_stub, "can_device_access_peer", is_peer)
     assert gpu.pair_without_peer_access([0, 2, 2, 3]) == (2, 0)
     assert gpu.pair_without_peer_access([0]) is None and gpu.pair_without_peer_access([0, 3]) is None
-    assert set(pairs) <= set(itertools.permutations((0, 2, 3), 2)), "a device is no peer of its own"
-
-
-def test_a_run_says_which_transport_it_takes_and_why(
-    gpu: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = Recipe.model_validate(copy.deepcopy(PPO) | {"weight_sync": {"transport": "auto"}})
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(run, "model_directory", lambda path: path)
-    monkeypatch.setattr(run.ModelShape, "from_directory", lambda path: None)
-    monkeypatch.setattr(run, "WeightSync", lambda *_: None)
-    place: Any = SimpleNamespace(rank=0, layout=recipe.layouts["actor"])
-    for transport in (Transport("mapped", "they share one host"), Transport("group", "GPUs 1 and 3 are no peers")):
-        run.build_weight_sync(recipe, place, None, run.Stage((), transport))
-    printed = capsys.readouterr().err.splitlines()
-    assert printed == [
-        "weight sync: mapped, because they share one host",
-        "weight sync: group, because GPUs 1 and 3 are no peers",
-    ]
+    assert set(pairs) <= set(itertools.permutations((0, 2, 3), 2)), "a device is not compared with itself"

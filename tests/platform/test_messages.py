@@ -19,7 +19,7 @@ def compare(handle: str) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_another_process_reads_shared_memory(on_device: bool) -> None:
-    """On a machine with a GPU also memory of the GPU."""
+    """`on_device` is memory of the GPU if the machine has a GPU."""
     memory, handle = platform.share_bytes(1 << 20, on_device)
     memory.fill_(7)
     platform.settle()
@@ -30,7 +30,7 @@ def test_another_process_reads_shared_memory(on_device: bool) -> None:
 
 
 class Work:
-    """A message that is through when it was looked at so many times."""
+    """A message that completes after a number of looks."""
 
     def __init__(self, looks: float) -> None:
         self.looks, self.waited = looks, False
@@ -40,11 +40,11 @@ class Work:
         return self.looks < 0
 
     def wait(self) -> None:
-        assert self.looks < 0, "the host went on before the message was through"
+        assert self.looks < 0, "the host continued before the message was complete"
         self.waited = True
 
 
-def test_a_message_over_nccl_is_through_when_the_device_says_so_and_late_at_the_deadline() -> None:
+def test_a_message_over_nccl_ends_with_the_devices_work_or_at_the_deadline() -> None:
     group = object.__new__(NcclMessages)  # a real one needs a GPU
     work = Work(looks=50)
     group.finish([work], timeout_s=60.0)
@@ -74,7 +74,7 @@ class Coalescing:
         return self.work
 
 
-def test_messages_over_nccl_that_start_together_are_through_together() -> None:
+def test_messages_over_nccl_that_start_together_end_together() -> None:
     group = object.__new__(NcclMessages)  # a real one needs a GPU
     group._group, group._together = (backend := Coalescing()), None
     with group.together():
@@ -84,10 +84,12 @@ def test_messages_over_nccl_that_start_together_are_through_together() -> None:
     assert backend.calls == ["start", "send", "recv", "end"] and backend.work.waited
 
 
-def test_a_machine_that_knows_itself_as_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine of the store, whose own name may mean 127.0.1.1 there and something else everywhere else."""
-    own = {"store": "127.0.1.1", "127.0.1.1": "127.0.1.1", "192.0.2.9": "192.0.2.1"}
-    monkeypatch.setattr(messages, "address_towards", own.__getitem__)
+def test_a_machine_with_a_loopback_name_publishes_a_reachable_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store's machine may resolve its own name to 127.0.1.1, while other machines resolve the name to its address."""
+    addresses = {"store": "127.0.1.1", "127.0.1.1": "127.0.1.1", "192.0.2.9": "192.0.2.1"}
+    monkeypatch.setattr(messages, "address_towards", addresses.__getitem__)
     store = dist.HashStore()
     store.set("address-1", "127.0.1.1")
     assert messages._address(store, 0, 2, "store") == "127.0.1.1"
