@@ -1,4 +1,4 @@
-"""What the agent makes of its ranks' ends, and that they have their time to leave."""
+"""The agent's verdict on the ends of its ranks, and the time that ranks have to leave."""
 
 import os
 import signal
@@ -35,7 +35,8 @@ TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
         ({0: 1, 1: 2}, (), (), True, BAD_INPUT, "rank 1 ended with exit status 2"),
         ({2: -KILL}, (), (), True, FAILED, "rank 2 was killed by SIGKILL"),
         ({0: 75, 3: -signal.SIGSEGV}, (), (TERM,), True, FAILED, "rank 3 was killed by SIGSEGV"),
-        # Signals that the agent passed on, before the rank's handler was there: its own end by one, and Ray's handler's.
+        # The agent forwarded a signal before the rank had its handler: the signal killed the rank, or Ray's handler ended
+        # it.
         ({0: 75, 1: -TERM}, (), (TERM,), False, REQUEUE, "ranks 1 left before"),
         ({0: 15}, (), (TERM,), False, REQUEUE, "ranks 0 left before"),
         ({0: -TERM}, (), (USR1,), False, FAILED, "rank 0 was killed by SIGTERM"),
@@ -48,7 +49,7 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
     assert outcome.status == status and words in outcome.sentence, outcome
 
 
-# It waits a second for what it gives other ranks ten to thirty for.
+# An agent that waits one second instead of ten to fifteen.
 AGENT = """
 import sys
 from megarl.cluster import agent
@@ -59,7 +60,7 @@ sys.exit(agent.main(sys.argv[1:]))
 
 @contextmanager
 def _agent(folder, *words, node=None, port=0, restarts=1):
-    """An agent with two ranks, alone or as one `node` of two. It ends with the test, whatever becomes of that."""
+    """Start an agent with two ranks, alone or as a `node` of two; end it with the test."""
     program = Path(__file__).parents[1].joinpath("exiting_rank.py")
     command = [sys.executable, "-c", AGENT, "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -74,7 +75,7 @@ def _agent(folder, *words, node=None, port=0, restarts=1):
             agent.communicate()
 
 
-def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restarted(tmp_path):
+def test_a_signal_reaches_the_ranks_and_a_slow_rank_may_finish_and_no_rank_restarts(tmp_path):
     with _agent(tmp_path, "save=3") as agent:
         end = time.monotonic() + DEADLINE_S
         while not all((tmp_path / f"starts-{rank}").is_file() for rank in "01"):
@@ -83,7 +84,9 @@ def test_a_signal_reaches_the_ranks_and_a_slow_one_may_finish_and_none_is_restar
         os.kill(agent.pid, signal.SIGHUP)
         _, errors = agent.communicate(timeout=DEADLINE_S)
     assert agent.returncode == REQUEUE, errors
-    assert (tmp_path / "saved").read_text() == "SIGHUP", "rank 1 left three seconds before, and nobody stopped rank 0"
+    assert (tmp_path / "saved").read_text() == "SIGHUP", (
+        "rank 1 left three seconds earlier, and the agent did not stop rank 0"
+    )
     assert (tmp_path / "starts-0").read_text() == "0\n"
 
 
@@ -98,36 +101,28 @@ def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, 
     assert (tmp_path / "starts-1").read_text() == starts
 
 
-def test_nodes_that_come_and_go_are_refused(capsys):
+def test_a_rendezvous_of_changing_nodes_is_refused(capsys):
     assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "-m", "megarl", "recipe.yaml"]) == BAD_INPUT
     errors = capsys.readouterr().err
     assert "--rdzv-backend = c10d" in errors and "--nnodes = 2" in errors and "--master-addr" in errors
 
 
-def test_a_rank_killed_on_one_node_restarts_those_of_both(tmp_path):
-    """The others would sleep for minutes: no rank of the first node fails by itself."""
-    port = unused_port()
-    words = ("3=-9", "again=0")
-    with _agent(tmp_path, *words, node=0, port=port) as first, _agent(tmp_path, *words, node=1, port=port) as second:
-        errors = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
-    assert (first.returncode, second.returncode) == (COMPLETE, COMPLETE), errors
-    assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n"] * 4
-
-
-def test_a_rank_killed_on_one_node_ends_those_of_both(tmp_path):
-    """As above, and no rank is started again."""
-    port = unused_port()
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_a_rank_killed_on_one_node_restarts_or_ends_the_ranks_of_both(tmp_path, restarts):
+    """Without the agents' agreement the other ranks would sleep for minutes: no rank of the first node fails."""
+    settings = {"port": unused_port(), "restarts": restarts}
     with (
-        _agent(tmp_path, "3=-9", node=0, port=port, restarts=0) as first,
-        _agent(tmp_path, "3=-9", node=1, port=port, restarts=0) as second,
+        _agent(tmp_path, "3=-9", "again=0", node=0, **settings) as first,
+        _agent(tmp_path, "3=-9", "again=0", node=1, **settings) as second,
     ):
         errors = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
-    assert (first.returncode, second.returncode) == (FAILED, FAILED), errors
-    assert "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in errors[0]
-    assert "megarl.cluster.agent: rank 3 was killed by SIGKILL" in errors[1]
+    assert [first.returncode, second.returncode] == [COMPLETE if restarts else FAILED] * 2, errors
+    assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n" if restarts else "0\n"] * 4
+    assert restarts or "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in errors[0]
+    assert restarts or "megarl.cluster.agent: rank 3 was killed by SIGKILL" in errors[1]
 
 
-def test_no_node_starts_ranks_again_without_the_store_of_node_0():
+def test_no_node_restarts_ranks_without_the_store_of_node_0():
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     others = OtherNodes.connect("127.0.0.1", server.port, "job", 2, keeps_store=False)
     del server
@@ -136,7 +131,7 @@ def test_no_node_starts_ranks_again_without_the_store_of_node_0():
 
 
 def _start_twice(port):
-    """The sum over all ranks of a start and of another one, in the one store that torchrun has for both."""
+    """Return the sum over all ranks in a first and a second start, which use the same store of torchrun."""
     from megarl.platform import current
 
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -151,6 +146,6 @@ def _start_twice(port):
     return sums
 
 
-def test_ranks_that_are_started_again_meet_each_other_and_not_those_before():
+def test_restarted_ranks_find_each_other_and_not_the_ranks_before():
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     assert run_ranks(_start_twice, 2, store.port) == [[2.0, 2.0]] * 2

@@ -51,7 +51,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple[int, list[Finding]]:
-    """The command in a process of its own, with packages of `path` before all others; exit status and findings."""
+    """Run the command with packages of `path` before all other packages; return exit status and findings."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH")])),
@@ -70,8 +70,8 @@ def test_a_node_without_faults_is_fit() -> None:
     }
 
 
-def test_packages_that_do_not_belong_here(tmp_path: Path) -> None:
-    """A torch for CUDA without a GPU, a torchvision that was built for another torch, and another Ray, in one go."""
+def test_packages_that_do_not_fit(tmp_path: Path) -> None:
+    """A torch for CUDA without a GPU, a torchvision for another torch, and another Ray."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '12.8'\n")
@@ -87,7 +87,7 @@ def test_packages_that_do_not_belong_here(tmp_path: Path) -> None:
     assert ray.severity == Severity.WARN and ray.message == "1.0" and "==2.60.0" in ray.fix
 
 
-def test_few_open_files_are_allowed() -> None:
+def test_a_low_limit_of_open_files() -> None:
     code, findings = doctor(before="ulimit -n 512; ")
     assert code == 1
     assert_fails(findings, "open files", "512", "ulimit -n 65536")
@@ -97,7 +97,7 @@ def test_few_open_files_are_allowed() -> None:
     ("fpu avx2 fma", "bf16", True), ("fpu avx2 fma", "fp32", False), ("avx2 avx512_bf16", "bf16", False),
     ("avx2 amx_bf16 amx_tile", "bf16", False), ("fp asimd bf16 i8mm", "bf16", False), ("fp asimd", "bf16", True),
 ])  # fmt: skip
-def test_a_precision_that_the_cpu_has_to_emulate(flags: str, precision: str, slow: bool, tmp_path: Path) -> None:
+def test_a_precision_that_the_cpu_must_emulate(flags: str, precision: str, slow: bool, tmp_path: Path) -> None:
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
     result = check_precision(precision, facts)
@@ -105,13 +105,13 @@ def test_a_precision_that_the_cpu_has_to_emulate(flags: str, precision: str, slo
     assert not slow or "trainer.precision = bf16" in result.message and "trainer.precision=fp32" in result.fix
 
 
-def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["nowhere-to-be-found==1.0"])
     assert_fails(check_packages(), "package nowhere-to-be-found", "not installed", "==1.0")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small tmpfs")
-def test_a_shared_memory_that_is_small_and_one_that_is_full(tmp_path: Path) -> None:
+def test_small_and_full_shared_memory(tmp_path: Path) -> None:
     small = tmp_path / "shm"
     small.mkdir()
     for options, texts in (("size=64m", ["of 64 MiB", "--shm-size"]), ("size=1100m", ["megarl-left"])):
@@ -126,7 +126,7 @@ def test_a_shared_memory_that_is_small_and_one_that_is_full(tmp_path: Path) -> N
             subprocess.run(["umount", str(small)], check=True)
 
 
-def test_no_shared_memory_and_a_run_directory_that_takes_no_file(tmp_path: Path) -> None:
+def test_missing_shared_memory_and_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     findings = list(check_machine(tmp_path / "file" / "runs", tmp_path / "absent"))
     assert_fails(findings, "shared memory", "absent does not exist", "mount -t tmpfs")
@@ -139,7 +139,7 @@ def test_a_port_in_use(listener: socket.socket) -> None:
     assert_fails(check_network({"torchrun": port}), f"port {port}", "for torchrun", "already in use", "ss -ltnp")
 
 
-def test_an_interface_that_is_not_there() -> None:
+def test_a_missing_interface() -> None:
     assert_fails(check_network({}, {"GLOO_SOCKET_IFNAME": "ib7"}), "GLOO_SOCKET_IFNAME", "ib7", "lo", "export")
     findings = list(check_network({}, {"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
     assert {finding_of(findings, f"{name}_SOCKET_IFNAME").severity for name in ("NCCL", "GLOO")} == {Severity.OK}
@@ -150,17 +150,17 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
     assert_fails(check_network({}), "host name", "no-such-node.invalid", "/etc/hosts")
 
 
-def test_a_proxy_that_would_take_ray_s_messages() -> None:
+def test_a_proxy_that_would_catch_rays_messages() -> None:
     item = finding_of(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
     assert item.severity == Severity.WARN and "no_proxy" in item.fix
 
 
-def test_no_head_of_ray_and_something_else_in_its_place(listener: socket.socket) -> None:
+def test_a_missing_head_of_ray_and_another_program_at_its_port(listener: socket.socket) -> None:
     assert_fails(check_ray(f"127.0.0.1:{unused_port()}"), "ray head", "does not answer", "ray start --head")
     assert_fails(check_ray("head"), "ray head", "head does not answer", "HOST:PORT")
 
 
-def test_a_controller_of_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_silent_controller_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(check_slurm({})) == []
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at node0 is DOWN'\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
@@ -168,7 +168,7 @@ def test_a_controller_of_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPa
     assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "slurm controller", "node0 is DOWN", "slurmctld")
 
 
-def test_munge_is_asked_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_munge_is_tried_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     programs = {"scontrol": "echo 'AuthInfo                = socket=/site/munge,cred_expire=9'", "munge": 'echo "$@"',
                 "unmunge": 'echo "munge: $(cat), unmunge: $*" >&2; exit 1'}  # fmt: skip
     for name, text in programs.items():
@@ -179,12 +179,12 @@ def test_munge_is_asked_at_the_socket_of_slurm(monkeypatch: pytest.MonkeyPatch, 
     assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "munge", output, "munged")
 
 
-def test_a_container_without_programs_of_slurm_is_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_container_without_slurms_programs_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [item.severity for item in check_slurm({"SLURM_JOB_ID": "1"})] == [Severity.OK, Severity.OK]
 
 
-def test_a_model_that_this_node_does_not_have(tmp_path: Path) -> None:
+def test_a_model_that_this_node_lacks(tmp_path: Path) -> None:
     options = DoctorOptions(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", unused_port()))
     assert_fails(examine(options), "model", "no config.json", "copy it to each")
 
@@ -196,8 +196,8 @@ def compare(
     ahead_s: dict[int, float] | None = None,
     run_dirs: dict[int, Path] | None = None,
 ) -> list[list[Finding]]:
-    """The findings of each node. The clocks stand still, `ahead_s` ahead: a slow answer on a busy machine is no clock
-    difference."""
+    """Return the findings of each node. The clocks stand still, `ahead_s` ahead, so that a slow answer on a busy machine
+    does not count as a clock difference."""
     master, findings = ("127.0.0.1", unused_port()), {}
 
     def run(report: NodeReport) -> None:
@@ -220,8 +220,8 @@ def test_nodes_that_agree_get_the_same_findings() -> None:
     assert first == second and {finding.severity for finding in first} == {Severity.OK}
 
 
-def test_another_version_another_time_and_a_fault_of_one_node_fail_all_nodes() -> None:
-    """A node that went on would wait for the others."""
+def test_a_different_version_or_time_or_a_fault_of_one_node_fails_all_nodes() -> None:
+    """A node that continued would wait for the other nodes."""
     other = replace(B, versions={**VERSIONS, "torch": "2.12.0"}, failures=["shared memory: full"])
     for findings in compare([A, other, C], 3, 60.0, {2: -90.0}):
         assert_fails(findings, "same torch", "a has 2.13.0", "b 2.12.0", "container image")
@@ -254,7 +254,7 @@ def test_node_0_reports_that_its_port_is_taken(listener: socket.socket) -> None:
     assert_fails(findings, "node 0", f"port {port}: Address already in use", "MASTER_PORT")
 
 
-def test_missing_nodes_are_named_on_the_others() -> None:
+def test_missing_nodes_are_named_on_the_other_nodes() -> None:
     for findings in compare([A, C], 4, 4.0):
         assert_fails(findings, "nodes", "1, 3 of 4 did not come within 4 s")
     (findings,) = compare([B], 2, 1.0)

@@ -1,4 +1,4 @@
-"""The environments of clusters, containers and shells that a run must live with, or name."""
+"""Environments of clusters, containers and shells that a run repairs, or that the doctor names."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from megarl.cluster.doctor_checks import Severity, check_home, check_temporary_d
 from megarl.cluster.job_environment import HOME_CACHES, LONGEST_TEMPORARY, _private_folder, adapt_environment
 from megarl.cluster.node_settings import read_node_settings
 
-# What Ray adds to its directory; its own limit is the kernel's.
+# The path that Ray appends to its directory. The kernel limits the length of the whole path.
 RAY_SOCKET = "/ray/session_2026-11-25_12-36-02_123456_1234567/sockets/plasma_store.1"
 
 
@@ -23,7 +23,7 @@ def adapted(**environment: str) -> dict[str, str]:
     return environment
 
 
-def test_an_environment_that_fits_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_working_environment_stays_unchanged(tmp_path: Path) -> None:
     fits = {"HOME": str(tmp_path), "TMPDIR": "/tmp", "PYTHONUTF8": "1", "VLLM_PORT": "8000", "MASTER_PORT": "29500"}
     assert adapted(**fits) == fits
 
@@ -37,7 +37,7 @@ def test_ports_of_kubernetes_services_are_dropped() -> None:
     assert (settings.ray_port, settings.master_port) == (6379, 29500)
 
 
-def test_sockets_fit_behind_any_temporary_directory(tmp_path: Path) -> None:
+def test_sockets_fit_below_any_temporary_directory(tmp_path: Path) -> None:
     assert adapted(HOME="/tmp", TMPDIR=str(tmp_path / ("x" * 60)))["TMPDIR"] == "/tmp"
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     longest = str(folder / ("x" * (LONGEST_TEMPORARY - len(str(folder)) - 1)))
@@ -51,13 +51,13 @@ def test_sockets_fit_behind_any_temporary_directory(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.cluster.job_environment.os.access", refusing(tmp_path / "home"))
     home = {"HOME": str(tmp_path / "home"), "TMPDIR": "/tmp"}
     result = adapted(**home)
     assert len(result["RAY_AUTH_TOKEN"]) == 64 and result["RAY_AUTH_TOKEN"] != adapted(**home)["RAY_AUTH_TOKEN"]
     assert all(Path(result[name]).is_relative_to("/tmp") for name in [*HOME_CACHES, "HF_DATASETS_CACHE"])
-    assert "HF_HOME" not in result, "models that are cached there are read from there"
+    assert "HF_HOME" not in result, "cached models are still read from HF_HOME"
     assert adapted(**home, VLLM_CACHE_ROOT="/cache")["VLLM_CACHE_ROOT"] == "/cache"
     for chosen in ({"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN_PATH": "/a"}, {"RAY_AUTH_MODE": "disabled"},
                    {"MEGARL_RAY_ADDRESS": "10.0.0.1:6379"}):  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_home_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "RAY_AUTH_TOKEN" not in several
     (tmp_path / "home/.ray").mkdir(parents=True)
     (tmp_path / "home/.ray/auth_token").write_text("a")
-    assert "RAY_AUTH_TOKEN" not in adapted(**home), "a token that is there serves"
+    assert "RAY_AUTH_TOKEN" not in adapted(**home), "an existing token is used"
 
 
 AS_ANOTHER_USER = """
@@ -86,7 +86,7 @@ print(environment["HF_DATASETS_CACHE"], home.severity.name, runs.severity.name)
 
 @pytest.mark.parametrize("inside", ["", "home/of/another"])
 def test_a_home_that_may_not_be_searched(inside: str) -> None:
-    """HOME=/root as another user: schedulers and containers leave it so."""
+    """Schedulers and containers may leave HOME=/root for another user."""
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))
     closed = temporary / "closed"
     try:
@@ -102,7 +102,7 @@ def test_a_home_that_may_not_be_searched(inside: str) -> None:
         shutil.rmtree(temporary)
 
 
-def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
+def test_only_this_user_can_write_to_the_caches(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert _private_folder(folder) == folder == _private_folder(folder)
     folder.chmod(0o777)
@@ -114,7 +114,7 @@ def test_caches_lie_where_this_user_alone_writes(tmp_path: Path) -> None:
 
 
 def refusing(home: Path):  # type: ignore[no-untyped-def]
-    """os.access where nothing in `home` can be written: root may write anywhere but on a read-only mount."""
+    """Return an os.access for a read-only `home`, because root may write anywhere except on a read-only mount."""
     real = os.access
 
     def access(path: Path, mode: int) -> bool:

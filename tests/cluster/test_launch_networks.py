@@ -1,5 +1,5 @@
-"""A job over two machines: launch/torchrun.sh in two network namespaces with an address each, Ray and engines on both. It
-trains to the end; and ends on both sides, whatever it was in, when the cable between them is cut."""
+"""A job on two machines: launch/torchrun.sh in two network namespaces with an address each, Ray and engines in both. The job
+trains to the end, and it ends on both sides in any phase when the cable between them is cut."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ ROOT = Path(__file__).parents[2]
 START_S, END_S, LEFT_S = 420.0, 420.0, 10.0
 pytestmark = [pytest.mark.hang, pytest.mark.nightly, pytest.mark.timeout(START_S + END_S + 60)]
 
-# A machine is given up after half of it. Rank 1 waits that long for rank 0, which asks Ray about both machines first.
+# Half of this time is the limit for a silent machine. Rank 1 waits so long for rank 0, which first asks Ray about both
+# machines.
 COLLECTIVE_S = 48
-# A sync carries 4 MB each way over the cable, and before it no more than this.
+# A sync sends 4 MB in each direction over the cable; before the sync, each side sends at most this.
 VOCAB, BEFORE_SYNC_BYTES = 32768, 3 << 19
 SLOW_BYTES_PER_S = 1 << 20
-# Of 400 passes over a batch, each of which sends half a megabyte; what comes before them sends less than that.
+# The update has 400 passes over a batch, and each pass sends half a megabyte. Everything before it sends less than a
+# megabyte.
 UPDATE_BYTES = 8 << 20
-# Of the seconds of an engine's processor for a rollout of 200 tokens; it needs next to none for anything else in a step.
+# A part of the processor time that an engine needs for a rollout of 200 tokens. The rest of a step needs almost none.
 ROLLOUT_S = 0.5
-# A machine of its own in name, processes and shared memory, of which what is left there is written down.
+# A machine with its own name, processes and shared memory. It lists the files that are left in its shared memory.
 MACHINE = """
 hostname "$0" && mount --bind "$HOSTS" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 99
 bash "$TREE/launch/torchrun.sh" "$@"
@@ -61,11 +63,11 @@ class Side:
 
     @property
     def left(self) -> str:
-        """Shared memory that the job has left behind."""
+        """The shared memory that the job has not removed."""
         return (self.folder / f"left-{self.name}").read_text()
 
     def engine_seconds(self) -> float:
-        """Of a processor, that its engine has needed so far."""
+        """Return the processor seconds that the engine has used so far."""
         seconds = 0.0
         for process in map(psutil.Process, self.network.processes()):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,17 +77,17 @@ class Side:
 
 @contextmanager
 def job(folder: Path, recipe: Path, **settings: str) -> Iterator[list[Side]]:
-    """The two sides of a job, of which nothing is left at the end."""
+    """Start a job and yield its two sides; end all their processes."""
     with two_networks() as networks:
         hosts = "".join(f"{network.address} node{number}\n" for number, network in enumerate(networks))
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
         sides = []
-        root = Path(tempfile.mkdtemp(prefix="n", dir="/tmp"))  # short: Ray's sockets lie below
+        root = Path(tempfile.mkdtemp(prefix="n", dir="/tmp"))  # short, because Ray's sockets are below it
         try:
             for number, network in enumerate(networks):
                 name, temporary = f"node{number}", root / str(number)
                 temporary.mkdir()
-                # As the user would set them, and nothing that this test's own process was told of threads.
+                # A user's environment, without this test's own setting of threads.
                 environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
                 environment |= {"NUM_NODES": "2", "NODE_RANK": str(number), "RANKS_PER_NODE": "1", "MASTER_ADDRESS": "node0"}
                 environment |= {"TREE": str(ROOT), "FOLDER": str(folder), "HOSTS": str(folder / "hosts")}
@@ -112,12 +114,12 @@ def wait_until(sides: list[Side], event: Callable[[], bool]) -> None:
     while not event():
         shown = "\n".join(f"{side.name}: {side.output[-6000:]}" for side in sides)
         assert time.monotonic() < end, f"not within {START_S:g} s\n{shown}"
-        assert all(side.process.poll() is None for side in sides), f"ended before it was to\n{shown}"
+        assert all(side.process.poll() is None for side in sides), f"ended too early\n{shown}"
         time.sleep(0.01)
 
 
 def assert_ended(sides: list[Side], *statuses: int) -> None:
-    """Both end, and nothing is left of either."""
+    """Check that both sides end and leave nothing."""
     end = time.monotonic() + END_S
     while any(side.process.poll() is None for side in sides) and time.monotonic() < end:
         time.sleep(0.05)
@@ -132,13 +134,13 @@ def assert_ended(sides: list[Side], *statuses: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
     save_tiny_tokenizer(save_tiny_model(folder / "model", "qwen3", vocab=VOCAB, layers=2, head_dim=32))
-    rows = "".join(f'{{"question": "{one}+{one}", "answer": "{2 * one}"}}\n' for one in range(8))
+    rows = "".join(f'{{"question": "{number}+{number}", "answer": "{2 * number}"}}\n' for number in range(8))
     (folder / "prompts.jsonl").write_text(rows)
     return folder
 
 
 def write_recipe(folder: Path, name: str, **changes: object) -> Path:
-    """Two ranks, one on each machine, that cut every matrix; an engine on each."""
+    """Write a recipe with a tensor-parallel rank and an engine on each machine."""
     changes = {"trainer__collective_timeout_s": COLLECTIVE_S} | changes
     changes |= {"rollout__engines": 2,
                 "reward": [{"kind": "function", "target": "tests.rewards:digits"}],
@@ -153,7 +155,7 @@ def test_two_machines_train_to_the_end_and_leave_nothing(folder: Path) -> None:
 
 
 def until_rollout(folder: Path, sides: list[Side]) -> None:
-    """The second one, in its middle."""
+    """Wait until the middle of the second rollout."""
     metrics = folder / "runs" / "rollout" / "metrics.jsonl"
     wait_until(sides, lambda: metrics.exists() and metrics.read_text().endswith("\n"))
     before = sides[1].engine_seconds()
@@ -161,7 +163,7 @@ def until_rollout(folder: Path, sides: list[Side]) -> None:
 
 
 def until_update(folder: Path, sides: list[Side]) -> None:
-    """The first one, after some of its passes."""
+    """Wait until some passes of the first update are done."""
     rollouts = folder / "runs" / "actor_update" / "rollouts"
     wait_until(sides, lambda: rollouts.exists() and any(rollouts.iterdir()))
     before = sides[0].network.sent_bytes()
@@ -169,7 +171,7 @@ def until_update(folder: Path, sides: list[Side]) -> None:
 
 
 def until_sync(folder: Path, sides: list[Side]) -> None:
-    """The first one, before the first step: for its 4 MB the cable takes 4 s."""
+    """Wait for the first sync, before the first step; the slow cable needs 4 s for its 4 MB."""
     for side in sides:
         side.network.slow(SLOW_BYTES_PER_S)
     wait_until(sides, lambda: all(side.network.sent_bytes() > BEFORE_SYNC_BYTES for side in sides))
@@ -202,7 +204,7 @@ def test_a_cut_cable_ends_both_sides_and_each_names_phase_and_peer(folder: Path,
             assert re.search(named, side.output), side.output
 
 
-def test_of_a_machine_with_engines_alone_the_one_that_does_not_go_on_is_named(folder: Path) -> None:
+def test_a_stopped_engine_on_a_machine_without_ranks_is_named(folder: Path) -> None:
     recipe = tiny_recipe(
         folder, "beside", False, 1, 1, 1, 3, rollout__placement="separate", rollout__max_new_tokens=200, rollout__tensor=2,
         rollout__timeout_s=150, data__prompts__path=str(folder / "prompts.jsonl"), trainer__collective_timeout_s=120,
@@ -213,7 +215,7 @@ def test_of_a_machine_with_engines_alone_the_one_that_does_not_go_on_is_named(fo
         wait_until(sides, lambda: metrics.exists() and metrics.read_text().endswith("\n"))
         before = sides[1].engine_seconds()
         wait_until(sides, lambda: sides[1].engine_seconds() > before + ROLLOUT_S)
-        (core,) = [one for one in map(psutil.Process, sides[1].network.processes()) if "EngineCore" in one.name()]
+        (core,) = [item for item in map(psutil.Process, sides[1].network.processes()) if "EngineCore" in item.name()]
         core.suspend()
         assert_ended(sides, HUNG, 0)
     assert re.search(r"engine-0 EngineCore \(process \d+\) is stopped \(SIGSTOP\)", sides[0].output), sides[0].output

@@ -1,4 +1,4 @@
-"""Preparing the model a second time does nothing, and a directory of somebody else's is never touched."""
+"""A second preparation of the model does nothing, and a directory with other files is never changed."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ def prepare(directory):
     )
 
 
-def test_a_prepared_directory_is_left_as_it_is(tmp_path):
+def test_a_prepared_directory_stays_unchanged(tmp_path):
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     for name in names:
         (tmp_path / name).write_text("as it was")

@@ -1,4 +1,4 @@
-"""The shipped sbatch files on a real Slurm of two nodes, unchanged but for what the environment sets."""
+"""The shipped sbatch files on a real Slurm of two nodes, unchanged except for settings in the environment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MULTI_NODE = "launch/slurm/colocated.sbatch"
 JOB_S = 240.0
 pytestmark = pytest.mark.slurm
 
-# Stands for launch/node.sh. `says` takes what each node says of itself. `hold` waits for a signal on its first start, with a
-# child that would die of one.
+# A stand-in for launch/node.sh. `says` gets the status of each node. `hold` waits for a signal on its first start, with a
+# child that a signal would kill.
 NODE = """#!/usr/bin/env bash
 echo "node $NODE_RANK of $NUM_NODES, $RANKS_PER_NODE ranks on the first $TRAINER_NODES, master $MASTER_ADDRESS: $*"
 if [ "$1" = says ]; then
@@ -47,7 +47,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 class Job:
-    """A submitted file whose nodes run NODE, and what it wrote."""
+    """A submitted file whose nodes run NODE, and the job's output."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path, *arguments: str, **environment: str) -> None:
         (folder / "launch").mkdir()
@@ -63,7 +63,7 @@ class Job:
         return log.read_text() if log.is_file() else ""
 
     def hold(self) -> None:
-        """Until both nodes can take a signal."""
+        """Wait until both nodes can take a signal."""
         self.cluster.until(lambda: all("holding" in self.node(number) for number in (0, 1)), JOB_S, self.output)
 
     def ended(self) -> dict[str, str]:
@@ -88,13 +88,13 @@ def test_a_job_ends_with_the_status_of_its_nodes(cluster: SlurmCluster, tmp_path
         assert job.node(number) == expected
 
 
-def test_a_failure_of_one_node_is_not_hidden_by_another_that_asks_for_a_start(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """srun gives the highest status, and 75 is higher than 1."""
+def test_a_nodes_request_for_a_start_does_not_hide_another_nodes_failure(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """srun returns the highest status, and 75 is higher than 1."""
     ended = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "1").ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
 
 
-def test_starts_that_save_nothing_more_come_to_an_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_starts_that_save_nothing_new_come_to_an_end(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "75")
     ended = job.ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "2")
@@ -108,20 +108,20 @@ def test_rollout_nodes_and_the_first_host(cluster: SlurmCluster, tmp_path: Path)
 
 
 def test_a_warned_job_is_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """As Slurm does with `--signal=B:USR1@600`: node.sh hears of it and nobody else in its step."""
+    """As Slurm does with `--signal=B:USR1@600`: only node.sh gets the signal, and no other process of the step."""
     job = Job(cluster, tmp_path, MULTI_NODE, "hold")
     job.hold()
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)
     ended = job.ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     for number in (0, 1):
-        # Two starts in one log: the second has added to it.
+        # The log has two starts, because the second start appends to it.
         assert job.node(number).splitlines()[1:3] == ["holding", "USR1 with the child alive"]
         assert job.node(number).count(f"node {number} of 2") == 2
 
 
 def test_a_preempted_step_is_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """SIGTERM comes from Slurm at preemption, to every process of the step."""
+    """At preemption Slurm sends SIGTERM to every process of the step."""
     job = Job(cluster, tmp_path, MULTI_NODE, "hold")
     job.hold()
     cluster.run("scancel", "--signal=TERM", job.number)
@@ -130,23 +130,21 @@ def test_a_preempted_step_is_queued_again(cluster: SlurmCluster, tmp_path: Path)
     assert "TERM with the child dead" in job.node(0)
 
 
-def test_a_job_that_loses_a_node_is_queued_again_by_slurm_and_not_once_more_by_itself(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_job_that_loses_a_node_is_queued_again_only_by_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, MULTI_NODE, "hold")
     job.hold()
     cluster.run("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=test")
     try:
         cluster.until(lambda: cluster.job(job.number)["Restarts"] == "1", JOB_S, job.output)
     finally:
-        # It may be back by itself: its daemon still answers.
+        # Slurm may have resumed the node already, because its daemon still answers.
         cluster.run("scontrol", "update", "NodeName=node1", "State=RESUME", check=False)
     ended = job.ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert job.node(1).count("node 1 of 2") == 2
 
 
-def test_a_cancelled_job_has_its_time_to_save_and_stays_cancelled(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_has_time_to_save_and_stays_cancelled(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, MULTI_NODE, "hold")
     job.hold()
     cluster.run("scancel", job.number)
@@ -157,7 +155,7 @@ def test_a_cancelled_job_has_its_time_to_save_and_stays_cancelled(cluster: Slurm
 
 
 def test_apptainer_runs_each_node(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """A stand-in for it that says what it was asked to do."""
+    """A stand-in for apptainer prints its arguments."""
     stand_in = tmp_path / "bin" / "apptainer"
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/bash\necho "$*"\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
@@ -172,7 +170,7 @@ def test_apptainer_runs_each_node(cluster: SlurmCluster, tmp_path: Path) -> None
 
 
 def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The sbatch file as a plain script, with stand-ins for Slurm's commands; `srun` says what it was asked to do."""
+    """Run the sbatch file as a plain script, with stand-ins for Slurm's commands; `srun` prints its arguments."""
     for name, text in {"srun": 'printf "%s\\n" "$@"', "scontrol": "echo node0"}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -185,7 +183,7 @@ def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.C
 
 
 @pytest.mark.parametrize("more", ["", "/models:/models"])
-def test_pyxis_is_told_of_the_container(tmp_path: Path, more: str) -> None:
+def test_pyxis_gets_the_container(tmp_path: Path, more: str) -> None:
     done = run_alone(tmp_path, "x.yaml", CONTAINER="pyxis:/images/megarl.sqsh", CONTAINER_MOUNTS=more)
     assert done.returncode == 0
     mounts = f"--container-mounts={ROOT}:{ROOT},{tmp_path}/7:{tmp_path}/7" + (f",{more}" if more else "")

@@ -1,4 +1,4 @@
-"""One node of a job: what its settings mean, and that nothing it starts outlives it."""
+"""One node of a job: the meaning of its settings, and the end of everything that it starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_wrong_setting_is_named(changes: dict[str, str], message: str) -> None
         read_node_settings({**SETTINGS, **changes})
 
 
-def test_ranks_that_are_not_the_recipe_s_are_refused(
+def test_another_number_of_ranks_than_the_recipes_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in SETTINGS.items():
@@ -55,7 +55,7 @@ def test_messages_take_the_interface_to_the_first_node_unless_the_site_says_othe
     assert chosen == {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
-# A process that ignores SIGTERM and has lost its parent, and that holds a file and a semaphore in /dev/shm.
+# A process without a parent that ignores SIGTERM and holds a file and a semaphore in /dev/shm.
 STUBBORN = """
 import _multiprocessing, mmap, os, signal, sys, time
 if os.fork():
@@ -91,8 +91,8 @@ shared.remove()
 
 
 @pytest.mark.parametrize("before", ["alive", "killed"])
-def test_what_a_node_started_is_ended_by_force_with_its_shared_memory(tmp_path: Path, before: str) -> None:
-    # Not by megarl's prefix: a trainer of another test sweeps what has it and is locked by nobody.
+def test_a_node_ends_its_processes_by_force_and_removes_their_shared_memory(tmp_path: Path, before: str) -> None:
+    # Without megarl's prefix, because a trainer of another test removes unlocked files with this prefix.
     shared, mark = Path(f"/dev/shm/test-node-{os.getpid()}"), tmp_path / "pid"
     semaphore = shared.with_name(f"sem.{shared.name}")
     try:
@@ -116,7 +116,7 @@ time.sleep(600)
 """
 
 
-def test_what_a_node_started_ends_with_it_when_it_is_killed() -> None:
+def test_the_processes_of_a_killed_node_end() -> None:
     node = subprocess.Popen([sys.executable, "-c", TIED], stdout=subprocess.PIPE, text=True)
     assert node.stdout is not None
     child = psutil.Process(int(node.stdout.readline()))
@@ -135,8 +135,8 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def test_engines_hear_no_signal_of_a_preemption_and_leave_nothing_behind_when_they_are_killed() -> None:
-    """A signal to all processes of a step, as Slurm sends it, must leave the engines to the ranks that save."""
+def test_engines_get_no_signal_of_a_preemption_and_leave_nothing_when_they_are_killed() -> None:
+    """Slurm sends a signal to all processes of a step; the engines must live on for the ranks that save."""
     command = [sys.executable, "-m", "tests.ray_of_a_node", str(unused_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A run that is asked to leave saves and leaves on all ranks, and goes on bit for bit; the rules of that by themselves."""
+"""A run that must leave saves and leaves on all ranks, and resumes bit for bit; the rules of preemption on their own."""
 
 import json
 import os
@@ -25,10 +25,10 @@ STEPS, RANKS = 6, 2
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
-def test_one_signal_told_several_times_is_one_and_a_later_one_is_the_second():
+def test_a_repeated_signal_counts_once_and_a_later_signal_is_the_second():
     now = [100.0]
     request = Asked(lambda: now[0])
-    for moment in (100.0, 100.1, 104.9):  # the step, the agent and the batch script may all pass it on
+    for moment in (100.0, 100.1, 104.9):  # the step, the agent and the batch script may all forward it
         now[0] = moment
         request.note(TERM, None)
     assert request.name == "SIGTERM" and request.seconds() == pytest.approx(4.9)
@@ -37,7 +37,7 @@ def test_one_signal_told_several_times_is_one_and_a_later_one_is_the_second():
         request.note(USR1, None)
 
 
-def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
+def test_a_closing_terminal_makes_a_run_save_unless_nohup_ignores_the_signal():
     kept = {number: signal.getsignal(number) for number in FORWARDED}
     try:
         for result in (signal.SIG_DFL, signal.SIG_IGN):
@@ -55,12 +55,12 @@ def test_a_terminal_that_closes_asks_to_save_unless_nohup_has_said_otherwise():
             signal.signal(number, handler)
 
 
-def test_while_nothing_has_begun_the_first_signal_is_enough():
+def test_before_the_run_has_begun_the_first_signal_ends_it():
     request = Asked()
     with pytest.raises(LeaveNow), request.nothing_begun():
         request.note(USR1, None)
-    with pytest.raises(LeaveNow), request.nothing_begun():  # it came before
-        pytest.fail("it starts engines nobody wants")
+    with pytest.raises(LeaveNow), request.nothing_begun():  # the signal came before
+        pytest.fail("the run would start engines for nothing")
 
 
 PHASES = ("rollout", "reward", "critic_update", "actor_update", "weight_sync")
@@ -74,19 +74,19 @@ PHASES = ("rollout", "reward", "critic_update", "actor_update", "weight_sync")
         (True, 2, None, "critic_update", "critic_update", False),
         (True, 3, 1, "actor_update", "actor_update", True),
         (True, 1, None, "actor_update", "actor_update", True),
-        (True, 3, None, "actor_update", None, True),  # two steps would be lost: this one is finished and saved
+        (True, 3, None, "actor_update", None, True),  # two steps would be lost, so this step is finished and saved
         (True, 3, 2, "weight_sync", None, True),
     ],
 )
-def test_a_step_is_left_where_nothing_is_lost(abandons, step, saved, asked_before, left_before, moved):
-    words: list[str | None] = [None, None]  # of two ranks
-    rules = Preemption(abandons, 60.0, lambda word: words)
+def test_a_step_is_abandoned_only_if_no_step_is_lost(abandons, step, saved, asked_before, left_before, moved):
+    signals: list[str | None] = [None, None]  # of two ranks
+    rules = Preemption(abandons, 60.0, lambda name: signals)
     rules.saved = saved
     rules.begin(step)
     result = None
     for phase in PHASES:
         if phase == asked_before:
-            words[1] = "SIGTERM"
+            signals[1] = "SIGTERM"
         try:
             rules.boundary(phase)
         except Abandoned as left:
@@ -97,7 +97,7 @@ def test_a_step_is_left_where_nothing_is_lost(abandons, step, saved, asked_befor
     assert rules.agreed()
 
 
-def test_what_is_said_names_the_signal_what_was_saved_and_whether_that_took_too_long(monkeypatch):
+def test_the_message_names_the_signal_and_the_saved_step_and_a_slow_save(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(preemption, "ASKED", Asked(lambda: now[0]))
     preemption.ASKED.note(USR1, None)
@@ -114,7 +114,7 @@ def test_what_is_said_names_the_signal_what_was_saved_and_whether_that_took_too_
         assert words in str(saved)
 
 
-def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refuses_another_recipe(tmp_path):
+def test_a_new_start_keeps_metrics_without_a_checkpoint_and_refuses_another_recipe(tmp_path):
     from megarl.recipe import load_recipe
 
     tiny_run(tmp_path)
@@ -142,7 +142,7 @@ def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refus
     with pytest.raises(RunDirectoryError, match=r"actor\.optimizer was .* or --resume to change it"):
         run.check(faster, Resume.IF_SAVED)
     assert run.check(faster, Resume.ALWAYS) == run.checkpoints / "step-000002"
-    # Keys that have come since the run began say nothing of it.
+    # Keys that are newer than the run do not count as changes.
     written = yaml.safe_load(run.recipe.read_text())
     for key in ("prompt_format", "answer_format", "on_bad_row", "on_long_prompt", "curriculum"):
         del written["data"][key]
@@ -152,7 +152,7 @@ def test_a_start_anew_keeps_the_metrics_of_one_that_left_no_checkpoint_and_refus
     assert run.check(longer, Resume.IF_SAVED) == run.checkpoints / "step-000002"
 
 
-def test_the_starts_of_a_run_say_why_each_was_needed(tmp_path, monkeypatch):
+def test_the_starts_of_a_run_are_recorded_with_reasons(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     record_start(tmp_path, ["a", "a", "b"], 0)
@@ -176,7 +176,7 @@ def test_the_starts_of_a_run_say_why_each_was_needed(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model, replayed rollouts, and a run that nobody interrupted."""
+    """A tiny model, replayed rollouts, and an uninterrupted run."""
     path = tmp_path_factory.mktemp("preempted")
     tiny_run(path, layers=2)
     fake_rollouts(path, STEPS)
@@ -190,7 +190,8 @@ def _recipe(folder, name, mode):
 
 
 def _train_until(recipe, resume, step, phase):
-    """`train` on this rank; the last rank gets SIGTERM in a phase of a step. What the run says when it leaves, or None."""
+    """Run `train` on this rank; the last rank gets SIGTERM in a phase of a step. Return the message of Preempted, or
+    None."""
     from megarl import build as run
     from megarl.recipe import load_recipe
     from megarl.trainer import Trainer
@@ -225,23 +226,23 @@ def _train_until(recipe, resume, step, phase):
     return None
 
 
-def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
+def test_a_repeatedly_preempted_run_equals_an_uninterrupted_run(folder):
     stations = [
         # mode, signal in step and phase, steps in the metrics, checkpoints
         ("finish", 2, "reward", 2, [2]),
-        ("abandon", 4, "reference_logprob", 3, [2, 3]),  # nothing of step 4 has moved a weight: step 3 is saved
-        ("abandon", 5, "critic_update", 4, [2, 3]),  # the critic has moved: step 3 stands
+        ("abandon", 4, "reference_logprob", 3, [2, 3]),  # step 4 has not changed a weight, so step 3 is saved
+        ("abandon", 5, "critic_update", 4, [2, 3]),  # the critic has changed, so the checkpoint of step 3 counts
         ("finish", 0, "", 6, [2, 3, 6]),
     ]
     run = folder / "runs" / "again"
     for mode, step, phase, done, checkpoints in stations:
         recipe = _recipe(folder, "again", mode)
-        message = run_ranks(_train_until, RANKS, str(recipe), Resume.IF_SAVED, step, phase, deadline_s=RUN_DEADLINE_S)
-        assert all((words is None) == (done == STEPS) for words in message), message
+        messages = run_ranks(_train_until, RANKS, str(recipe), Resume.IF_SAVED, step, phase, deadline_s=RUN_DEADLINE_S)
+        assert all((message is None) == (done == STEPS) for message in messages), messages
         assert len(metrics_of(folder, "again")) == done
         assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == checkpoints
         if step:
-            assert f"step {checkpoints[-1]} is saved" in message[0]
+            assert f"step {checkpoints[-1]} is saved" in messages[0]
     assert metrics_of(folder, "again") == metrics_of(folder, "whole")
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, 2, 3, 3]
@@ -249,8 +250,8 @@ def test_a_run_preempted_again_and_again_equals_one_that_never_stopped(folder):
 
 @pytest.mark.parametrize("stage", ["SigCgt", "SigBlk"], ids=["checks the recipe", "imports the agent"])
 def test_a_signal_before_there_are_ranks_ends_the_command_with_the_requeue_status(folder, stage):
-    """The signal is sent as soon as the command has a handler for it, or as soon as it is held for the agent that takes the
-    command's place; without either, the process would end by the signal."""
+    """Send the signal as soon as the command has a handler, or blocks the signal for the agent that replaces the command.
+    Otherwise the signal would kill the process."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(_recipe(folder, f"early-{stage}", "finish"))]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -265,14 +266,14 @@ def test_a_signal_before_there_are_ranks_ends_the_command_with_the_requeue_statu
 
 
 def _signal_set(pid, name):
-    """Whether SIGTERM is in a set of signals of a process: those it catches, or those it holds."""
+    """Return whether SIGTERM is in a set of signals of a process: its caught or its blocked signals."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(name)), 16) >> (TERM - 1) & 1
 
 
-@pytest.mark.nightly  # in CI: a signal of Slurm's, test_launch_slurm_run.py, and one before there are ranks
+@pytest.mark.nightly  # CI tests a signal of Slurm, in test_launch_slurm_run.py, and a signal before there are ranks
 @pytest.mark.slow
-def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_start_goes_on(folder):
+def test_a_signal_ends_the_command_with_the_requeue_status_and_the_next_start_resumes(folder):
     recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 100, rollout__replay=str(fake_rollouts(folder, 100)))
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--resume-if-saved"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -285,7 +286,7 @@ def test_a_signal_to_the_command_ends_it_with_the_requeue_status_and_the_next_st
     assert run.returncode == REQUEUE, message
     done = len(metrics_of(folder, "live"))
     assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in message
-    # The next start on ranks that need not be started for it.
+    # The next start uses ranks that already run.
     again = tiny_recipe(folder, "live", False, RANKS, 1, 2, done + 1, rollout__replay=str(folder / "rollouts"))
     assert run_ranks(_train_until, RANKS, str(again), Resume.IF_SAVED, 0, "", deadline_s=RUN_DEADLINE_S) == [None] * RANKS
     assert [line["step"] for line in metrics_of(folder, "live")] == list(range(1, done + 2))

@@ -1,4 +1,4 @@
-"""`megarl launch`: the job that fits a recipe, and the shipped sbatch file with its settings filled in."""
+"""`megarl launch`: find the job that fits a recipe, and fill in the settings of the shipped sbatch file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recipe(*overrides: str) -> Recipe:
         ([], 8, None, "one_node", 1, 0, 4),
         ([], 2, None, "colocated", 2, 0, 2),
         (["rollout.engines=2"], 0, 2, "colocated", 2, 0, 2),
-        # On CPUs engines share cores with all others, so that any number fits.
+        # On CPUs engines share cores with other processes, so any number of engines fits.
         (["rollout.engines=9"], 0, 4, "one_node", 1, 0, 4),
         (["rollout.placement=separate"], 8, None, "one_node", 1, 0, 4),
         (["rollout.placement=separate", "rollout.engines=5"], 4, None, "separate", 1, 2, 4),
@@ -46,16 +46,12 @@ def test_the_smallest_job_that_fits(
 ) -> None:
     job = fit_job(recipe(*overrides), devices, ranks, None)
     assert job.file.stem == file
-    needed = job.needed
-    assert (needed.trainer_nodes, needed.rollout_nodes, needed.ranks_per_node) == (
-        trainer_nodes,
-        rollout_nodes,
-        ranks_per_node,
-    )
+    sizes = (job.needed.trainer_nodes, job.needed.rollout_nodes, job.needed.ranks_per_node)
+    assert sizes == (trainer_nodes, rollout_nodes, ranks_per_node)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "devices", "ranks", "nodes", "said"),
+    ("overrides", "devices", "ranks", "nodes", "words"),
     [
         ([], 2, None, 1, ["trainer.ranks = 4, 2 on a node: 2 nodes", "2 nodes in all", "--nodes = 1 is fewer"]),
         (["rollout.placement=separate"], 4, None, 1, ["rollout.engines = 1 of 1 worker each: 1 more", "--nodes = 1"]),
@@ -66,18 +62,18 @@ def test_the_smallest_job_that_fits(
     ],
 )
 def test_a_job_that_does_not_fit_is_refused_with_the_arithmetic(
-    overrides: list[str], devices: int, ranks: int | None, nodes: int | None, said: list[str]
+    overrides: list[str], devices: int, ranks: int | None, nodes: int | None, words: list[str]
 ) -> None:
     with pytest.raises(PlacementError) as caught:
         fit_job(recipe(*overrides), devices, ranks, nodes)
-    assert all(text in str(caught.value) for text in said), caught.value
+    assert all(text in str(caught.value) for text in words), caught.value
 
 
 def job(*overrides: str, devices: int = 2) -> SlurmJob:
     return fit_job(recipe(*overrides), devices, None, None)
 
 
-def test_the_file_differs_from_the_shipped_one_in_its_settings_alone() -> None:
+def test_the_file_differs_from_the_shipped_file_only_in_its_settings() -> None:
     item = job()
     text = fill(item, {"partition": "gpu-x", "time": "1-00:00:00"}, {"CONTAINER": "pyxis:/a b"}, [RECIPE, "run.name=it's"])
     shipped = item.file.read_text().splitlines()
@@ -113,29 +109,21 @@ def test_another_directory_than_the_checkout_is_refused(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("24:00:00", 86400),
-        ("1-2", 93600),
-        ("1-02:03", 93780),
-        ("1-02:03:04", 93784),
-        ("UNLIMITED", None),
-        ("0", None),
-    ],
-)
+    [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("1-2", 93600), ("1-02:03", 93780), ("1-02:03:04", 93784),
+     ("UNLIMITED", None), ("0", None)],
+)  # fmt: skip
 def test_a_time_limit_is_read_as_sbatch_does(limit: str, seconds: int | None) -> None:
     assert time_limit_s(limit) == seconds
 
 
 @pytest.mark.parametrize("limit", ["", "1h", "1:2:3:4", "1-", "-1", "1:"])
-def test_what_is_no_time_limit_is_refused(limit: str) -> None:
+def test_a_malformed_time_limit_is_refused(limit: str) -> None:
     with pytest.raises(ValueError, match="days-hours"):
         time_limit_s(limit)
 
 
 def test_a_start_must_have_time_to_train() -> None:
-    """The signal comes 600 s before the end, and run.grace_s is 120."""
+    """The signal comes 600 s before the end, and run.grace_s is 120 s."""
     item = recipe()
     for limit in ("12:01", "1-0", "UNLIMITED"):
         check_time(item, fill(job(), {"time": limit}, {}, [RECIPE]))
@@ -154,7 +142,7 @@ def megarl_launch(*arguments: str, path: str = "") -> subprocess.CompletedProces
     return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_command_prints_the_file_or_hands_it_to_sbatch(tmp_path: Path) -> None:
+def test_the_command_prints_the_file_or_submits_it(tmp_path: Path) -> None:
     options = [RECIPE, "run.steps=7", "--slurm", "--devices-per-node", "0", "--ranks-per-node", "2"]
     printed = megarl_launch(*options)
     assert printed.returncode == 0 and "set -- recipes/ppo-tiny.yaml run.steps=7\n" in printed.stdout
@@ -166,20 +154,20 @@ def test_the_command_prints_the_file_or_hands_it_to_sbatch(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         (["--slurm", "--time", "10:00"], "--time = 10:00, 600 s"),
         (["--devices-per-node", "8"], "--slurm"),
         (["--slurm", "--devices-per-node", "2", "--nodes", "1"], "--nodes = 1"),
     ],
 )
-def test_the_command_refuses(options: list[str], said: str) -> None:
+def test_the_command_refuses(options: list[str], words: str) -> None:
     done = megarl_launch(RECIPE, *options)
-    assert done.returncode == 2 and said in done.stderr and done.stdout == ""
+    assert done.returncode == 2 and words in done.stderr and done.stdout == ""
 
 
 def test_the_run_directory_of_another_recipe_is_refused_before_the_job_waits(tmp_path: Path) -> None:
-    """As the start itself would, hours later."""
+    """The start itself would refuse the directory too, hours later."""
     overrides = [f"run.dir={tmp_path}", "run.name=taken"]
     earlier = recipe(*overrides, "run.seed=7")
     RunDirectory.of(earlier).prepare(earlier, None)

@@ -1,4 +1,4 @@
-"""A trainer rank that does not go on is named with its phase by the deadline, and nothing of the run is left."""
+"""The watchdog names a hanging trainer rank with its phase by the deadline, and ends all processes of the run."""
 
 import json
 import os
@@ -40,9 +40,9 @@ RANKS, STEPS = 6, 3  # 3 pipeline stages, each of 2 data-parallel ranks: ranks 0
 FIRST, MIDDLE, LAST, PEER = 0, 2, 4, 3
 ENGINE_STEPS, COLLECTIVE_S = 2, 30
 GATED = "tests.gated_reward:digits_after_one_sleep"
-# What is lost of a reward is said when its successor has scored.
+# How long a run may take to report a lost reward worker, because its successor must score first.
 RECOVERY_S = 20.0
-# In CI, too.
+# These cases also run in CI.
 OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward"}
 PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
           "actor_update", "weight_sync")  # fmt: skip
@@ -65,14 +65,13 @@ def check(recipe, tmp_path, fault):
     file = recipe(fault.name)
     outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
     print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s")
-    said = outcome.said
-    assert (fault.rank, fault.step, fault.phase) in named(said)[:1], said[-6000:]
+    output = outcome.said
+    assert (fault.rank, fault.step, fault.phase) in named(output)[:1], output[-6000:]
     assert not outcome.left, outcome.left
     if fault.kind == KILL:
-        assert "its process is gone" in said
+        assert "its process is gone" in output
         return
-    (silent,) = re.findall(r"silent for ([\d.]+) s", said)[:1]
-    silent_s = float(silent)  # when all stacks were there
+    silent_s = float(re.findall(r"silent for ([\d.]+) s", output)[0])  # when all stacks were there
     assert STEP_S <= silent_s < STEP_S + DETECTION_S
     run = Path(file).parent / "runs" / fault.name
     (folder,) = run.glob("hang-*")
@@ -87,22 +86,22 @@ def check(recipe, tmp_path, fault):
         assert "is stopped (SIGSTOP), and can write no stack" in texts[fault.rank]
     else:
         assert "hang_cases.py" in texts[fault.rank]
-    assert "others waited: rank" in said
+    assert "others waited: rank" in output
     assert json.loads((run / "ended.json").read_text())["how"] == "hung"
 
 
 @pytest.mark.nightly
-def test_a_collective_that_ends_by_its_own_deadline_is_a_hang_too(recipe, tmp_path):
-    """Where files are written a rank may be silent for longer than others may wait for it."""
+def test_a_collective_that_passes_its_own_deadline_is_a_hang_too(recipe, tmp_path):
+    """While a rank writes files it may be silent for longer than other ranks may wait for it."""
     fault = Fault(MIDDLE, "checkpoint", SLEEP)
     changes = {"trainer__collective_timeout_s": COLLECTIVE_S, "run__checkpoint_every": 1}
     file = recipe("collective", first_step_s=COLLECTIVE_S - 5, **changes)
     outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
     print(f"collective: {outcome.codes} after {outcome.seconds:.1f} s")
-    said, run = outcome.said, Path(file).parent / "runs" / "collective"
-    assert outcome.codes == [HUNG] * RANKS and not outcome.left, said[-6000:]
-    assert named(said)[:1] == [(MIDDLE, 2, "checkpoint")], said[-6000:]
-    assert f"Timed out waiting {1000 * COLLECTIVE_S}ms" in said
+    output, run = outcome.said, Path(file).parent / "runs" / "collective"
+    assert outcome.codes == [HUNG] * RANKS and not outcome.left, output[-6000:]
+    assert named(output)[:1] == [(MIDDLE, 2, "checkpoint")], output[-6000:]
+    assert f"Timed out waiting {1000 * COLLECTIVE_S}ms" in output
     (folder,) = run.glob("hang-*")
     assert all("most recent call first" in (folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS))
 
@@ -114,7 +113,7 @@ def engine_recipe(tmp_path_factory):
     replay = str(fake_rollouts(folder, ENGINE_STEPS))
 
     def write(fault):
-        # Completions long enough that the fault comes in their middle.
+        # The completions are so long that the fault comes in their middle.
         changes = {
             "data__max_prompt_tokens": 8, "rollout__max_new_tokens": 100, "rollout__max_restarts": fault.restarts,
             "phases__actor_update__micro_batch": {"max_tokens": 500},
@@ -130,20 +129,20 @@ def engine_recipe(tmp_path_factory):
 
 
 def check_other(engine_recipe, tmp_path, fault):
-    """A fault of a process that is no rank: what can go on without it does, and says so; the rest ends as a hang."""
+    """Check a fault of a process that is not a rank: the run recovers and reports the fault, or ends as a hang."""
     file = engine_recipe(fault)
     outcome = run_with_fault(file, 2, fault, tmp_path / "case")
     late_s = outcome.detected_s - fault.deadline_s
-    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; said {late_s:.1f} s beyond its deadline")
-    said, run = outcome.said, Path(file).parent / "runs" / fault.name
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; named {late_s:.1f} s after its deadline")
+    output, run = outcome.said, Path(file).parent / "runs" / fault.name
     assert not outcome.left, outcome.left
-    assert outcome.detected_s > 0 and late_s < DETECTION_S + (RECOVERY_S if fault.recovers else 0), said[-6000:]
+    assert outcome.detected_s > 0 and late_s < DETECTION_S + (RECOVERY_S if fault.recovers else 0), output[-6000:]
     if fault.recovers:
-        assert outcome.codes == [0, 0], said[-6000:]
-        assert re.search(fault.says, said), said[-6000:]
+        assert outcome.codes == [0, 0], output[-6000:]
+        assert re.search(fault.says, output), output[-6000:]
         assert not list(run.glob("hang-*"))
         return
-    assert outcome.codes == [HUNG, HUNG], said[-6000:]
+    assert outcome.codes == [HUNG, HUNG], output[-6000:]
     (folder,) = run.glob("hang-*")
     assert folder.name == f"hang-{fault.step}-{fault.phase}"
     assert json.loads((run / "ended.json").read_text())["how"] == "hung"
@@ -167,7 +166,7 @@ def check_other(engine_recipe, tmp_path, fault):
 def test_a_killed_rank_0_leaves_no_engine_and_no_ray(engine_recipe, tmp_path):
     fault = Fault(0, "rollout", KILL, "wait_engines")
     outcome = run_with_fault(engine_recipe(fault), 2, fault, tmp_path / "case")
-    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; said {outcome.detected_s:.1f} s after it")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; named {outcome.detected_s:.1f} s after it")
     assert outcome.codes == [-signal.SIGKILL, 1] and not outcome.left, (outcome.left, outcome.said[-6000:])
     assert (0, 2, "rollout") in named(outcome.said)[:1] and "its process is gone" in outcome.said, outcome.said[-6000:]
 
@@ -184,7 +183,7 @@ OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
 @pytest.mark.parametrize(
     "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in OTHERS]
 )
-def test_an_engine_or_reward_worker_that_hangs_is_done_without_or_named(engine_recipe, tmp_path, fault):
+def test_a_run_recovers_from_a_hanging_engine_or_reward_worker_or_names_it(engine_recipe, tmp_path, fault):
     check_other(engine_recipe, tmp_path, fault)
 
 
@@ -214,21 +213,21 @@ def test_a_rank_that_hangs_is_named_and_nothing_is_left(recipe, tmp_path, fault)
     ("launcher", "status"),
     [
         (["megarl.cli", "train"], HUNG),
-        # torchrun says 1 whatever its ranks end with, and shows what that was.
+        # torchrun always ends with status 1, and prints the status of its ranks.
         pytest.param(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megarl"], 1,
                      marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
-def test_a_job_with_a_stopped_rank_ends_with_a_status_of_its_own(tmp_path, launcher, status):
+def test_a_job_with_a_stopped_rank_ends_with_its_own_status(tmp_path, launcher, status):
     tiny_run(tmp_path, "qwen3", layers=2)
-    steps = 200  # it never comes so far
+    steps = 200  # the run never gets so far
     replay = str(fake_rollouts(tmp_path, steps))
     watchdog = {"step_s": STEP_S, "first_step_s": FIRST_STEP_S}
     recipe = tiny_recipe(tmp_path, "stopped", False, 2, 1, 2, steps, rollout__replay=replay, watchdog=watchdog)
     environment = os.environ | {CASE: str(tmp_path)}
-    with (tmp_path / "output").open("w") as output:
+    with (tmp_path / "output").open("w") as log:
         command = [sys.executable, "-m", *launcher, str(recipe)]
-        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     metrics, end = tmp_path / "runs" / "stopped" / "metrics.jsonl", time.monotonic() + END_S
     try:
         while not (metrics.is_file() and metrics.read_text()):
@@ -243,7 +242,7 @@ def test_a_job_with_a_stopped_rank_ends_with_a_status_of_its_own(tmp_path, launc
     finally:
         for process in case_processes(tmp_path):
             process.kill()
-    said = (tmp_path / "output").read_text()
-    assert run.returncode == status, said
-    assert "watchdog: rank 1 (pipeline stage 1 of 2) did not arrive" in said and "is stopped (SIGSTOP)" in said
-    assert "exitcode  : 76" in said if status == 1 else f"exit status {HUNG}" in said
+    output = (tmp_path / "output").read_text()
+    assert run.returncode == status, output
+    assert "watchdog: rank 1 (pipeline stage 1 of 2) did not arrive" in output and "is stopped (SIGSTOP)" in output
+    assert "exitcode  : 76" in output if status == 1 else f"exit status {HUNG}" in output

@@ -1,4 +1,4 @@
-"""Whether a run hangs and who is at fault, from where all ranks stand."""
+"""The verdicts of the watchdog: whether a run hangs and which rank is at fault, given the standings of all ranks."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def at(rank, span=None, silent_s=0.0, phase="actor_update", phases=7, **more):
         ([at(0, "forward", 11), at(1, "wait_pipeline", 9)], True),
         ([at(0, "forward", 11, first=True), at(1, "wait_pipeline", 11, first=True)], False),
         ([at(0, "forward", 101, first=True), at(1, "wait_pipeline", 90, first=True)], True),
-        # Ranks that wait for one that is within its deadline.
+        # Ranks that wait for a rank within its deadline.
         ([at(0, "wait_engines", 200, "rollout"), at(1, "wait_ranks", 200, "rollout")], False),
         ([at(0, "wait_engines", 200, "rollout"), at(1, "wait_engines", 200, "rollout")], False),
         ([at(0, "wait_engines", 311, "rollout"), at(1, "wait_ranks", 311, "rollout")], True),
@@ -44,7 +44,7 @@ def at(rank, span=None, silent_s=0.0, phase="actor_update", phases=7, **more):
         ([at(0, "wait_engines", 20, "weight_sync"), at(1, "send", 11, "weight_sync")], True),
         ([at(0, None, 500, "start"), at(1, "wait_ranks", 500, "start")], False),
         ([at(0, None, 500, "checkpoint"), at(1, None, 1001, "checkpoint")], True),
-        # Everybody waits: as long as one has moved, they may all go on.
+        # All ranks wait: while one rank has moved recently, all may continue.
         ([at(0, "wait_ranks", 50), at(1, "wait_gradients", 9)], False),
         ([at(0, "wait_ranks", 50), at(1, "wait_gradients", 11)], True),
         ([at(0, None, 11, phase=None), at(1, "wait_ranks", 11)], True),
@@ -54,28 +54,28 @@ def at(rank, span=None, silent_s=0.0, phase="actor_update", phases=7, **more):
         ([], False),
     ],
 )
-def test_a_run_hangs_when_somebody_who_waits_for_no_rank_is_silent_for_too_long(table, hangs):
+def test_a_run_hangs_when_a_rank_that_waits_for_no_rank_is_silent_for_too_long(table, hangs):
     assert overdue(table, DEADLINES) is hangs
 
 
 @pytest.mark.parametrize(
     ("table", "ranks"),
     [
-        # By span: one computes, the others wait for it.
+        # By span: one rank computes, the other ranks wait.
         ([at(0, "wait_pipeline", 11), at(1, "forward", 11), at(2, "wait_gradients", 11)], [1]),
-        # A stopped or dead process is at fault wherever it stands, also in a wait, and before all that computes.
+        # A stopped or dead process is at fault in every place, also in a wait, and before ranks that compute.
         ([at(0, "forward", 11), at(1, "wait_ranks", 11, state=STOPPED)], [1]),
         ([at(0, "forward", 11), at(1, "wait_ranks", 11, state=STOPPED), at(2, "forward", state=GONE)], [2]),
-        # Tensor ranks wait inside of a span; their innermost calls tell who does not.
+        # Tensor ranks wait inside a span; their innermost calls tell which rank does not wait.
         ([at(0, "forward", 11, call="all_reduce", waits=True), at(1, "forward", 11, call="sleep")], [1]),
         ([at(0, "forward", 11, call="all_reduce", waits=True), at(1, "wait_pipeline", 11, call="recv", waits=True)], [0]),
-        # Of several that compute: who has begun fewer phases, else who has been silent for longer, before the others.
+        # Several ranks compute: the rank with fewer phases is at fault, else the longest silent rank comes first.
         ([at(0, "forward", 11, phases=8), at(1, "forward", 11, phases=7)], [1]),
         ([at(0, "forward", 11), at(1, "forward", 13)], [1, 0]),
-        # All wait: who is behind.
+        # All ranks wait: the rank that is behind is at fault.
         ([at(0, "wait_ranks", 20, phases=8), at(1, "wait_ranks", 11, phases=7)], [1]),
         ([at(0, "wait_ranks", 11), at(1, "wait_gradients", 20)], [1]),
-        # Rank 0 waits for others than ranks, and all ranks for rank 0.
+        # Rank 0 waits for other processes than ranks, and all ranks wait for rank 0.
         ([at(0, "wait_engines", 400, "rollout"), at(1, "wait_engines", 400, "rollout")], []),
         ([at(0, "wait_engines", 400, "rollout", call="get", waits=True), at(1, "wait_ranks", 400, "rollout")], []),
         ([at(0, "wait_rewards", 400, "reward", call="sleep"), at(1, "wait_rewards", 400, "reward")], [0]),
@@ -83,24 +83,24 @@ def test_a_run_hangs_when_somebody_who_waits_for_no_rank_is_silent_for_too_long(
         ([at(0, "forward", 99, state=ENDED), at(1, "forward", 11)], [1]),
     ],
 )
-def test_the_ranks_at_fault_are_those_that_wait_for_nobody_or_are_behind(table, ranks):
-    assert [one.rank for one in culprits(table)] == ranks
+def test_the_ranks_at_fault_do_not_wait_or_are_behind(table, ranks):
+    assert [standing.rank for standing in culprits(table)] == ranks
 
 
 SPANS = st.sampled_from(["wait_ranks", "wait_pipeline", "wait_gradients"])
 
 
 @given(st.lists(SPANS, min_size=1, max_size=12), st.data())
-def test_one_stuck_rank_among_any_that_wait_is_the_one_that_is_named(spans, data):
+def test_a_stuck_rank_among_waiting_ranks_is_named(spans, data):
     stuck = data.draw(st.integers(0, len(spans)))
     silent_s = data.draw(st.floats(10.5, 1e6))
     waiting = [at(rank + (rank >= stuck), span, data.draw(st.floats(0, 1e6)), phases=7) for rank, span in enumerate(spans)]
-    table = sorted([*waiting, at(stuck, "forward", silent_s)], key=lambda one: one.rank)
+    table = sorted([*waiting, at(stuck, "forward", silent_s)], key=lambda standing: standing.rank)
     assert overdue(table, DEADLINES)
     verdict = judge(RUN, table, DEADLINES)
     assert verdict.rank == stuck
     assert verdict.lines[0].startswith(f"rank {stuck} did not arrive: step 2, in phase actor_update in forward")
-    assert all(f"rank {one.rank} {one.silent_s:.1f} s in {one.span}" in verdict.lines[-1] for one in waiting)
+    assert all(f"rank {rank.rank} {rank.silent_s:.1f} s in {rank.span}" in verdict.lines[-1] for rank in waiting)
 
 
 def test_a_verdict_names_call_state_and_deadline():
@@ -113,7 +113,7 @@ def test_a_verdict_names_call_state_and_deadline():
     )
 
 
-def test_engines_that_do_not_answer_are_named_with_what_their_processes_do():
+def test_silent_engines_are_named_with_the_calls_of_their_processes():
     table = [
         at(0, "wait_engines", 20, "rollout", note="rollout engine 0: 4 of 4 groups"),
         at(1, "wait_ranks", 20, "rollout"),
@@ -126,13 +126,13 @@ def test_engines_that_do_not_answer_are_named_with_what_their_processes_do():
     assert verdict.lines[2] == "engine-0 (process 8) is stopped (SIGSTOP)"
     others = [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)"), OtherProcess("engine-1", 8, "running")]
     assert judge(RUN, table, DEADLINES, others).lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
-    # A rank at fault is what its engines wait for.
+    # If a rank is at fault, its engines only wait for it.
     table[1] = at(1, "send", 20, "rollout", state=STOPPED)
     assert not any("engine-0 (" in line for line in judge(RUN, table, DEADLINES, others).lines)
 
 
-def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_says_so():
-    """As it stands when rank 0 has left the wait with an error, and waits to be ended."""
+def test_engines_that_pass_their_own_deadline_are_named_and_not_the_rank_that_reports_them():
+    """Rank 0 has left its wait with an error, and waits to be ended."""
     message = at(
         0, "wait_engines", 0.4, "rollout", note="rollout engine 0: no answer", call="wait (threading.py:327)", waits=True
     )
@@ -145,13 +145,13 @@ def test_engines_that_kept_their_own_deadline_are_named_and_not_the_rank_that_sa
     assert verdict.lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
 
 
-def test_ranks_that_wait_are_no_sign_of_anything_where_rank_0_is_not_known():
+def test_waiting_ranks_prove_nothing_while_rank_0_is_unknown():
     waiting = [at(rank, "wait_engines", 1000, "rollout") for rank in (4, 5)]
     assert overdue(waiting, DEADLINES) and not overdue(waiting, DEADLINES, some_unknown=True)
     assert overdue([*waiting, at(6, "forward", 1000)], DEADLINES, some_unknown=True)
 
 
-def test_no_folder_is_written_twice(tmp_path):
+def test_a_second_hang_gets_another_folder(tmp_path):
     table = [at(0, "forward", 20, phase="rollout")]
     (tmp_path / "hang-2-rollout").mkdir()
     assert judge(tmp_path, table, DEADLINES).folder == tmp_path / "hang-2-rollout-2"

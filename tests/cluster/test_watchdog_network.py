@@ -1,4 +1,4 @@
-"""Watchers of several nodes: they follow node 0's, and notice machines that cannot be reached any more."""
+"""Watchers of several nodes follow node 0's watcher, and notice machines that can no longer be reached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.telemetry.stacks import MARK, marked_processes
 from tests.networks import Network, two_networks
 
 WAIT_S = 60.0
-COLLECTIVE_S = 8.0  # the kernels ask each second
+COLLECTIVE_S = 8.0  # with this deadline the kernels probe each second
 LONG = Deadlines(1e6, 1e6, 1e6, 1e6, 1e6, 5.0, COLLECTIVE_S)
 TOKEN = f"{os.getpid():x}"
 SLEEPER = """
@@ -50,7 +50,7 @@ def poll(condition: Callable[[], Any]) -> None:
 
 
 def master_settings(ranks: tuple[WatchedRank, ...] = (), host: str = "127.0.0.1") -> tuple[WatcherSettings, Any]:
-    """Settings of node 0's watcher, and its address."""
+    """Return the settings of node 0's watcher, and its address."""
     server = socket.create_server((host, 0))
     address = server.getsockname()
     return WatcherSettings("run", 0, 2, ranks, LONG, TOKEN, listener=server.detach()), address
@@ -68,7 +68,7 @@ def sleeper() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_a_node_without_ranks_gives_its_stacks_and_ends_its_processes_when_node_0_says_so(
+def test_a_node_without_ranks_sends_its_stacks_and_ends_its_processes_on_node_0s_order(
     sleeper: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     settings, address = master_settings()
@@ -89,7 +89,7 @@ def test_a_node_without_ranks_gives_its_stacks_and_ends_its_processes_when_node_
 
 
 def stay(rank: int, handle: Any) -> None:
-    """A rank that stays in a phase."""
+    """Run as a rank that stays in a phase."""
     watch = Watch("token", rank, "", 5.0)
     watch.beat("rollout", None)
     handle.put(watch.handle)
@@ -97,7 +97,7 @@ def stay(rank: int, handle: Any) -> None:
 
 
 def in_network(network: Network, make: Callable[[], Any]) -> Any:
-    """What `make` returns in a thread that has entered a network."""
+    """Call `make` in a thread that has entered a network, and return the result."""
     made: queue.Queue[Any] = queue.Queue()
 
     def run() -> None:
@@ -114,7 +114,7 @@ def in_network(network: Network, make: Callable[[], Any]) -> Any:
 def test_a_cut_cable_ends_the_ranks_of_both_nodes_and_each_names_phase_and_peer(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "end_at_once", lambda processes: None)  # it would take their statuses from this test
+    monkeypatch.setattr(watchdog, "end_at_once", lambda processes: None)  # it would reap the processes before this test can
     context = multiprocessing.get_context("fork")
     queues = [context.SimpleQueue() for _ in range(2)]
     processes = [context.Process(target=stay, args=(rank, handle)) for rank, handle in enumerate(queues)]

@@ -1,4 +1,4 @@
-"""Parts of the watchdog: what a rank says, stacks of other processes, deadlines of a recipe, the watching process."""
+"""Parts of the watchdog: a rank's reports, the deadlines of a recipe, and the watching process."""
 
 import re
 import threading
@@ -42,7 +42,7 @@ def recipe_with(tmp_path, monkeypatch):
     return load
 
 
-def test_deadlines_follow_from_that_of_a_collective(recipe_with):
+def test_deadlines_follow_from_the_deadline_of_a_collective(recipe_with):
     def deadlines(watchdog, **trainer):
         return Deadlines.of(recipe_with(watchdog, collective_timeout_s=600.0, **trainer), 7.0, 8.0)
 
@@ -58,17 +58,17 @@ def test_deadlines_follow_from_that_of_a_collective(recipe_with):
         ({"step_s": 490.0}, {}, "watchdog.step_s", "must not pass watchdog.first_step_s = 480"),
     ],
 )
-def test_a_deadline_that_another_one_makes_useless_is_refused(recipe_with, watchdog, trainer, key, rule):
+def test_a_deadline_that_another_deadline_makes_useless_is_refused(recipe_with, watchdog, trainer, key, rule):
     with pytest.raises(RecipeError) as refused:
         recipe_with(watchdog, **trainer)
     assert any(item.key == key and rule in item.rule for item in refused.value.violations), refused.value
 
 
-def test_what_is_said_of_a_hang_is_that_of_this_start(tmp_path):
+def test_the_reason_of_a_hang_belongs_to_this_start(tmp_path):
     assert exit_status.hang_reason(tmp_path) is None
     exit_status.record_end(tmp_path, exit_status.HUNG, "rank 1 did not arrive", 1)
     assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
-    assert exit_status.hang_reason(tmp_path, exit_status.ended_at(tmp_path)) is None, "it was there before this start"
+    assert exit_status.hang_reason(tmp_path, exit_status.ended_at(tmp_path)) is None, "the reason is from an earlier start"
     exit_status.record_end(tmp_path, exit_status.FAILED, "rank 1 was killed by SIGKILL", 1, "SIGKILL")
     assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
 
@@ -80,7 +80,7 @@ def _poll(condition):
         time.sleep(0.02)
 
 
-def test_a_watcher_that_ends_too_early_is_replaced_and_says_why(capfd, watch):
+def test_a_watcher_that_ends_too_early_is_replaced_and_the_reason_is_printed(capfd, watch):
     watch.begin(1)
     long = Deadlines(*[1e6] * 7)
     broken = replace(long, first_step_s=cast(float, "soon"))
@@ -122,7 +122,7 @@ def place_of(error):
         (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), False),
     ],
 )
-def test_a_rank_that_has_passed_a_deadline_tells_the_watcher_which(watch, monkeypatch, error, noted):
+def test_a_rank_reports_a_passed_deadline_to_the_watcher(watch, monkeypatch, error, noted):
     for name in ("END_S", "LOST_S"):
         monkeypatch.setattr(watched, name, 0.0)
     with pytest.raises(type(error)), watch.deadlines(place_of):
@@ -132,7 +132,7 @@ def test_a_rank_that_has_passed_a_deadline_tells_the_watcher_which(watch, monkey
     assert not noted or (standing.phase, standing.span) == place_of(error)
 
 
-def test_a_rank_that_has_lost_a_peer_waits_to_hear_of_a_hang_until_a_rank_has_ended(watch, monkeypatch):
+def test_a_rank_that_lost_a_peer_waits_for_a_hang_until_a_rank_has_ended(watch, monkeypatch):
     monkeypatch.setattr(watched, "LOST_S", DEADLINE_S)
     begun, rank = time.monotonic(), _Rank(watch.handle)
 
