@@ -48,7 +48,7 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
     for name in PORTS:
         if "://" in environment.get(name, ""):
             del environment[name]
-    environment.setdefault("PYTHONUTF8", "1")  # files are UTF-8, whatever the locale
+    environment.setdefault("PYTHONUTF8", "1")  # files are UTF-8 in every locale
     temporary = temporary_directory(environment)
     if is_too_long(temporary):
         temporary = environment["TMPDIR"] = SHORT_TEMPORARY
@@ -64,7 +64,7 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
 
 
 def lacks_ray_token(environment: MutableMapping[str, str]) -> bool:
-    """Return whether Ray finds no token and cannot save a new one."""
+    """Return whether Ray finds no token and cannot save a new token."""
     if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or "MEGARL_RAY_ADDRESS" in environment:
         return False
     if "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment:

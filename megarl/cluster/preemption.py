@@ -18,7 +18,7 @@ from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted
 
 # A process under nohup ignores SIGHUP, and so do its children.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# A launcher, the agent and Slurm may each forward one signal; a signal that comes later than this counts as a second one.
+# A launcher, the agent and Slurm may each forward one signal; a later signal counts as the second.
 SECOND_AFTER_S = 5.0
 UPDATES = ("critic_update", "actor_update")
 

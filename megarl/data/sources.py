@@ -62,7 +62,7 @@ class BadRows:
         self.first = ""
 
     def add(self, error: ValueError) -> None:
-        """Count a bad row and log the first ones. Raises ValueError if bad rows are not skipped."""
+        """Count a bad row and log the first bad rows. Raises ValueError if bad rows are not skipped."""
         if not self._skips:
             raise ValueError(f"{error}; or leave such rows out: data.on_bad_row: skip") from error
         self.first = self.first or str(error)

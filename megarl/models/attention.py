@@ -1,5 +1,4 @@
-"""Causal attention over packed sequences: one call of a varlen kernel if the device has such a kernel, else a call a
-sequence."""
+"""Causal attention over packed sequences: one call of a varlen kernel if the device has one, else one call per sequence."""
 
 from __future__ import annotations
 
@@ -80,9 +79,7 @@ class PackedAttention(nn.Module):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: Any = None,
         windows: Sequence[int] = (),
         **_: Any,
@@ -98,8 +95,6 @@ class PackedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:

@@ -78,21 +78,21 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """The number to whose multiple each sequence is padded: context parallelism divides it into 2 chunks per rank."""
+        """The divisor of a padded sequence's length: context parallelism needs 2 equal chunks per rank."""
         if self.context == 1:
             return 1
         return max(2, self.token_multiple) * self.context * (self.tensor if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number to whose multiple a micro-batch is padded: sequence parallelism splits it over the tensor group."""
+        """The divisor of a padded micro-batch's length: sequence parallelism splits it over the tensor group."""
         if self.token_multiple > 1:
             return self.token_multiple * self.context * (self.tensor if self.sequence_parallel else 1)
         return self.tensor * self.context if self.sequence_parallel else 1
 
     @property
     def micro_batch_step(self) -> int:
-        """The number of which a rank's micro-batches must be a multiple: the interleaved schedule runs groups of them."""
+        """The divisor of a rank's number of micro-batches: the interleaved schedule runs groups of this size."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def rank(self, tensor_rank: int, pipeline_rank: int, data_rank: int = 0, context_rank: int = 0) -> int:

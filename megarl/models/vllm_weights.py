@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 def held(weight: Weight) -> Held:
-    """Return where vLLM holds a weight. Raises ValueError if the family's table does not say."""
+    """Return the place where vLLM holds a weight. Raises ValueError if the family's table does not name it."""
     if weight.vllm is None:
         raise ValueError(f"no weight table says where vLLM holds {weight.name}; weight_sync.mode: checkpoint asks for none")
     return weight.vllm
@@ -141,7 +141,7 @@ def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int)
             yield f"model.layers.{layer}.", weight
     if last:
         yield "", final_norm(shape)
-    # A tied head is the embedding, of which the last stage has a copy.
+    # A tied head is the embedding; the last stage has a copy of the embedding.
     if last and not (shape.tied and first):
         yield "", head(shape)
 
@@ -173,7 +173,7 @@ def layout_faults(shape: ModelShape, rollout: RolloutLayout) -> Iterator[tuple[s
         yield "expert_parallel", "needs a model with experts"
     if experts is None or broken:
         return
-    # Tensor ranks of all data-parallel ranks share the experts: whole ones under expert parallelism, else parts of each.
+    # Tensor ranks of all data-parallel ranks share the experts: whole experts under expert parallelism, else parts of each.
     size, product = "data" if data > 1 else "tensor", f"is a factor: rollout.tensor x rollout.data = {tensor} x {data}"
     if rollout.expert_parallel and tensor * data > experts.count:
         yield size, f"{product} must be at most the {experts.count} experts"

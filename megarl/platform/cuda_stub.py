@@ -1,4 +1,4 @@
-"""What megatron-core sees as `torch.cuda` on a machine without CUDA.
+"""The module that megatron-core sees as `torch.cuda` on a machine without CUDA.
 
 The device is the CPU. Streams and events run in program order, so waiting does nothing. Reading a missing name adds the name
 to `missed`, which a test reads, and raises AttributeError.

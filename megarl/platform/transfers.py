@@ -18,7 +18,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays on the device, as views of one buffer that is copied from pinned memory."""
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     starts = list(accumulate(sizes, initial=0))
-    staged = _pinned(starts[-1])
+    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     for array, start in zip(arrays, starts, strict=False):
         staged.numpy()[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
     # The pinned allocator keeps the staging buffer until the copy is made.
@@ -27,10 +27,6 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
         placed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
     ]
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def start_to_device(copy: Tensor, device: torch.device, event: Any) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""Files of a model directory: those that are none, those that must be there, and those that go along."""
+"""The files of a model directory: unfetched files, required files, and files that an export copies."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.recipe_cases import edited, make_folder, write
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 11422654\n"
 
 
-def test_what_git_lfs_has_not_fetched_is_named_with_the_way_out(tmp_path):
+def test_a_file_that_git_lfs_has_not_fetched_is_named_with_the_way_out(tmp_path):
     readers = {
         "model.safetensors": lambda: stored_tensors(tmp_path),
         "tokenizer.json": lambda: check_tokenizer(tmp_path, SHAPE),
@@ -31,7 +31,7 @@ def test_what_git_lfs_has_not_fetched_is_named_with_the_way_out(tmp_path):
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
-    """transformers 5 makes an empty tokenizer of some models, which turns every prompt into none."""
+    """For some models transformers 5 makes an empty tokenizer, which turns every prompt into no tokens."""
     make_folder(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="model.path is '.*tiny'.* has no tokenizer .*copy the files"):
         load_tokenizer(str(tmp_path / "tiny"))
@@ -40,7 +40,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
         load_recipe(write(tmp_path, edited()))
 
 
-def test_all_but_the_weights_goes_along(tmp_path):
+def test_an_export_copies_all_files_except_weights(tmp_path):
     def content(name):
         return json.dumps({"model_type": "qwen3", "name": name})
 
@@ -48,14 +48,7 @@ def test_all_but_the_weights_goes_along(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": CHAT, "tool_use": "TOOLS " + CHAT}
     tokenizer.save_pretrained(source)
-    kept = [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.model",
-        "LICENSE",
-        "own.py",
-        "1_Pooling/config.json",
-    ]
+    kept = ["config.json", "generation_config.json", "tokenizer.model", "LICENSE", "own.py", "1_Pooling/config.json"]
     left = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "onnx/model.onnx",
             "original/consolidated.00.pth", ".git/config", "adapter_config.json"]  # fmt: skip
     for name in kept + left:

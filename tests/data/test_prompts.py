@@ -1,4 +1,4 @@
-"""Prompts from files and generators: what is read, what is refused, and that a stream resumes exactly."""
+"""Prompts from files and generators: accepted rows, refused rows, rendering, and the order of a stream."""
 
 import json
 from datetime import datetime
@@ -32,7 +32,7 @@ SPECIAL = ["<|end|>", "<|turn_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
 def byte_tokenizer(chat_template=CHAT):
-    """A real fast tokenizer with one token a byte, an end token and a chat template with another end."""
+    """Return a real fast tokenizer with a token per byte, an end token, and a chat template with another end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,27 +85,27 @@ def test_missing_empty_and_mistaken_files_are_named(tmp_path):
         rows_of(jsonl(empty, "parquet"), seed=0)
 
 
-def test_generated_rows_follow_the_seed_and_their_own_seed_wins():
+def test_generated_rows_follow_their_own_seed_or_the_runs_seed():
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     rows = rows_of(gym(**options), seed=1)
     assert len(rows) == 8 and all(row.fields["metadata"]["num_terms"] == 2 for row in rows)
     assert rows == rows_of(gym(seed=1, **options), seed=2) != rows_of(gym(**options), seed=2)
 
 
-def test_generated_rows_do_not_follow_the_order_of_sets_in_a_process(monkeypatch):
-    """Which Python draws anew in each one: a run that is resumed would find other rows than those of its checkpoint."""
-    found = []
+def test_generated_rows_do_not_depend_on_the_order_of_sets(monkeypatch):
+    """Python draws this order anew in each process, so a resumed run would get other rows than its checkpoint."""
+    questions = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found.append([row.question for row in rows_of(gym("ransom_note", size=3), seed=1)])
-    assert found[0] == found[1]
+        questions.append([row.question for row in rows_of(gym("ransom_note", size=3), seed=1)])
+    assert questions[0] == questions[1]
 
 
 DATED = "{{ strftime_now('%d %B %Y') }}{% if thinking is defined and not thinking %} brief{% endif %}|" + CHAT
 
 
 def test_a_chat_template_writes_the_day_of_a_runs_first_start(tmp_path):
-    """A run that goes on after midnight, or in another time zone, has the prompts that it would have had."""
+    """A run that resumes after midnight, or in another time zone, has the same prompts."""
     byte_tokenizer(DATED).save_pretrained(tmp_path)
     run = RunDirectory(tmp_path / "run")
     recipe = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
@@ -119,27 +119,27 @@ def test_a_chat_template_writes_the_day_of_a_runs_first_start(tmp_path):
     assert tokenizer.decode(ids) == "31 January 2026 brief|<|user|>1+1<|turn_end|><|assistant|>"
     data = section(jsonl("none"), chat_template=True)
     answer = Observations(tokenizer, data, 300).prompt([{"role": "user", "content": "1+1"}])
-    assert answer.tolist() == ids, "an environment's own prompts are rendered alike"
+    assert answer.tolist() == ids, "an environment's own prompts are rendered in the same way"
     with pytest.raises(ValueError, match="data.template_options.thinkin = False: the model's chat template does not read"):
         prompt_tokenizer(str(tmp_path), {"thinkin": False}, first)
 
 
-def test_half_a_character_of_an_environment_is_replaced():
-    """A tokenizer refuses it, and a policy can have its tool say so."""
+def test_a_lone_surrogate_from_an_environment_is_replaced():
+    """A tokenizer refuses lone surrogates, and a policy can make its tool return them."""
     tokenizer = byte_tokenizer()
     seen = Observations(tokenizer, section(jsonl("none"), chat_template=True), 300)
     ids = seen.behind(-1, [{"role": "tool", "content": "a \ud83d b \U0001f600"}])
     assert "<|tool|>a \ufffd b \U0001f600<|turn_end|>" in tokenizer.decode(ids)
 
 
-def test_what_reasoning_gym_refuses_is_said_with_the_recipe_key():
+def test_a_refusal_of_reasoning_gym_names_the_recipe_key():
     with pytest.raises(ValueError, match=r"data.prompts.task is 'chain_sums'.*did you mean 'chain_sum'"):
         rows_of(gym("chain_sums"), seed=0)
     with pytest.raises(ValueError, match=r"data.prompts.options is .*refuses: min_terms must be positive"):
         rows_of(gym(min_terms=0), seed=0)
 
 
-def test_templates_render_what_the_model_expects():
+def test_templates_render_the_text_that_the_model_expects():
     tokenizer = byte_tokenizer()
 
     def text(*arguments):
@@ -157,29 +157,25 @@ def test_templates_render_what_the_model_expects():
 
 
 def refusing(role):
-    """A template that has not such a role."""
-    return (
-        "{% for m in messages %}{% if m.role == '"
-        + role
-        + "' %}{{ raise_exception('no role') }}{% endif %}{% endfor %}"
-        + CHAT
-    )
+    """Return a template that refuses a role."""
+    refusal = "{% for m in messages %}{% if m.role == 'ROLE' %}{{ raise_exception('no role') }}{% endif %}{% endfor %}"
+    return refusal.replace("ROLE", role) + CHAT
 
 
-def test_what_a_chat_template_refuses_is_said_with_the_keys(tmp_path, sums):
+def test_a_refusal_of_a_chat_template_names_the_recipe_keys(tmp_path, sums):
     tokenizer = byte_tokenizer(refusing("system"))
     chat = section(jsonl(sums), chat_template=True)
     assert PromptStream(chat, 0, tokenizer).num_rows == 10
-    said = r"refuses these messages: no role; see data.prompt_format and data.chat_template"
-    for settings in ({}, {"on_bad_row": "skip"}):  # no row is to blame
+    message = r"refuses these messages: no role; see data.prompt_format and data.chat_template"
+    for settings in ({}, {"on_bad_row": "skip"}):  # no row is at fault
         with pytest.raises(
-            ValueError, match=said + r", or leave data.system_prompt \('Be brief.'\) out: its role is system"
+            ValueError, match=message + r", or leave data.system_prompt \('Be brief.'\) out: its role is system"
         ):
             PromptStream(chat.model_copy(update={"system_prompt": "Be brief.", **settings}), 0, tokenizer)
-    with pytest.raises(ValueError, match=f"{said}$"):
+    with pytest.raises(ValueError, match=f"{message}$"):
         PromptStream(chat, 0, byte_tokenizer(refusing("user")))
-    for needs_turns in (lambda one: stop_token_ids(str(tmp_path), one), lambda one: Observations(one, chat, 300)):
-        with pytest.raises(ValueError, match=f"{said}$"):
+    for needs_turns in (lambda other: stop_token_ids(str(tmp_path), other), lambda other: Observations(other, chat, 300)):
+        with pytest.raises(ValueError, match=f"{message}$"):
             needs_turns(byte_tokenizer(refusing("assistant")))
 
 
@@ -194,7 +190,7 @@ def test_a_start_token_is_written_once_by_the_template_or_the_tokenizer():
         assert ids[0] == start and ids.count(start) == 1
     tokenizer.bos_token = "<|system|>"
     (ids,) = render_questions(tokenizer, ["<|system|>1+1"], None, None, False)
-    assert ids.count(start) == 1, "a text that was rendered before begins with it"
+    assert ids.count(start) == 1, "a text that is already rendered begins with the start token"
 
 
 def test_stop_tokens_come_from_all_three_sources(tmp_path, caplog):
@@ -205,16 +201,18 @@ def test_stop_tokens_come_from_all_three_sources(tmp_path, caplog):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({7, 9, end, turn_end}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
-    assert 5 not in stop_token_ids(str(tmp_path), tokenizer), "as in vLLM, config.json is asked in its place"
+    assert 5 not in stop_token_ids(str(tmp_path), tokenizer), "as in vLLM, config.json counts only without the other file"
     with caplog.at_level("WARNING"):
-        assert stop_token_ids(str(tmp_path), tokenizer, num_tokens=9) == (7,), "vLLM refuses what has no embedding"
+        assert stop_token_ids(str(tmp_path), tokenizer, num_tokens=9) == (7,), "vLLM refuses tokens without an embedding"
     assert "generation_config.json names the end token 9; left out" in caplog.text
     with pytest.raises(ValueError, match="names no end token but .*the embedding has 3 rows"):
         stop_token_ids(str(tmp_path), tokenizer, num_tokens=3)
     (tmp_path / "generation_config.json").unlink()
     assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({5, end, turn_end}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({2, end, turn_end})), "Llama's, in transformers"
+    assert stop_token_ids(str(tmp_path), tokenizer) == tuple(sorted({2, end, turn_end})), (
+        "the default of Llama in transformers"
+    )
     (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(ValueError, match="config.json: eos_token_id = '</s>' must be a token id"):
@@ -235,7 +233,7 @@ def as_tuples(prompts):
     return [(p.index, p.question, p.answer, p.token_ids.tolist()) for p in prompts]
 
 
-def test_every_epoch_holds_every_row_once_in_an_order_of_its_own(sums):
+def test_every_epoch_has_every_row_once_in_its_own_order(sums):
     stream = PromptStream(section(jsonl(sums)), 3, byte_tokenizer())
     epochs = [[p.question for p in stream.take(stream.num_rows)] for _ in range(3)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
@@ -258,12 +256,12 @@ def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
-def test_a_prompt_over_the_limit_ends_the_run_where_the_recipe_says_so(tmp_path, on_bad_row):
+def test_a_prompt_over_the_limit_ends_the_run_if_the_recipe_says_so(tmp_path, on_bad_row):
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9)))
     settings = {"max_prompt_tokens": 5, "on_long_prompt": "stop", "on_bad_row": on_bad_row}
-    said = r"mixed.jsonl, line 2: field 'prompt': .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*: skip"
-    with pytest.raises(ValueError, match=said):
+    message = r"mixed.jsonl, line 2: field 'prompt': .*'xxxxxxxxx'.* has 9 tokens and data.max_prompt_tokens is 5; .*: skip"
+    with pytest.raises(ValueError, match=message):
         PromptStream(section(jsonl(path), **settings), 0, byte_tokenizer())
 
 
@@ -281,7 +279,7 @@ def test_an_empty_prompt_is_a_bad_row(tmp_path):
 
 @pytest.mark.parametrize("name", ["quickstart", "ppo-tiny", "lora-tiny"])
 def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
-    """With the model that set-up makes for it."""
+    """The recipe uses the model that the set-up makes."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     recipe = load_recipe(f"recipes/{name}.yaml")
     assert recipe.data.prompts.kind == "reasoning_gym"

@@ -1,4 +1,4 @@
-"""Rows that cannot be used end a run by name, or are left out and counted; and what fields and data sets may hold."""
+"""Unusable rows end a run by name, or are left out and counted; the allowed content of fields and data sets."""
 
 import gzip
 import json
@@ -37,12 +37,12 @@ def good(number, answer="1"):
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Three good rows, and one of each way to be bad."""
+    """Three good rows, and a row with each kind of fault."""
     bad = ['{"prompt": ', ["no fields"], {"prompt": "x"}, {"prompt": None, "answer": "1"}, {"prompt": "y", "answer": [1]}]
     return lines(tmp_path, good(0), *bad, good(1), {"prompt": "judge", "answer": "seven"}, good(2))
 
 
-def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(mixed, caplog):
+def test_bad_rows_are_left_out_and_counted_if_the_recipe_says_so(mixed, caplog):
     judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
     stream = PromptStream(section(mixed, on_bad_row="skip"), 0, byte_tokenizer(), 300, judge)
     assert {prompt.question for prompt in stream.take(3)} == {"q0", "q1", "q2"}
@@ -52,7 +52,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(mixed, caplo
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ('{"prompt": "a", "answer": ', r"rows.jsonl, line 2: not JSON"),
         ("[3]", r"line 2: a row is an object"),
@@ -65,22 +65,22 @@ def test_bad_rows_are_left_out_and_counted_where_the_recipe_says_so(mixed, caplo
         ({"prompt": "\u00fc", "answer": "1"}, r"line 2: field 'prompt': .* token 12\d, .* model .* knows tokens 0 to 99"),
     ],
 )  # fmt: skip
-def test_a_bad_row_ends_a_run_before_it_starts(tmp_path, row, said):
+def test_a_bad_row_ends_a_run_before_it_starts(tmp_path, row, message):
     judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
     source = lines(tmp_path, good(0), row)
-    with pytest.raises(ValueError, match=said + ".*; or leave such rows out: data.on_bad_row: skip"):
+    with pytest.raises(ValueError, match=message + ".*; or leave such rows out: data.on_bad_row: skip"):
         PromptStream(section(source), 0, byte_tokenizer(), 100, judge)
     assert PromptStream(section(source, on_bad_row="skip"), 0, byte_tokenizer(), 100, judge).num_bad_rows == 1
 
 
-def test_where_all_rows_are_bad_the_first_is_said(tmp_path):
+def test_data_with_only_bad_rows_is_refused_with_the_first_fault(tmp_path):
     with pytest.raises(ValueError, match="data.prompts has no rows .*all 2 that it had are left out, the first: .*line 1"):
         PromptStream(section(lines(tmp_path, "[]", "[]"), on_bad_row="skip"), 0, byte_tokenizer())
     with pytest.raises(ValueError, match="no rows that can be used: 1 are left out, the first: .*the prompt has token"):
         PromptStream(section(lines(tmp_path, good(0)), on_bad_row="skip"), 0, byte_tokenizer(), 3)
 
 
-def test_token_ids_go_as_they_are(tmp_path):
+def test_token_ids_stay_unchanged(tmp_path):
     tokenizer = byte_tokenizer()
     (ids,) = tokenizer(["1+1"])["input_ids"]
     rows = [{"prompt": ids, "answer": "2"}, {"prompt": [1, "2"], "answer": "2"}, {"prompt": [True], "answer": "2"}]
@@ -106,7 +106,7 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chat", "system_prompt", "said"),
+    ("chat", "system_prompt", "message"),
     [
         ([*CHAT, {"role": "assistant", "content": "3"}], None, "last message has the role 'assistant'.*remove it"),
         ([*CHAT, {"role": "model", "content": "3"}], None, "last message has the role 'model'"),
@@ -123,20 +123,20 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
         ([CHAT[0], {"role": "user", "content": None}], None, "message 1 is .*needs a role and a content"),
     ],
 )
-def test_a_chat_that_is_no_prompt_is_a_bad_row(tmp_path, chat, system_prompt, said):
-    """The policy would be shown the answer, told two things, or not see all of the question."""
+def test_a_chat_that_is_not_a_prompt_is_a_bad_row(tmp_path, chat, system_prompt, message):
+    """The policy would see the answer or two system messages, or miss a part of the question."""
     settings = {"prompt_format": "messages", "chat_template": True, "system_prompt": system_prompt}
     source = lines(tmp_path, {"prompt": chat, "answer": "3"}, {"prompt": CHAT, "answer": "3"})
-    with pytest.raises(ValueError, match=f"line 1: field 'prompt': .*{said}.*on_bad_row: skip"):
+    with pytest.raises(ValueError, match=f"line 1: field 'prompt': .*{message}.*on_bad_row: skip"):
         PromptStream(section(source, **settings), 0, byte_tokenizer(STRICT))
     stream = PromptStream(section(source, on_bad_row="skip", **settings), 0, byte_tokenizer(STRICT))
     assert (stream.num_rows, stream.num_bad_rows) == (1, 1)
 
 
-def test_contents_may_be_parts_of_text_or_null_beside_a_tool_call(tmp_path):
+def test_contents_may_be_parts_of_text_or_null_with_a_tool_call(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
     parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]
-    # As a table gives it: every message has every field.
+    # In a table every message has every field.
     chat = [call, {"role": "user", "content": parts, "tool_calls": None}]
     template = STRICT.replace(
         "{{ m.content }}", "{{ m.content }}{% if 'tool_calls' in m %}({{ m.tool_calls|length }}){% endif %}"
@@ -151,7 +151,7 @@ HALF = '{"prompt": %s, "answer": %s, "more": %s}'
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (HALF % (r'"a \ud83d"', '"1"', "[]"), "field 'prompt' has half of a character"),
         (HALF % ('"a"', r'"\udc00"', "[]"), "field 'answer' has half of a character"),
@@ -162,17 +162,17 @@ HALF = '{"prompt": %s, "answer": %s, "more": %s}'
         (HALF % ('"a"', '"1"', "[" * 5000 + "]" * 5000), "not JSON: maximum recursion depth"),
     ],
 )
-def test_what_json_reads_and_nothing_else_is_a_bad_row(tmp_path, row, said):
-    """With its line: nobody finds one among a hundred thousand by a traceback."""
+def test_values_that_only_json_accepts_are_bad_rows(tmp_path, row, message):
+    """The error names the line, because a traceback does not help among a hundred thousand rows."""
     source = lines(tmp_path, good(0), row, r'{"prompt": "whole \ud83d\ude00 \u0000", "answer": "1"}')
-    with pytest.raises(ValueError, match=f"rows.jsonl, line 2: {said}"):
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 2: {message}"):
         PromptStream(section(source), 0, byte_tokenizer())
     stream = PromptStream(section(source, on_bad_row="skip"), 0, byte_tokenizer())
     assert (stream.num_rows, stream.num_bad_rows) == (2, 1)
 
 
-def test_a_text_of_a_table_that_is_not_utf_8_is_a_bad_row(tmp_path):
-    """Arrow holds such bytes without a word, and says of which row they are to nobody."""
+def test_a_table_row_with_a_text_that_is_not_utf_8_is_a_bad_row(tmp_path):
+    """Arrow accepts such bytes, and its error does not name the row."""
     texts = pyarrow.array([b"good", b"half \xed\xa0\xbd"], pyarrow.binary()).view(pyarrow.string())
     table = pyarrow.table({"prompt": texts, "answer": ["1", "2"]})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -183,7 +183,7 @@ def test_a_text_of_a_table_that_is_not_utf_8_is_a_bad_row(tmp_path):
         assert [row.question for row in rows_of(source, seed=0, bad=BadRows("skip"))] == ["good"]
 
 
-def test_answers_may_be_decimals_or_lie_in_an_object(tmp_path):
+def test_answers_may_be_decimals_or_fields_of_an_object(tmp_path):
     rows = [{"prompt": "x", "reward_model": {"ground_truth": Decimal(number)}} for number in ("1.50", "1000", "0.00")]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     source = jsonl(tmp_path / "rows.parquet", "parquet").model_copy(update={"answer_field": "reward_model.ground_truth"})
@@ -194,7 +194,7 @@ def test_answers_may_be_decimals_or_lie_in_an_object(tmp_path):
 
 
 def test_no_digit_of_a_decimal_is_lost(tmp_path):
-    """A correct answer of the policy would be judged wrong."""
+    """Otherwise a correct answer of the policy would score 0."""
     numbers = ["12345678901234567890123456789012.345600", "98765432109876543210987654321098.000000", "0.500000"]
     texts = ["12345678901234567890123456789012.3456", "98765432109876543210987654321098", "0.5"]
     rows = [{"prompt": "x", "answer": Decimal(number), "all": [Decimal(number)]} for number in numbers]
@@ -206,7 +206,7 @@ def test_no_digit_of_a_decimal_is_lost(tmp_path):
     assert answers == [f'["{texts[0]}"]', f"[{texts[1]}]", "[0.5]"]
 
 
-def test_lines_may_be_an_array_in_gzip_or_in_utf_16(tmp_path):
+def test_a_file_may_be_lines_or_an_array_in_gzip_or_utf_16(tmp_path):
     rows = [good(number) | {"more": "\u00fc\u2028"} for number in range(3)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     array = json.dumps(rows, indent=1)
@@ -223,7 +223,7 @@ def test_lines_may_be_an_array_in_gzip_or_in_utf_16(tmp_path):
         rows_of(jsonl(path), seed=0)
 
 
-def test_tests_of_code_may_be_lists(tmp_path):
+def test_an_answer_may_be_a_list_of_tests(tmp_path):
     tests = ["assert f(1) == 2", "assert f(2) == 3"]
     source = lines(tmp_path, good(0, tests), good(1, "assert f(0) == 1"), good(2, [3]))
     judge = partial(check_answer, load_terms([CodeRewardSection(kind="code")]))
@@ -255,7 +255,7 @@ def test_a_data_set_from_disk_or_from_its_files(tmp_path, monkeypatch):
         rows_of(hugging_face(tmp_path / "splits", split="test", prompt_field="question"), seed=0)
 
 
-def test_a_data_set_that_is_not_there_is_named(tmp_path):
+def test_a_missing_data_set_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="data.prompts.path is '.*empty', from which no data set loads"):
         rows_of(hugging_face(tmp_path / "empty"), seed=0)
@@ -266,7 +266,7 @@ GYM = {"kind": "reasoning_gym", "task": "chain_sum", "size": 4}
 
 
 @pytest.mark.parametrize(
-    ("data", "key", "said"),
+    ("data", "key", "message"),
     [
         ({"prompts": PART | {"weight": 2.0}}, "data.prompts.weight", "there is one source"),
         ({"prompts": {"kind": "mixture", "parts": []}}, "data.prompts.parts", "at least 1 item"),
@@ -286,12 +286,12 @@ GYM = {"kind": "reasoning_gym", "task": "chain_sum", "size": 4}
         ({"prompts": GYM, "curriculum": {"low": 0.9, "high": 0.1}}, "data.curriculum.high", "0.9"),
     ],
 )  # fmt: skip
-def test_a_wrong_source_is_a_violation(tmp_path, monkeypatch, data, key, said):
+def test_a_wrong_source_is_a_violation(tmp_path, monkeypatch, data, key, message):
     make_folder(tmp_path, monkeypatch)
     with pytest.raises(RecipeError) as refused:
         load_recipe(write(tmp_path, edited(("data", {"max_prompt_tokens": 32} | data))))
     (violation,) = refused.value.violations
-    assert violation.key == key and said in f"{violation.rule} {violation.nearest}"
+    assert violation.key == key and message in f"{violation.rule} {violation.nearest}"
 
 
 def test_a_curriculum_needs_a_verifier(tmp_path, monkeypatch):

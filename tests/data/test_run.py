@@ -24,7 +24,7 @@ def judge():
 def test_a_run_over_a_mixture_with_a_curriculum_resumes_exactly(tmp_path, judge, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     tiny_run(tmp_path)
-    # One question for all: a replay wants the prompts that it was made of, and here rewards decide which row is next.
+    # All rows have one question: a replay needs the prompts of its recording, but here rewards decide the next row.
     (tmp_path / "prompts.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     rollouts = fake_rollouts(tmp_path, STEPS)
     tests = [{"question": "1+1", "answer": [f"assert {n + 1}"]} for n in range(3)] + [{"question": "1+1", "answer": [1]}]

@@ -1,4 +1,4 @@
-"""The records of a step stay light, and a completion has one log-probability and one version a token."""
+"""The records of a step stay light, and a completion has one log-probability and one version per token."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import pytest
 from megarl.data.sample import Completion, Sample
 
 
-def test_records_need_numpy_alone():
+def test_records_need_only_numpy():
     heavy = "{'torch', 'transformers', 'datasets', 'ray', 'pydantic'}"
     code = f"import sys, megarl.data.sample; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
 
 
-def test_a_completion_has_one_log_probability_and_one_version_a_token():
+def test_a_completion_has_one_log_probability_and_one_version_per_token():
     ids = np.arange(3, dtype=np.int32)
     with pytest.raises(ValueError, match="3 token ids but 2 log-probabilities"):
         Completion(ids, np.zeros(2, dtype=np.float32), "stop", np.zeros(3, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Code in a sandbox: it scores what it passes, runs into limits that are named, and leaves nothing behind."""
+"""Code in a sandbox: it scores by passed tests, hits limits that are named, and leaves nothing behind."""
 
 import json
 import os
@@ -42,20 +42,20 @@ def prompt(answer):
 
 
 def processes_named(name):
-    """How many processes of this machine carry a name, zombies aside."""
-    found = 0
+    """Return the number of processes of this machine with a name, without zombies."""
+    count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 state = (entry / "stat").read_text()
             except OSError:
                 continue
-            found += f"({name})" in state and ") Z " not in state
-    return found
+            count += f"({name})" in state and ") Z " not in state
+    return count
 
 
 def named(name):
-    """Code that names its process: children that it forks inherit it."""
+    """Return code that names its process; forked children inherit the name."""
     return f"import ctypes, os, time; ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\n"
 
 
@@ -68,13 +68,13 @@ def named(name):
         ("import os; os._exit(0)", "failed"),
         ("import sys; sys.exit()", "failed"),
         ("import os; os.kill(1, 9); os.kill(-1, 9)", "failed"),
-        # Of a crowd that dies: when the first one ends, another has said half of its own.
+        # Many processes die: when the first ends, another has written half of its traceback.
         ("import sys, traceback\ntry: raise BlockingIOError(11, '')\nexcept OSError: traceback.print_exc()\n"
          "sys.exit('Traceback (most recent call last):\\n  File \"x\", line 1\\n    ^^^^')", "processes"),
         ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
-        # What a program says of errors that it lived through is no limit that it ran into.
+        # An error that a program prints and survives is not a limit.
         *((f"import sys; print('OSError: [Errno {number}]', file=sys.stderr)", "passed") for number in (11, 12, 27, 28)),
-        # What ordinary programs use goes on.
+        # Ordinary programs still work.
         ("import asyncio\nasync def main():\n    one = await asyncio.create_subprocess_exec('true')\n    await one.wait()\n"
          "asyncio.run(main())", "passed"),
         ("import sqlite3, subprocess, tempfile\ndb = sqlite3.connect('x.db')\ndb.execute('create table t(a)')\ndb.commit()\n"
@@ -93,13 +93,13 @@ def named(name):
          "passed"),
     ],
 )  # fmt: skip
-def test_what_a_program_does_has_a_name_and_touches_nobody(attack, reason, monkeypatch):
+def test_the_outcome_of_a_program_has_a_name_and_other_programs_are_unaffected(attack, reason, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "1")
     limits = SandboxLimits(**(vars(LIMITS) | {"cpu_s": 1}))
     assert run_programs([Program(attack), EMPTY], limits) == [reason, "passed"]
 
 
-def test_wall_time_is_of_all_programs_together():
+def test_wall_time_counts_for_all_programs_together():
     limits = SandboxLimits(**(vars(LIMITS) | {"wall_s": 1.0}))
     sleeping = Program("import time; time.sleep(99)")
     assert run_programs([sleeping, Program("1")], limits) == ["wall_time", "wall_time"]
@@ -108,7 +108,7 @@ def test_wall_time_is_of_all_programs_together():
 def test_nothing_outlives_its_program():
     name = secrets.token_hex(5)
     leave = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)\nos.wait()\n"
-    check = "assert sum(map(str.isdigit, os.listdir('/proc'))) == 3"  # process 1, this one, and what it left
+    check = "assert sum(map(str.isdigit, os.listdir('/proc'))) == 3"  # process 1, this process, and the process that it left
     assert run_programs([Program(named(name) + leave + check), Program("import os\n" + check)], LIMITS) == [
         "passed",
         "failed",
@@ -116,37 +116,37 @@ def test_nothing_outlives_its_program():
     assert processes_named(name) == 0
 
 
-def test_a_sandbox_dies_with_whoever_asked_for_it():
+def test_a_sandbox_dies_with_the_process_that_started_it():
     name = secrets.token_hex(5)
     endless = named(name) + "os.fork()\nwhile True: time.sleep(9)"
-    asks = f"from tests.reward.test_code import *\nrun_programs([Program({endless!r})], LIMITS)"
-    asking = subprocess.Popen([sys.executable, "-c", asks])
+    code = f"from tests.reward.test_code import *\nrun_programs([Program({endless!r})], LIMITS)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
     try:
         deadline = time.monotonic() + 120
         while processes_named(name) < 2:
-            assert time.monotonic() < deadline and asking.poll() is None, "the program did not begin"
+            assert time.monotonic() < deadline and parent.poll() is None, "the program did not begin"
             time.sleep(0.02)
     finally:
-        asking.send_signal(signal.SIGKILL)
-        asking.wait(60)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(60)
     deadline = time.monotonic() + 30
     while processes_named(name):
         assert time.monotonic() < deadline, "a program outlived the process that asked for it"
         time.sleep(0.02)
 
 
-def test_a_faulty_sandbox_is_an_error_and_no_verdict(tmp_path, monkeypatch):
+def test_a_faulty_sandbox_is_an_error_and_not_a_score(tmp_path, monkeypatch):
     keeper = tmp_path / "keeper.py"
     judge = code_verifier(CodeRewardSection(kind="code"))
     monkeypatch.setattr(sandbox, "KEEPER", keeper)
     torn = 'print(\'{"fault": "torn"}\')'
-    for text, said in (("import sys; sys.exit('broken')", "exit status 1: broken"), (torn, "torn")):
+    for text, message in (("import sys; sys.exit('broken')", "exit status 1: broken"), (torn, "torn")):
         keeper.write_text(text)
-        with pytest.raises(SandboxFault, match=said):
+        with pytest.raises(SandboxFault, match=message):
             judge(SQUARES, prompt(ANSWER))
 
 
-def test_input_and_output_are_compared_but_for_blanks():
+def test_output_is_compared_without_blanks_at_line_ends():
     double = "print('  a '); print(int(input()) * 2)\n\n"
     programs = [Program(double, "4\n", "  a\n8"), Program(double, "4\n", "a\n8\n"), Program(double, "x", "")]
     assert run_programs(programs, LIMITS) == ["passed", "failed", "failed"]
@@ -176,7 +176,7 @@ def test_the_last_block_is_the_code():
         ('{"input": 1, "output": "2"}', 0),
     ],
 )
-def test_what_tests_an_answer_may_hold(answer, number):
+def test_the_forms_of_tests_in_an_answer(answer, number):
     if number:
         assert len(programs_of("", prompt(answer))) == number
     else:
@@ -184,7 +184,7 @@ def test_what_tests_an_answer_may_hold(answer, number):
             programs_of("", prompt(answer))
 
 
-def test_a_share_or_all_of_the_tests():
+def test_credit_is_a_share_or_needs_all_tests():
     for credit, worth in (("all", 0.0), ("share", 2 / 3)):
         judge = code_verifier(CodeRewardSection.model_validate({"kind": "code", "credit": credit}))
         assert judge(f"So:\n```python\n{SQUARES}```", prompt(ANSWER)) == (worth, "failed")
@@ -207,7 +207,7 @@ def test_limits_score_zero_and_are_counted(model):  # noqa: F811
 
 
 @pytest.mark.parametrize(("cpu_s", "limit"), [(0.8, "cpu_time"), (0.1, "")])
-def test_a_killed_program_hit_its_cpu_limit_also_where_ticks_ran_ahead_of_its_seconds(cpu_s, limit):
+def test_a_killed_program_hit_its_cpu_limit_even_if_its_seconds_are_below_it(cpu_s, limit):
     assert sandbox_keeper._limit_hit(-signal.SIGKILL, b"", cpu_s, {"cpu_s": 1}) == limit
 
 

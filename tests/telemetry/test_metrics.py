@@ -1,4 +1,4 @@
-"""Every step is one line, in its file and for whoever watches."""
+"""Every step is one line, in the metrics file and on the terminal."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def test_a_step_is_one_line_readable_at_once(tmp_path):
         writer.write(2, {"reward/all": [{}]})
 
 
-def test_a_resumed_file_equals_one_that_never_stopped(tmp_path):
+def test_a_resumed_file_equals_an_uninterrupted_file(tmp_path):
     whole = MetricsWriter(tmp_path / "whole.jsonl")
     for step in range(1, 7):
         whole.write(step, {"reward/mean": step / 7})
@@ -64,7 +64,7 @@ def test_a_resumed_file_equals_one_that_never_stopped(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
 
 
-def test_a_metrics_file_that_is_missing_or_broken_is_named(tmp_path):
+def test_a_missing_or_malformed_metrics_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="metrics.jsonl is no file"):
         read_metrics(tmp_path / "metrics.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
@@ -89,15 +89,15 @@ def test_without_a_terminal_each_step_is_one_plain_line():
         progress.step(12, {"reward/mean": 1.0})
     assert output.getvalue().splitlines() == [
         "step  1/12  reward 0.250  seconds 60.0  tokens/s 5  left 11 min",
-        "step  2/12  reward 0.500  seconds 30.0  tokens/s 10  left 5 min",  # the first has warmed up, and counts no more
+        "step  2/12  reward 0.500  seconds 30.0  tokens/s 10  left 5 min",  # the first step warmed up and no longer counts
         "step  3/12  reward 0.750  seconds 20.0  tokens/s 15  left 4 min",
         "step 12/12  reward 1.000",
     ]
 
 
 @pytest.mark.parametrize("columns", [80, 140])
-def test_on_a_terminal_the_running_phase_its_progress_and_the_end_show(columns):
-    """A pseudo-terminal, and what a rank writes on it: one live line, which fits, under a line a step."""
+def test_a_terminal_shows_the_running_phase_its_progress_and_the_end(columns):
+    """On a pseudo-terminal a rank writes a line per step, and below them one live line that fits the width."""
     import fcntl
     import os
     import pty
@@ -123,7 +123,7 @@ def test_on_a_terminal_the_running_phase_its_progress_and_the_end_show(columns):
                 )
                 progress.phase("actor_update")
             written = b""
-            while select.select([reader], [], [], 0.0)[0]:  # a terminal gives what it holds in parts
+            while select.select([reader], [], [], 0.0)[0]:  # a terminal returns its content in parts
                 written += os.read(reader, 100_000)
     os.close(reader)
     text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", written.decode())

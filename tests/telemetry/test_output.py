@@ -1,4 +1,4 @@
-"""No disk, pipe, terminal or locale that standard output meets ends a run; and no text file depends on the locale."""
+"""No disk, pipe, terminal or locale behind standard output ends a run, and no text file depends on the locale."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ import pytest
 from megarl.telemetry.exit_status import BAD_INPUT
 
 ROOT = Path(__file__).resolve().parents[2]
-# As a rank, an agent and their libraries write: prints, a line of rich, warnings and logging; then it goes on.
+# Write as a rank, an agent and their libraries do: prints, a line of rich, warnings and logging.
 WRITE = """
 import logging, sys, warnings
 from megarl.telemetry.output import endure_output
@@ -30,7 +30,7 @@ open(sys.argv[1], "w").write("went on")
 
 
 def write(tmp_path: Path, stdout: int, stderr: int, **environment: str) -> int:
-    """The exit status of a program that writes there."""
+    """Run a program that writes to the descriptors, and return its exit status."""
     command = [sys.executable, "-c", WRITE, str(tmp_path / "end")]
     done = subprocess.run(command, stdout=stdout, stderr=stderr, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
     assert (tmp_path / "end").read_text() == "went on"
@@ -38,14 +38,14 @@ def write(tmp_path: Path, stdout: int, stderr: int, **environment: str) -> int:
 
 
 def closed_pipe() -> int:
-    """The end to write to of a pipe that nobody reads."""
+    """Return the write end of a pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     return writing
 
 
 def closed_terminal() -> int:
-    """A terminal whose window is gone."""
+    """Return a terminal whose window is closed."""
     window, terminal = pty.openpty()
     os.close(window)
     return terminal
@@ -53,7 +53,7 @@ def closed_terminal() -> int:
 
 @pytest.mark.parametrize("make", [closed_pipe, closed_terminal, lambda: os.open("/dev/full", os.O_WRONLY)],
                          ids=["pipe", "terminal", "disk"])  # fmt: skip
-def test_output_that_goes_nowhere_ends_nothing(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+def test_refused_output_does_not_end_a_program(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
     descriptor = make()
     errors = tmp_path / "errors"
     with errors.open("wb") as file:
@@ -63,14 +63,14 @@ def test_output_that_goes_nowhere_ends_nothing(tmp_path: Path, make) -> None:  #
     os.close(descriptor)
 
 
-def test_a_locale_without_a_letter_drops_no_line(tmp_path: Path) -> None:
+def test_a_locale_that_lacks_a_character_drops_no_line(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with out.open("wb") as file:
         assert write(tmp_path, file.fileno(), file.fileno(), PYTHONIOENCODING="latin-1") == 0
     assert "±0.1 \\u2192 é".encode("latin-1") in out.read_bytes()
 
 
-def test_a_command_ends_as_it_would_where_its_reader_has_seen_enough(tmp_path: Path) -> None:
+def test_a_command_ignores_a_closed_pipe_but_not_a_full_disk(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl.cli", "check", "--help"]
     for descriptor, succeeds in ((closed_pipe(), True), (os.open("/dev/full", os.O_WRONLY), False)):
         done = subprocess.run(
@@ -81,7 +81,7 @@ def test_a_command_ends_as_it_would_where_its_reader_has_seen_enough(tmp_path: P
 
 
 @pytest.mark.parametrize("module", ["megarl.cluster.node", "megarl.cluster.agent"])
-def test_every_process_of_a_run_endures_a_full_disk_under_its_errors(module: str) -> None:
+def test_every_process_of_a_run_endures_a_full_disk_behind_standard_error(module: str) -> None:
     wrong = {"megarl.cluster.agent": ["--rdzv-backend", "c10d", "--nnodes", "2", "x.py"]}
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-W", "ignore", "-m", module, *wrong.get(module, [])]
@@ -89,12 +89,12 @@ def test_every_process_of_a_run_endures_a_full_disk_under_its_errors(module: str
     assert done.returncode == BAD_INPUT
 
 
-def test_a_rank_endures_it_from_before_its_imports_on() -> None:
+def test_a_rank_endures_refused_output_already_during_its_imports() -> None:
     source = (ROOT / "megarl/__main__.py").read_text("utf-8")
     assert source.index("endure_output()\n") < source.index("from megarl.build import main")
 
 
-def test_no_text_file_of_megarl_is_in_the_encoding_of_the_locale() -> None:
+def test_no_text_file_of_megarl_has_the_encoding_of_the_locale() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--preview", "--select", "PLW1514", "megarl"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout

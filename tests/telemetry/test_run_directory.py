@@ -1,4 +1,4 @@
-"""A run directory that is full, torn, or wanted by two runs, loses no more than it must and says what is the matter."""
+"""A run directory that is full, torn, or wanted by two runs loses as little as possible, and the fault is named."""
 
 import json
 import os
@@ -22,15 +22,15 @@ from megarl.telemetry.sinks import Memory
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
-FULL = "/dev/full"  # stands in for a file on a full disk: opens, and takes no byte
+FULL = "/dev/full"  # a stand-in for a file on a full disk, which opens and takes no byte
 
 
-def test_a_torn_line_is_left_out_and_not_appended_to(tmp_path: Path) -> None:
+def test_a_torn_line_is_skipped_and_ended(tmp_path: Path) -> None:
     exit_status.record_start(tmp_path, ["a"], 0)
     for torn in ('{"time": "2026', '{"time"', "\0\0\0"):
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write(torn)
-        exit_status.starts_summary(tmp_path)  # reads over it
+        exit_status.starts_summary(tmp_path)  # skips the torn line
         exit_status.record_end(tmp_path, exit_status.REQUEUE, "SIGTERM after step 3")
         exit_status.record_start(tmp_path, ["b"], 3)
     assert exit_status.starts_summary(tmp_path) == [
@@ -40,7 +40,7 @@ def test_a_torn_line_is_left_out_and_not_appended_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", "{", "[]", '{"how": "failed"}', "\0" * 40])
-def test_a_torn_word_about_the_end_counts_as_none(tmp_path: Path, torn: str) -> None:
+def test_a_torn_record_of_the_end_counts_as_missing(tmp_path: Path, torn: str) -> None:
     exit_status.record_start(tmp_path, ["a"], 0)
     (tmp_path / "ended.json").write_text(torn)
     assert exit_status.hang_reason(tmp_path) is None
@@ -48,20 +48,20 @@ def test_a_torn_word_about_the_end_counts_as_none(tmp_path: Path, torn: str) -> 
     assert "1 x unknown" in exit_status.starts_summary(tmp_path)[1]
 
 
-def test_a_torn_memory_of_a_sink_begins_another_run_there(tmp_path: Path) -> None:
+def test_a_torn_memory_of_a_sink_starts_another_run_at_the_sink(tmp_path: Path) -> None:
     (tmp_path / "wandb.json").write_text('{"id": "a')
     memory = Memory(tmp_path / "wandb.json", new=False)
     assert (memory.id, memory.step) == (None, 0)
 
 
-def test_a_line_that_did_not_fit_costs_that_line_alone(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_is_the_only_lost_line(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.symlink_to(FULL)
     lines = LineFile(path)
     with pytest.raises(OSError) as caught:
         lines.append('{"a": 2}')
     assert is_full(caught.value) and caught.value.filename == str(path)
-    lines.close()  # nothing is kept back that would fail again
+    lines.close()  # no buffered text fails again
     metrics = tmp_path / "metrics.jsonl"
     metrics.symlink_to(FULL)
     writer = MetricsWriter(metrics)
@@ -70,7 +70,7 @@ def test_a_line_that_did_not_fit_costs_that_line_alone(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_file_that_did_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("before")
     (tmp_path / f".recipe.yaml.{os.getpid()}").symlink_to(FULL)
@@ -86,17 +86,19 @@ def test_a_full_disk_ends_a_run_with_one_sentence(tmp_path: Path, capsys: pytest
     exit_status.record_start(tmp_path, ["a"], 0)
     error = DiskFull(28, "no room for a checkpoint", str(tmp_path))
     assert _disk_full(RunDirectory(tmp_path), 0, error) == 1
-    said = f"{tmp_path}: no room for a checkpoint; make room: no checkpoint was written so far"
-    assert said in capsys.readouterr().err
-    exit_status.record_end(tmp_path, exit_status.FAILED, "rank 0 ended with exit status 1")  # the agent explains less
+    message = f"{tmp_path}: no room for a checkpoint; make room: no checkpoint was written so far"
+    assert message in capsys.readouterr().err
+    exit_status.record_end(
+        tmp_path, exit_status.FAILED, "rank 0 ended with exit status 1"
+    )  # the agent knows less about the reason
     exit_status.record_start(tmp_path, ["a"], 0)
-    assert exit_status.starts_summary(tmp_path)[1] == f"  1 x failed: {said}"
+    assert exit_status.starts_summary(tmp_path)[1] == f"  1 x failed: {message}"
     (tmp_path / f".ended.json.{os.getpid()}").symlink_to(FULL)
     assert _disk_full(RunDirectory(tmp_path), 0, error) == 1
     assert "ended.json cannot be written" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_known_by_what_any_library_says_of_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognised_from_the_errors_of_all_libraries(tmp_path: Path) -> None:
     for error in (OSError(28, "x"), OSError(122, "x"), RuntimeError("basic_ios::clear: iostream error"),
                   RuntimeError("Worker failure: [Errno 28] No space left on device")):  # fmt: skip
         assert is_full(error)
@@ -108,7 +110,7 @@ def test_a_full_disk_is_known_by_what_any_library_says_of_it(tmp_path: Path) -> 
 
 
 def save_on_a_full_disk(directory: str, folder: str) -> tuple[str | None, list[str], int, int]:
-    """What a checkpoint without room raises and leaves, and the bytes that it counted and that one with room has."""
+    """Save without room and with room; return the error, the files left, the counted bytes and the written bytes."""
     from tests.engine_cases import engine, start_places
 
     places = start_places([Layout(data=2)])
@@ -134,8 +136,8 @@ def save_on_a_full_disk(directory: str, folder: str) -> tuple[str | None, list[s
 
 def test_a_checkpoint_without_room_is_refused_on_every_rank_before_it_is_written(tmp_path: Path) -> None:
     model = str(save_tiny_model(tmp_path / "model"))
-    for said, left, counted, written in run_ranks(save_on_a_full_disk, 2, model, str(tmp_path / "checkpoints")):
-        assert said == "no room for checkpoint of step 7: the actor" and left == []
+    for error, left, counted, written in run_ranks(save_on_a_full_disk, 2, model, str(tmp_path / "checkpoints")):
+        assert error == "no room for checkpoint of step 7: the actor" and left == []
         assert 0.6 < counted / written <= 1.0
 
 
@@ -158,7 +160,7 @@ sys.stdin.read()
 
 @contextmanager
 def holder(path: Path, host: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of a run, with a child that lives on when it is killed."""
+    """Start a process that holds the lock of a run, and whose child outlives it."""
     command = [sys.executable, "-c", HOLD, str(path), str(run_directory.LEASE_S), host]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -174,7 +176,7 @@ def holder(path: Path, host: str = "") -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_only_while_the_first_run_lives(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with holder(tmp_path) as process:
         for take in (run.lock, run.refuse_running):
@@ -183,20 +185,20 @@ def test_a_second_run_is_refused_while_the_first_lives_and_not_after(tmp_path: P
         process.kill()
         process.wait()
         run.refuse_running()
-        run.lock()  # a child of the first that lives on does not hold it
+        run.lock()  # the surviving child does not hold the lock
     again = RunDirectory(tmp_path)
-    again.lock()  # a run of this process that failed does not keep the next one out
+    again.lock()  # a failed run of this process does not block the next run
     again.unlock()
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_the_lock_of_another_host_is_taken_over_once_nobody_touches_it(
+def test_the_lock_of_another_host_is_taken_over_after_its_last_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "LEASE_S", 1.0)
     run = RunDirectory(tmp_path)
     with holder(tmp_path, "elsewhere") as process:
-        run.refuse_running()  # nobody here writes there
+        run.refuse_running()  # no process of this host writes there
         with pytest.raises(RunDirectoryError, match=f"process {process.pid} on elsewhere"):
             run.lock()
         process.kill()
@@ -212,7 +214,9 @@ def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
     run.unlock()
 
 
-def test_paths_of_a_run_are_found_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_start_at_the_directory_of_the_runs_last_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, other = tmp_path / "home", tmp_path / "other"
     for place in (home / "models/tiny", home / "data", other / "data"):
         place.mkdir(parents=True)
@@ -240,6 +244,6 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             run.read_recipe()
 
 
-def test_lines_are_objects_alone(tmp_path: Path) -> None:
+def test_only_objects_count_as_lines(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b'{"a": 1}\n3\n\n"b"\n{"c": "\xe2\x80\n{"d": "\xe2\x80\xa8"}')
     assert read_lines(tmp_path / "x") == [{"a": 1}, {"d": "\u2028"}]

@@ -45,7 +45,7 @@ def test_idle_time_has_a_cause_and_a_straggler():
     })  # fmt: skip
 
 
-def test_a_role_is_busy_waits_or_rests_while_others_run():
+def test_a_role_is_busy_waits_or_rests_while_other_roles_run():
     metrics = role_metrics(RANKS)
     local = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
     assert local == pytest.approx({
@@ -55,7 +55,7 @@ def test_a_role_is_busy_waits_or_rests_while_others_run():
     assert metrics["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in metrics)
 
 
-def test_the_bubble_is_measured_in_the_pipeline_s_own_time():
+def test_the_bubble_is_a_share_of_the_pipelines_own_time():
     assert bubble_metrics(RANKS) == {"idle/critic_update/bubble_share": 2 / 4, "idle/actor_update/bubble_share": 1.5 / 6.5}
 
 
@@ -65,20 +65,20 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
         "idle/engines/training_share": 12 / 20, "idle/slowest_engine": 1, "idle/slowest_engine_s": 0.375,
     })  # fmt: skip
     assert engine_metrics([], 10.0, 3.0, 1.0) == {}
-    # Requests that go on while the trainer works: no part is negative, and they still sum to the step.
+    # Requests continue while the trainer works: no part is negative, and the parts still sum to the step.
     ahead = engine_metrics([9.5], 10.0, 3.0, 1.0)
     assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
 
 
-def test_an_engine_on_a_rank_s_device_keeps_it_busy_while_the_rank_waits():
+def test_an_engine_keeps_a_ranks_device_busy_while_the_rank_waits():
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
     share = Devices.of(2, 2, places, shared=False).busy_share(RANKS, BUSY_S)
     assert share == pytest.approx((1.5 + 4.5 + 4.75) / 20)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_engines_devices_of_their_own_come_behind_the_ranks(shared):
-    """On GPUs of their own; and on a CPU, where no rank gives way to an engine, whatever numbers their places have."""
+def test_the_devices_of_engines_alone_follow_the_ranks_devices(shared):
+    """On separate GPUs, and on a CPU, where engines and ranks never share a device."""
     places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
     devices = Devices.of(2, 2, places, shared)
     assert devices == Devices(2, ((2,), (3,)), (0, 1))
@@ -91,14 +91,14 @@ def line(step, seconds, **more):
     return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **more}
 
 
-def test_a_run_s_totals_are_those_of_its_lines():
-    """Steps count by their length, and starts are their own."""
+def test_a_runs_totals_follow_from_its_lines():
+    """Steps count by their length; starts count separately."""
     lines = [
         line(1, 4.0, **{"run/start_s": 3.0}),
         line(2, 12.0, **{"run/start_s": 5.0, "idle/share": 0.8}),
-        line(3, 4.0, **{"idle/ranks_share": None}),  # it was no finite number
+        line(3, 4.0, **{"idle/ranks_share": None}),  # the value was not finite
     ]
-    totals = run_totals([*lines, {"step": 4, "reward/mean": 1.0}])  # a line that was written by an older version
+    totals = run_totals([*lines, {"step": 4, "reward/mean": 1.0}])  # a line without time/step does not count
     assert totals["steps"] == 3 and totals["seconds"] == 20 and totals["start_s"] == 8
     assert totals["tokens_per_s"] == 150 and totals["phases"] == {"rollout": 5.0}
     assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
@@ -124,10 +124,7 @@ def test_the_page_explains_every_metric():
     assert [key for key in metrics if f"`{key}`" not in page] == []
 
 
-# Requests of the engines ------------------------------------------------------------------------------------------------
-
-
-def test_peaks_go_by_whole_words_of_a_device_s_name():
+def test_peaks_are_found_by_whole_words_of_a_devices_name():
     assert peak_of("NVIDIA H100 80GB HBM3", "bf16") == 989.0 and peak_of("NVIDIA H100 PCIe", "bf16") == 756.0
     assert peak_of("NVIDIA A100-SXM4-80GB", "fp16") == 312.0 and peak_of("NVIDIA A100-SXM4-80GB", "fp8") is None
     assert peak_of("NVIDIA L40S", "fp8") == 733.0 and peak_of("NVIDIA L4", "fp32") == 30.3
@@ -138,8 +135,8 @@ def recipe_with(folder, **telemetry):
     return load_recipe(tiny_recipe(folder, "metrics", True, 2, 1, 2, 1, telemetry=telemetry))
 
 
-def test_utilisation_and_rates_count_useful_work_alone(tmp_path):
-    """Two ranks and an engine on devices of 2 * 10**12 operations a second, reckoned from the operations of the phases."""
+def test_utilisation_and_rates_count_only_useful_work(tmp_path):
+    """Two ranks and an engine run on devices of 2 * 10**12 operations a second."""
     shape = ModelShape.from_directory(tiny_run(tmp_path))
     recipe = recipe_with(tmp_path, peak_tflops=2.0)
     once = MiniBatch(0, (0, 1), ((MicroBatch((0,), 7, 7),), (MicroBatch((1,), 7, 7),)))
