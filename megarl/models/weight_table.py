@@ -282,12 +282,7 @@ def experts(
             for part, before in ((gate, 0), (up, ffn))
         ),
         Weight(
-            down,
-            hidden,
-            ffn,
-            Held(megatron + "linear_fc2.weight", Columns()),
-            Held(vllm + "w2_weight", Columns()),
-            count,
+            down, hidden, ffn, Held(megatron + "linear_fc2.weight", Columns()), Held(vllm + "w2_weight", Columns()), count
         ),
     ]
 

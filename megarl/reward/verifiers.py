@@ -183,10 +183,7 @@ def pattern_verifier(pattern: str) -> tuple[Verifier, Reader | None]:
 
     if "answer" not in expression.groupindex:
         return lambda text, prompt: float(expression.search(text) is not None), None
-    return (
-        lambda text, prompt: float(last_answer(text) == prompt.answer.strip()),
-        lambda text: last_answer(text) or None,
-    )
+    return (lambda text, prompt: float(last_answer(text) == prompt.answer.strip()), lambda text: last_answer(text) or None)
 
 
 def schema_verifier(schema: dict[str, Any]) -> Verifier:

@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.watchdog_judge import (
-    ENDED,
-    GONE,
-    STOPPED,
-    Deadlines,
-    OtherProcess,
-    Standing,
-    culprits,
-    judge,
-    overdue,
-)
+from megarl.cluster.watchdog_judge import ENDED, GONE, STOPPED, Deadlines, OtherProcess, Standing, culprits, judge, overdue
 
 DEADLINES = Deadlines(
     first_step_s=100.0, step_s=10.0, files_s=1000.0, engines_s=300.0, rewards_s=60.0, stacks_s=5.0, collective_s=20.0

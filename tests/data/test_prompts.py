@@ -13,13 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
-from megarl.data.tokenizer import (
-    Observations,
-    load_tokenizer,
-    prompt_tokenizer,
-    render_questions,
-    stop_token_ids,
-)
+from megarl.data.tokenizer import Observations, load_tokenizer, prompt_tokenizer, render_questions, stop_token_ids
 from megarl.recipe import load_recipe
 from megarl.recipe.data_section import DataSection, FilePromptsSection, ReasoningGymPromptsSection
 from megarl.telemetry.run_directory import RunDirectory

@@ -110,11 +110,7 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
     [
         ([*CHAT, {"role": "assistant", "content": "3"}], None, "last message has the role 'assistant'.*remove it"),
         ([*CHAT, {"role": "model", "content": "3"}], None, "last message has the role 'model'"),
-        (
-            [{"role": "system", "content": "T"}, *CHAT],
-            "S",
-            r"system message, and data.system_prompt \('S'\) is another",
-        ),
+        ([{"role": "system", "content": "T"}, *CHAT], "S", r"system message, and data.system_prompt \('S'\) is another"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
             None,

@@ -47,10 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Platform:
 
 @pytest.mark.parametrize(
     ("installed", "spec"),
-    [
-        ({"transformer_engine"}, "local"),
-        ({"transformer_engine", "transformer_engine_torch"}, "transformer_engine"),
-    ],
+    [({"transformer_engine"}, "local"), ({"transformer_engine", "transformer_engine_torch"}, "transformer_engine")],
 )
 def test_transformer_engine_counts_only_with_its_compiled_part(
     gpu: Platform, monkeypatch: pytest.MonkeyPatch, installed: set[str], spec: str

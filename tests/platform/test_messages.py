@@ -84,9 +84,7 @@ def test_messages_over_nccl_that_start_together_end_together() -> None:
     assert backend.calls == ["start", "send", "recv", "end"] and backend.work.waited
 
 
-def test_a_machine_with_a_loopback_name_publishes_a_reachable_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_with_a_loopback_name_publishes_a_reachable_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's machine may resolve its own name to 127.0.1.1, while other machines resolve the name to its address."""
     addresses = {"store": "127.0.1.1", "127.0.1.1": "127.0.1.1", "192.0.2.9": "192.0.2.1"}
     monkeypatch.setattr(messages, "address_towards", addresses.__getitem__)

@@ -18,9 +18,7 @@ from megarl.telemetry.trace import TraceWriter, merge
 NAMES = ["forward", "backward", "wait_ranks", "wait_engines"]
 # Trees of seconds and nested spans.
 TREES = st.recursive(
-    st.integers(0, 9),
-    lambda inner: st.tuples(st.sampled_from(NAMES), st.lists(inner, max_size=3)),
-    max_leaves=12,
+    st.integers(0, 9), lambda inner: st.tuples(st.sampled_from(NAMES), st.lists(inner, max_size=3)), max_leaves=12
 )
 
 
@@ -81,11 +79,7 @@ def test_a_span_left_open_by_an_error_ends_with_its_phase():
 
 @pytest.mark.parametrize(
     ("keys", "synced"),
-    [
-        ({}, [1, 2, 3, 4]),
-        ({"device_sync": "sampled", "device_sync_every": 2}, [2, 4]),
-        ({"device_sync": "never"}, []),
-    ],
+    [({}, [1, 2, 3, 4]), ({"device_sync": "sampled", "device_sync_every": 2}, [2, 4]), ({"device_sync": "never"}, [])],
 )
 def test_phases_wait_for_the_device_in_the_selected_steps(keys, synced):
     """The device works 3 s longer than the host; these seconds belong to the phase if the clock synchronizes."""

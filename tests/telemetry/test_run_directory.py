@@ -230,10 +230,7 @@ def test_relative_paths_start_at_the_directory_of_the_runs_last_start(
     run.recipe.write_text(json.dumps(content | {"critic": {"path": "Qwen/Qwen3-0.6B"}}))
     assert run.moved_paths() == []
     monkeypatch.chdir(other)
-    assert run.moved_paths() == [
-        f'model.path="{home}/models/tiny"',
-        f'data.prompts.parts.0.path="{home}/data/a.jsonl"',
-    ]
+    assert run.moved_paths() == [f'model.path="{home}/models/tiny"', f'data.prompts.parts.0.path="{home}/data/a.jsonl"']
 
 
 def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
