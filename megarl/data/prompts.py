@@ -130,14 +130,14 @@ class Curriculum:
     def __init__(self, section: CurriculumSection) -> None:
         self._section = section
         self.rates: dict[int, float] = {}
-        self._passed_over: dict[int, int] = {}  # skips since the row was last taken
+        self._num_skips: dict[int, int] = {}  # skips since the row was last taken
 
-    def passes_over(self, row: int) -> bool:
+    def skips(self, row: int) -> bool:
         """Return whether to skip the row this time; count the skip."""
         if row not in self.rates or self._in_bounds(self.rates[row]):
             return False
-        times = self._passed_over.get(row, 0)
-        self._passed_over[row] = (times + 1) % (self._section.revisit + 1)
+        times = self._num_skips.get(row, 0)
+        self._num_skips[row] = (times + 1) % (self._section.revisit + 1)
         return times < self._section.revisit
 
     def learn(self, row: int, rewards: np.ndarray) -> None:
@@ -153,11 +153,11 @@ class Curriculum:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain values."""
-        return {"rates": dict(self.rates), "passed_over": dict(self._passed_over)}
+        return {"rates": dict(self.rates), "num_skips": dict(self._num_skips)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
-        self.rates, self._passed_over = dict(state["rates"]), dict(state["passed_over"])
+        self.rates, self._num_skips = dict(state["rates"]), dict(state["num_skips"])
 
     def _in_bounds(self, rate: float) -> bool:
         return self._section.low <= rate <= self._section.high
@@ -235,7 +235,7 @@ class _Part:
                 self._epoch = epoch
             row = int(self._order[offset])
             self.walked += 1
-            if self.curriculum is None or not self.curriculum.passes_over(row):
+            if self.curriculum is None or not self.curriculum.skips(row):
                 self.taken += 1
                 return row
 

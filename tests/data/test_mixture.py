@@ -107,12 +107,12 @@ def test_a_row_outside_the_bounds_is_skipped_and_comes_back():
     turns = {}
     for row, rewards in ((0, [0.4, 0.1]), (1, [0.5, 0.0]), (2, [1.0, 2.0]), (3, [])):
         curriculum.learn(row, np.array(rewards, np.float32))
-        turns[row] = [curriculum.passes_over(row) for _ in range(7)]
+        turns[row] = [curriculum.skips(row) for _ in range(7)]
     out = [True, True, False, True, True, False, True]
     assert turns == {0: out, 1: [False] * 7, 2: out, 3: [False] * 7}
     assert curriculum.rates == {0: 0.0, 1: 0.5, 2: 1.0} and curriculum.num_in_bounds == 1
     curriculum.learn(2, np.array([0.0, 1.0], np.float32))
-    assert not curriculum.passes_over(2)
+    assert not curriculum.skips(2)
 
 
 def test_a_stream_takes_rows_in_the_bounds_and_counts_skips(files):
