@@ -287,8 +287,7 @@ class Outcome:
 
     @property
     def ends_job(self) -> bool:
-        """Whether ranks of other nodes would wait forever for this node. After finished ranks, other ranks can finish
-        too."""
+        """Whether ranks of other nodes would wait forever for this node; they can finish after finished ranks."""
         return not self.restarts and self.status not in (COMPLETE, REQUEUE)
 
 

@@ -25,8 +25,7 @@ CHOSEN = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
 @dataclass(frozen=True)
 class NodeLoad:
-    """The processes of a node: `ranks` trainer ranks with `threads` threads each, and engines with `workers` workers
-    each."""
+    """The processes of a node: `ranks` trainer ranks of `threads` threads, and engines of `workers` workers."""
 
     ranks: int
     threads: int
@@ -63,8 +62,7 @@ def engine_cores(cores: Sequence[int], load: NodeLoad, engine: int) -> tuple[int
 
 
 def _parts(cores: Sequence[int], num_parts: int, first: int, count: int) -> tuple[int, ...]:
-    """Split the cores into even parts of neighbours; return `count` parts from `first` on, or none if there are too few
-    cores."""
+    """Split the cores into even parts of neighbours; return `count` parts from `first` on, or none for too few cores."""
     if len(cores) < num_parts:
         return ()
     return tuple(cores[len(cores) * first // num_parts : len(cores) * (first + count) // num_parts])

@@ -1,5 +1,4 @@
-"""Find a job's nodes, place the engines and choose the weight transport, on trainer rank 0 before any process group
-exists."""
+"""Find a job's nodes, place the engines and choose the weight transport, on rank 0 before any process group exists."""
 
 from __future__ import annotations
 

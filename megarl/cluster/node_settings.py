@@ -134,8 +134,7 @@ def address_towards(number: str) -> str:
 
 
 def network_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables that bind gloo, NCCL and vLLM to the interface with `address`, except variables that the site has
-    set."""
+    """Return variables that bind gloo, NCCL and vLLM to the interface with `address`; the site's variables stay."""
     variables = {"VLLM_HOST_IP": address}
     for name, entries in psutil.net_if_addrs().items():  # behind address translation no interface has the address
         if any(entry.address.partition("%")[0] == address for entry in entries):

@@ -66,8 +66,7 @@ class Abandoned(Exception):
 
 
 class Asked:
-    """The request to leave that signals make to this process; `name` is the first signal's name, or None without a
-    request."""
+    """The request to leave that signals make to this process; `name` is the first signal's name, or None."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.name: str | None = None
@@ -145,8 +144,7 @@ class Preemption:
         self._step, self._moved = step, False
 
     def boundary(self, phase: str) -> None:
-        """Check for a request before the ranks enter `phase`; call it on every rank. Raises Abandoned on all ranks, or on
-        none."""
+        """Check for a request before every rank enters `phase`. Raises Abandoned on all ranks, or on none. Collective."""
         # A sync is short and completes the step.
         if not self.abandons or phase == "weight_sync":
             return

@@ -61,8 +61,7 @@ def start_tied(
 
 
 class SharedMemory:
-    """The files in /dev/shm that descendants of this process map or have mapped; a killed engine does not remove its
-    files."""
+    """The files in /dev/shm that descendants of this process map or have mapped; a killed engine leaves its files."""
 
     def __init__(self) -> None:
         self._files: set[str] = set()
@@ -102,8 +101,7 @@ def end_descendants() -> None:
 
 
 class Orphans:
-    """The descendants whose parent has ended. When an engine is killed, its processes live on and keep their memory. Needs
-    `adopt_orphans`."""
+    """The descendants whose parent has ended: processes of a killed engine keep their memory. Needs `adopt_orphans`."""
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, float] = {}
@@ -156,8 +154,7 @@ def _blocks_sigterm(pid: int) -> bool:
 def _mapped(processes: Iterable[psutil.Process]) -> set[str]:
     """Return the files in /dev/shm that some of `processes` map.
 
-    The search compares inode numbers: glibc maps a semaphore under a temporary name, and a container may have its own
-    /dev/shm.
+    The search compares inodes: glibc maps a semaphore under a temporary name, and a container may have its own /dev/shm.
     """
     device = os.stat(SHARED_MEMORY).st_dev
     device_text, inodes = f"{os.major(device):02x}:{os.minor(device):02x}", set()

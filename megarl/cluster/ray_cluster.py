@@ -189,8 +189,7 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
 def _wait_for_token(settings: NodeSettings, end: float) -> None:
     """Wait for the token that Ray requires: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token (2.60).
 
-    Node 0 makes the file; other nodes may see the file later. RAY_AUTH_MODE=disabled needs no token. Raises NodeError at
-    `end`.
+    Node 0 makes the file; other nodes may see it later. RAY_AUTH_MODE=disabled needs no token. Raises NodeError at `end`.
     """
     while authentication.enable_token_auth_by_default():
         try:

@@ -127,8 +127,8 @@ def time_limit_s(limit: str) -> int | None:
 
 
 def submit_job(text: str) -> int:
-    """Submit a file's text with sbatch, which prints the job's number, and return sbatch's exit status. Raises ValueError
-    without sbatch."""
+    """Submit a file's text; sbatch prints the job's number. Return sbatch's exit status. Raises ValueError without
+    sbatch."""
     if shutil.which("sbatch") is None:
         raise ValueError(
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is sbatch"

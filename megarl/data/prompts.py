@@ -78,8 +78,7 @@ class PromptStream:
         return self._parts[origin[0]].prompt(index, origin)
 
     def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
-        """Give the curriculum the rewards of prompts: `rewards` float and `valid` bool, both [samples], in groups of one
-        size."""
+        """Give the curriculum the rewards of prompts: `rewards` float and `valid` bool [samples], in groups of one size."""
         group = len(rewards) // len(prompts)
         for number, prompt in enumerate(prompts):
             members = slice(number * group, (number + 1) * group)
@@ -164,8 +163,7 @@ class Curriculum:
 
 
 class _Part:
-    """The usable rows of one source, in shuffled order. `walked` counts rows so far, `taken` the rows that became
-    prompts."""
+    """The usable rows of one source, in shuffled order. `walked` counts rows so far, `taken` those that became prompts."""
 
     def __init__(
         self,

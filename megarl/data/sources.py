@@ -188,8 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    """Return a chat with texts as contents: join text parts, and drop nulls, because tables fill missing fields with
-    nulls."""
+    """Return a chat with texts as contents: join text parts and drop nulls, with which tables fill missing fields."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         rule = "data.prompt_format: messages needs a list of objects with a role and a content"
         raise ValueError(f"{place} is {_shown(value)}; {rule}")
@@ -216,8 +215,7 @@ def _shown(value: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read one object per line, or one JSON array; in UTF-8, or UTF-16 with a byte order mark; plain or gzip, with any
-    name."""
+    """Read one object per line, or one JSON array; UTF-8, or UTF-16 with a byte order mark; plain or gzip, by content."""
     check_fetched(path)
     try:
         with path.open("rb") as stream:

@@ -1,5 +1,4 @@
-"""The text models of Gemma 3: norms around attention and feed-forward network, windows in most layers, a scaled
-embedding."""
+"""Gemma 3's text models: norms around attention and feed-forward network, windows in most layers, a scaled embedding."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ def rank_segments(
 def chunk_weights(
     shape: ModelShape, layout: Layout, pipeline_rank: int, chunk: int, critic: bool
 ) -> Iterator[tuple[str, str, Weight]]:
-    """Yield the rows of the table that a chunk holds, each after the prefixes of the checkpoint's and the parameter's
-    name."""
+    """Yield (prefix of the checkpoint's name, prefix of the parameter's name, row) for the rows that a chunk holds."""
     first = pipeline_rank == 0 and chunk == 0
     last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
     for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):

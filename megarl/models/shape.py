@@ -1,5 +1,4 @@
-"""The sizes of a decoder, and how to read them from a Hugging Face `config.json`. No torch, because `megarl check` reads it
-too."""
+"""The sizes of a decoder, read from a Hugging Face `config.json`. No torch, because `megarl check` reads it too."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class ModelShape:
         return experts is not None and layer >= experts.first_dense and (layer + 1) % experts.every == 0
 
     def active_rows(self, layer: int) -> int:
-        """Return the number of rows, of `hidden` columns each, of the feed-forward matrices that a token passes in a
-        layer."""
+        """Return the rows (of `hidden` columns) of all feed-forward matrices that a token passes in a layer."""
         experts = self.experts
         if experts is None or not self.has_experts(layer):
             return 3 * self.ffn
@@ -105,8 +103,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], origin: str = "config.json") -> ModelShape:
-        """Read the content of a `config.json`; `origin` names the file in errors. Raises ValueError like
-        `from_directory`."""
+        """Read a `config.json`'s content; `origin` names the file in errors. Raises ValueError like `from_directory`."""
         from megarl.models import FAMILIES
 
         kind = config.get("model_type")
@@ -256,8 +253,7 @@ def read_decoder(
 
 
 def read_expert_counts(config: Mapping[str, Any], origin: str, *keys: str) -> tuple[int, int]:
-    """Return the number of experts and the number of experts per token; `keys` are names of the first key, the usual name
-    first."""
+    """Return the numbers of experts and of experts per token; `keys` are names for the first number, the usual first."""
     key = next((key for key in keys if key in config), keys[0])
     count, chosen = whole_number(config, origin, key), whole_number(config, origin, "num_experts_per_tok")
     if chosen > count:

@@ -147,8 +147,7 @@ def _more(names: list[str]) -> str:
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a `tokenizer.json` with their ids, and the tokens that were added (special tokens or a user's
-    tokens)."""
+    """The tokens of a `tokenizer.json` with their ids, and the added tokens (special tokens or a user's)."""
 
     tokens: dict[str, int]
     added: set[str]

@@ -14,8 +14,7 @@ from megarl.models.weight_table import VLLM_VOCABULARY, embedding, final_norm, h
 
 
 class Share(NamedTuple):
-    """A worker's share of a weight: shard `rank` of `ranks` of each expert in `experts` (of one expert, for other
-    weights)."""
+    """A worker's share of a weight: shard `rank` of `ranks` of each of `experts` (one for other weights)."""
 
     ranks: int
     rank: int
@@ -98,8 +97,7 @@ def fixed_parameters(shape: ModelShape) -> list[str]:
 
 
 def stage_layers(num_layers: int, pipeline: int, pipeline_rank: int) -> range:
-    """Return the global layer numbers, from 0, of a stage. Remaining layers go to the stages before the last stage, from the
-    back."""
+    """Return the global layer numbers, from 0, of a stage. Remaining layers go to the stages before the last, back first."""
     even, left = divmod(num_layers, pipeline)
     sizes = [even + (pipeline - 1 - left <= stage < pipeline - 1) for stage in range(pipeline)]
     first = sum(sizes[:pipeline_rank])
