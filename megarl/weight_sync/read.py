@@ -244,7 +244,7 @@ class WeightReader:
                 return verify_s, time.perf_counter() - last
 
             threads = num_threads(works, manifest.rollout.workers)
-            seconds = np.array(list(in_threads(works, threads, do))).reshape(-1, 2).sum(axis=0)
+            seconds = np.array(in_threads(works, threads, do)).reshape(-1, 2).sum(axis=0)
             times.verify_s, times.pack_s = (seconds / threads).tolist()
         else:
             on_device = []
