@@ -26,7 +26,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -126,15 +126,12 @@ def sync_seconds(readers: Sequence[Reader], rounds: Sequence[Round], resources: 
 
 def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources: Cluster | Machine) -> list[_Step]:
     steps: list[_Step] = []
-    of_worker: dict[int, list[int]] = defaultdict(list)
-    for number, reader in enumerate(readers):
-        of_worker[reader.worker].append(number)
-    ranks = sorted({rank for reader in readers for parts in reader.buckets for rank, _ in parts} | _servers(readers))
+    of_worker, servers = _by_worker(readers), {reader.server for reader in readers if reader.server is not None}
+    ranks = sorted({rank for reader in readers for parts in reader.buckets for rank, _ in parts} | servers)
     together: list[dict[int, list[_Step]]] = []  # by round and rank, what ends the rank's messages
     arriving: list[list[_Step]] = [[] for _ in readers]  # of the last bucket of each reader
     placed: list[list[_Step]] = [[] for _ in readers]  # by reader and bucket
-    last: dict[int, list[_Step]] = {}  # in two legs, the last messages of a rank
-    latency = resources.latency
+    last, latency = dict[int, list[_Step]](), resources.latency  # in two legs, the last messages of a rank
 
     def step(seconds: float, latency: float, after: Sequence[_Step], *threads: Hashable) -> _Step:
         steps.append(_Step(threads, seconds, latency).after(*after))
@@ -149,67 +146,50 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
         """What empties the memory of a bucket."""
         return [placed[number][bucket - NUM_BUCKETS]] if bucket >= NUM_BUCKETS else []
 
-    def complete(rank: int, done: int) -> None:
-        """A rank waits for a round, and hands its buckets over."""
-        handed = step(0.0, latency, together[done][rank], ("rank", rank))
-        for bucket, worker in rounds[done]:
-            for number in of_worker[worker]:
-                if readers[number].server == rank:
-                    place(number, bucket, [handed])
+    def complete(done: int) -> None:
+        """All ranks wait for a round, and hand its buckets over."""
+        for rank in ranks:
+            handed = step(0.0, latency, together[done][rank], ("rank", rank))
+            for bucket, worker in rounds[done]:
+                for number in of_worker[worker]:
+                    if readers[number].server == rank:
+                        place(number, bucket, [handed])
 
     for turn, entries in enumerate(rounds):
-        for rank in ranks if turn >= NUM_BUCKETS else ():
-            complete(rank, turn - NUM_BUCKETS)
-        written, copied = Counter[int](), Counter[int]()
-        # Seconds by rank or reader, and link.
-        out: defaultdict[tuple[int, str], float] = defaultdict(float)
-        into: defaultdict[tuple[int, str], float] = defaultdict(float)
+        if turn >= NUM_BUCKETS:
+            complete(turn - NUM_BUCKETS)
+        work = _work_of(readers, of_worker, entries, resources)
         emptied: dict[int, list[_Step]] = defaultdict(list)  # what a server waits for
         for bucket, worker in entries:
-            parts = readers[of_worker[worker][0]].buckets[bucket]
-            written.update(dict(parts))
             for number in of_worker[worker]:
-                reader = readers[number]
-                if reader.server is not None:
-                    emptied[reader.server] += read(number, bucket)
-                for rank, size in parts:
-                    if rank == reader.server:
-                        copied[rank] += size
-                        continue
-                    link, rates = resources.link(rank, reader)
-                    out[rank, link] += size / rates.send
-                    into[number, link] += size / rates.receive
+                if (server := readers[number].server) is not None:
+                    emptied[server] += read(number, bucket)
         begun: dict[int, _Step] = {}
         for rank in ranks:
             rates = resources.link(rank, readers[0])[1]
-            step(written[rank] / rates.write, 0.0, [], ("rank", rank))
-            started = step(copied[rank] / rates.copy, latency, emptied[rank], ("rank", rank))
+            step(work.written[rank] / rates.write, 0.0, [], ("rank", rank))
+            started = step(work.copied[rank] / rates.copy, latency, emptied[rank], ("rank", rank))
             begun[rank] = step(0.0, 0.0, [started, *last.get(rank, [])])
         # By worker, of all engines: that the senders, and the receivers, have started the round.
         senders, receivers, ready = {}, {}, {}
         for bucket, worker in entries:
-            senders[worker] = step(0.0, 0.0, [begun[rank] for rank, _ in readers[of_worker[worker][0]].buckets[bucket]])
+            senders[worker] = step(0.0, 0.0, [begun[rank] for rank in work.ranks_of[worker]])
             for number in of_worker[worker]:
                 server = readers[number].server
                 room = [*read(number, bucket), *arriving[number]]
                 ready[number] = step(0.0, latency, room) if server is None else begun[server]
             receivers[worker] = step(0.0, 0.0, [ready[number] for number in of_worker[worker]])
-        workers_of: dict[int, list[int]] = defaultdict(list)  # by rank, to which it sends
-        for bucket, worker in entries:
-            for rank, _ in readers[of_worker[worker][0]].buckets[bucket]:
-                workers_of[rank].append(worker)
         sending: dict[int, list[_Step]] = defaultdict(list)
-        for (rank, link), seconds in out.items():
-            after = [begun[rank], *(receivers[worker] for worker in workers_of[rank])]
+        for (rank, link), seconds in work.out.items():
+            after = [begun[rank], *(receivers[worker] for worker in work.workers_of[rank])]
             sending[rank].append(step(seconds, latency, after, ("out", rank, link)))
         arrived: dict[int, list[_Step]] = defaultdict(list)
-        for (number, link), seconds in into.items():
+        for (number, link), seconds in work.into.items():
             after = [ready[number], senders[readers[number].worker]]
             arrived[number].append(step(seconds, latency, after, ("in", number, link)))
         received, ends = {}, defaultdict[int, list[_Step]](list)
         for bucket, worker in entries:
-            ranks_of = [rank for rank, _ in readers[of_worker[worker][0]].buckets[bucket]]
-            sent = step(0.0, 0.0, [one for rank in ranks_of for one in sending[rank]])
+            sent = step(0.0, 0.0, [one for rank in work.ranks_of[worker] for one in sending[rank]])
             received[worker] = step(0.0, 0.0, [one for number in of_worker[worker] for one in arrived[number]])
             for number in of_worker[worker]:
                 arriving[number] = [*arrived[number], sent]
@@ -218,18 +198,54 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
                 else:
                     place(number, bucket, arriving[number])
         for rank in ranks:
-            ends[rank] += [*sending[rank], *(received[worker] for worker in workers_of[rank])]
+            ends[rank] += [*sending[rank], *(received[worker] for worker in work.workers_of[rank])]
         together.append(ends)
-        if _servers(readers):
-            last |= {rank: of_rank for rank, of_rank in ends.items() if of_rank}
+        last |= {rank: of_rank for rank, of_rank in ends.items() if of_rank and servers}
     for done in range(max(0, len(rounds) - NUM_BUCKETS), len(rounds)):
-        for rank in ranks:
-            complete(rank, done)
+        complete(done)
     return steps
 
 
-def _servers(readers: Sequence[Reader]) -> set[int]:
-    return {reader.server for reader in readers if reader.server is not None}
+class _Work(NamedTuple):
+    """What a round takes: bytes that each rank writes, and that each server copies; seconds by link and rank, or reader; and
+    who sends to whom."""
+
+    written: Counter[int]
+    copied: Counter[int]
+    out: defaultdict[tuple[int, str], float]
+    into: defaultdict[tuple[int, str], float]
+    ranks_of: dict[int, list[int]]  # by worker
+    workers_of: defaultdict[int, list[int]]  # by rank
+
+
+def _work_of(
+    readers: Sequence[Reader], of_worker: Mapping[int, Sequence[int]], entries: Round, resources: Cluster | Machine
+) -> _Work:
+    work = _Work(Counter(), Counter(), defaultdict(float), defaultdict(float), {}, defaultdict(list))
+    for bucket, worker in entries:
+        parts = readers[of_worker[worker][0]].buckets[bucket]
+        work.written.update(dict(parts))
+        work.ranks_of[worker] = [rank for rank, _ in parts]
+        for rank in work.ranks_of[worker]:
+            work.workers_of[rank].append(worker)
+        for number in of_worker[worker]:
+            reader = readers[number]
+            for rank, size in parts:
+                if rank == reader.server:
+                    work.copied[rank] += size
+                    continue
+                link, rates = resources.link(rank, reader)
+                work.out[rank, link] += size / rates.send
+                work.into[number, link] += size / rates.receive
+    return work
+
+
+def _by_worker(readers: Sequence[Reader]) -> dict[int, list[int]]:
+    """The numbers of the readers by the number of their worker."""
+    of_worker: dict[int, list[int]] = defaultdict(list)
+    for number, reader in enumerate(readers):
+        of_worker[reader.worker].append(number)
+    return of_worker
 
 
 def _mapped_steps(readers: Sequence[Reader], resources: Cluster | Machine) -> list[_Step]:

@@ -78,12 +78,12 @@ from benchmarks.sync_rates import DTYPES, TRANSPORTS, InTurns, Sync, measured_in
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
+from megarl.platform import current as device  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
 from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
-from megarl.weight_sync.buckets import Round, Stream, copy_order, sync_rounds, sync_stream  # noqa: E402
+from megarl.weight_sync.buckets import Round, Stream, sync_rounds, sync_stream  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
-from megarl.weight_sync.mapped import Pieces  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
 
 BYTES = 2  # bf16
@@ -345,20 +345,16 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
 def machine_readers(sync: Sync) -> tuple[list[Reader], list[Round]]:
     """The workers of a sync on this machine, and the rounds; mapped pieces stand for buckets."""
     plan, workers = engine_plan(sync.shape, sync.trainer, sync.rollout), sync.rollout.workers
-    readers, streams, form = [], list[Stream](), (DTYPES[sync.itemsize], sync.bucket_bytes, None)
-    if sync.transport != "mapped":
-        streams = [sync_stream(sync.shape, plan, worker, False, *form) for worker in range(workers)]
+    mapped, readers = sync.transport == "mapped", []
+    form = DTYPES[sync.itemsize], device.piece_bytes if mapped else sync.bucket_bytes, None
+    streams = [sync_stream(sync.shape, plan, worker, False, *form) for worker in range(workers)]
     for engine in range(sync.engines):
         for worker in range(workers):
             server = sync.servers[engine][worker] if sync.servers else None
-            if sync.transport == "mapped":
-                pieces = Pieces.of(plan, copy_order(plan, worker, (worker, workers)), sync.itemsize)
-                sizes = pieces.rows * plan.cols[pieces.copy] * sync.itemsize
-                parts = [[part] for part in zip(pieces.source.tolist(), sizes.tolist(), strict=True)]
-            else:
-                parts = bucket_parts(streams[worker])
-            readers.append(Reader(parts, engine=engine, worker=worker, server=server))
-    return readers, sync_rounds(plan, streams, False) if streams else []
+            stream = streams[worker]
+            pieces = [[part] for part in zip(stream.source.tolist(), stream.size.tolist(), strict=True)]
+            readers.append(Reader(pieces if mapped else bucket_parts(stream), engine=engine, worker=worker, server=server))
+    return readers, [] if mapped else sync_rounds(plan, streams, False)
 
 
 def num_signals(readers: Sequence[Reader]) -> tuple[int, int]:

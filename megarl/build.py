@@ -50,11 +50,11 @@ from megarl.rollout.replay import ReplayPool, ReplayStream, dump_rollout
 from megarl.rollout.stream import open_stream
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import DeviceSync, PhaseClock, recording
-from megarl.telemetry.disk import describe_full, is_full
+from megarl.telemetry.disk import describe_full, is_full, write_whole
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.progress import ProgressLine, watching_work
 from megarl.telemetry.records import SampleTable, recorded
-from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
+from megarl.telemetry.run_directory import TRANSPORT, Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
 from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.sinks import missing_on_machine
 from megarl.telemetry.time_metrics import Devices, TimeMetrics
@@ -108,6 +108,8 @@ def train(recipe: Recipe, resume: Resume) -> None:
         with watch.deadlines(clock.place_of), clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(first_stage)
+            if rank == 0 and stage.transport is not None and recipe.sent_adapter is None:
+                write_whole(directory.path / TRANSPORT, stage.transport.text)
             with ASKED.nothing_begun():
                 parts = build_parts(recipe, role_places, control, directory, stage, stack)
             _bind(recipe, stage, rank)
@@ -309,7 +311,7 @@ def build_weight_sync(
         merges=recipe.actor.lora is not None,
     )
     if place.rank == 0:
-        print(f"weight sync: {stage.transport.name}, because {stage.transport.reason}", file=sys.stderr)
+        print(f"weight sync: {stage.transport.text}", file=sys.stderr)
     if section.mode == "checkpoint" and place.rank == 0:
         logger.warning("weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync")
     return WeightSync(shape, place.layout, settings, place.rank, group)

@@ -22,7 +22,7 @@ from megarl.weight_sync import publish
 from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.checks import words_of
 from megarl.weight_sync.group import Written
-from megarl.weight_sync.mapped import local_box
+from megarl.weight_sync.mapped import box_of
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 
 if TYPE_CHECKING:
@@ -211,7 +211,8 @@ def corrupt(publisher: HasSync, times: int, bucket: int = 0) -> None:
 
 def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piece: int) -> None:
     """Workers copy one wrong bit in a piece of mapped weights; the rank has it right again when it computes checksums."""
-    words = words_of(local_box(shards, publisher.sync._pieces[0].at_source(piece)))
+    place = publisher.sync._pieces[0][piece]
+    words = words_of(box_of(shards[place.parameter], place))
     first, local_checksums = (0,) * words.ndim, publish.local_checksums
 
     def put_right(*arguments: Any) -> torch.Tensor:

@@ -271,6 +271,8 @@ def memory_lines(plan: Forecast) -> list[str]:
         hint = "with device: {memory_gib: ..., tflops: ...} the plan says what fits and how long"
         return [*lines, f"device: not stated; {hint}"]
     usable = f"{gib(job.usable_bytes or 0)} usable, {RESERVE:.0%} in reserve"
+    if job.bucket_bytes:
+        usable += f" and {gib(job.bucket_bytes)} for the buckets of weight_sync.transport: group"
     peak = f"{gib(plan.device_peak)} at worst in {plan.fullest}, engines included"
     verdict = "fits" if plan.fits else "DOES NOT FIT; --suggest looks for what does"
     lines.append(f"device: {gib(job.device_bytes)} ({usable}); {peak}: {verdict}")

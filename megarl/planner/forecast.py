@@ -28,9 +28,14 @@ from megarl.planner.roles import PlannedRole
 from megarl.recipe import ENGINE_PHASES, Recipe
 from megarl.recipe.phases_section import ROLE_OF
 from megarl.recipe.sizes import engines_of, limits_of, memory_roles
+from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 from megarl.schedule import Quality, Schedule, plan_phase, quality, violations
 
 DEFAULT_LENGTHS = "log-normal"
+# GPUs of a node where nobody says: as `megarl launch` assumes.
+USUAL_DEVICES = 8
+# As in `weight_sync/`, which is on a higher floor; a test keeps them equal.
+NUM_BUCKETS, MOST_WRITTEN = 2, 1.5
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Job:
     """One step to forecast.
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
-    `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said.
+    `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said. `bucket_bytes` are what the buckets
+    of a weight sync take of it (`bucket_bytes_of`).
     """
 
     roles: tuple[PlannedRole, ...]
@@ -49,6 +55,7 @@ class Job:
     engines: PlannedEngines | None
     device_bytes: int | None = None
     tflops: float | None = None
+    bucket_bytes: int = 0
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -89,8 +96,8 @@ class Job:
 
     @property
     def usable_bytes(self) -> int | None:
-        """The device without the reserve."""
-        return None if self.device_bytes is None else usable_bytes(self.device_bytes)
+        """The device without the reserve and the buckets of a weight sync, which stay from sync to sync."""
+        return None if self.device_bytes is None else usable_bytes(self.device_bytes) - self.bucket_bytes
 
     @property
     def budget_bytes(self) -> int | None:
@@ -120,7 +127,24 @@ def job_of(
         engines=engines_of(recipe, roles["actor"].shape),
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
+        bucket_bytes=bucket_bytes_of(recipe),
     )
+
+
+def bucket_bytes_of(recipe: Recipe) -> int:
+    """What the buckets of `weight_sync.transport: group` take of the fullest GPU: those of a trainer rank, and on shared
+    devices those of a worker, which in two legs its rank holds for it. None where weights are mapped, or `wire: delta` keeps
+    the buckets on the host. More devices than USUAL_DEVICES are taken for several hosts."""
+    section, device, rollout = recipe.weight_sync, recipe.device, recipe.rollout
+    if device is None or device.kind == "cpu" or section.wire == "delta" or recipe.sent_adapter is not None:
+        return 0
+    if rollout.replay is not None:
+        return 0
+    separate = rollout.placement == "separate"
+    devices = recipe.trainer.ranks + (rollout.engines * rollout.layout.workers if separate else 0)
+    if section.transport != "group" and devices <= USUAL_DEVICES and obstacle_to_mapping(recipe, on_cpu=False) is None:
+        return 0
+    return int(NUM_BUCKETS * (MOST_WRITTEN + (not separate)) * (section.bucket_bytes or BUCKET_BYTES["gpu"]))
 
 
 @dataclass(frozen=True)

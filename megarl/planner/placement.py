@@ -16,20 +16,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megarl.planner.forecast import Job, job_of, on_devices, worst_memory
+from megarl.planner.forecast import NUM_BUCKETS, USUAL_DEVICES, Job, job_of, on_devices, worst_memory
 from megarl.planner.memory_estimate import gib, moved_away, optimizer_share
 from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 
-# GPUs of a node where nobody says: as `megarl launch` assumes.
-USUAL_DEVICES = 8
 # torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
 # likely in each octave grow by 1 / ln 2 on average.
 PINNED_ROUNDING = 1 / math.log(2)
-# `OBJECT_STORE_BYTES` of `cluster/ray_cluster.py` and `NUM_BUCKETS` of `weight_sync/transport.py`, which are on a higher
-# floor; a test keeps them equal.
-OBJECT_STORE_BYTES, NUM_BUCKETS = 256 << 20, 2
+# As in `cluster/ray_cluster.py`, which is on a higher floor; a test keeps them equal.
+OBJECT_STORE_BYTES = 256 << 20
 # Resident memory of one process: Python, torch and its libraries, on a GPU those of CUDA too. Not yet measured on a GPU.
 PROCESS_BYTES = {"gpu": 4 << 30, "cpu": 1 << 30}
 

@@ -82,7 +82,7 @@ def run_page(run: Run) -> str:
         PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
         PageSection("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
         _batches(run),
-        PageSection("Weight sync", charts.sync_split(run)),
+        PageSection("Weight sync", charts.sync_split(run), note=_transport(run)),
         PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
         _samples(run),
         PageSection("More", folded=details),
@@ -103,6 +103,13 @@ def subtitle(run: Run) -> str:
     if run.at("rollout.engines") and not run.at("rollout.replay"):
         parts.append(f"{run.at('rollout.engines')} rollout engines")
     return " · ".join(parts)
+
+
+def _transport(run: Run) -> str:
+    """Say how weights travel and why."""
+    if run.transport.startswith("mapped") and run.recent().get("sync/mapped") == 0:
+        return f"Transport: group, because shared memory was too small at the first sync (before: {run.transport})."
+    return f"Transport: {run.transport}." if run.transport else ""
 
 
 def _batches(run: Run) -> PageSection:

@@ -15,6 +15,7 @@ from rich.console import Console
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import starts_summary
 from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
+from megarl.telemetry.run_directory import TRANSPORT
 from megarl.telemetry.time_metrics import run_totals, totals_lines
 from megarl.telemetry.trace import TraceFile, read_ranks
 
@@ -27,8 +28,9 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Run:
-    """The files of a run. `steps` are the lines of metrics.jsonl, `evaluations` those of evaluations.jsonl; `ranks` are the
-    last steps of the first of `num_traced` ranks with a trace."""
+    """The files of a run. `steps` are the lines of metrics.jsonl, `evaluations` those of evaluations.jsonl; `transport` is
+    that of weight syncs at the last start, with its reason; `ranks` are the last steps of the first of `num_traced` ranks
+    with a trace."""
 
     path: Path
     name: str
@@ -36,6 +38,7 @@ class Run:
     recipe: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     starts: list[str] = field(default_factory=list)
+    transport: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[TraceFile] = field(default_factory=list)
     num_traced: int = 0
@@ -88,7 +91,7 @@ def read_run(path: str | Path) -> Run:
     steps = read_metrics(path / "metrics.jsonl")
     if not steps:
         raise ValueError(f"{path / 'metrics.jsonl'} has no step yet; a run has one after its first step")
-    recipe = path / "recipe.yaml"
+    recipe, transport = path / "recipe.yaml", path / TRANSPORT
     try:
         content = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None
     except yaml.YAMLError as error:
@@ -102,6 +105,7 @@ def read_run(path: str | Path) -> Run:
         recipe=content if isinstance(content, dict) else {},
         evaluations=read_metrics(path / "evaluations.jsonl") if (path / "evaluations.jsonl").is_file() else [],
         starts=starts_summary(path),
+        transport=transport.read_text(encoding="utf-8") if transport.is_file() else "",
         samples=next((rows for table in tables if (rows := read_lines(table))), []),
         ranks=ranks,
         num_traced=num_traced,

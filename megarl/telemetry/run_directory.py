@@ -26,6 +26,7 @@ _CHECKPOINT = re.compile(r"step-(\d{6})$")
 _FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
 # --resume-if-saved must also keep these keys, because no person has looked at the directory.
 _LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
+TRANSPORT = "weight_sync.txt"  # file of a run: how its weights travel to the engines, and why
 # How long a lock lives without a touch, and how long a start waits for a lock that no living process holds.
 LEASE_S, ANSWER_S = 30.0, 0.5
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -37,42 +36,12 @@ from megarl.weight_sync.plan import ReshardPlan
 ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
 MOST_WRITTEN = 1.5  # buckets that a rank writes in a round: where as many ranks send as receive, each writes about one
 SMALLEST_PART = 256 << 10  # bytes: a rank that would send less in a bucket sends in fewer buckets
-GOLDEN_SECTION = (5**0.5 - 1) / 2
 PHASES = 1 << 16  # of a rank's parts
 SPREAD = (
     round(PHASES * 0.7548776662),
     round(PHASES * 0.5698402910),
 )  # numbers of pairs become phases far from each other (R2)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-
-
-def copy_order(plan: ReshardPlan, worker: int, turn: tuple[int, int]) -> np.ndarray:
-    """Order the copies of a worker that maps weights: positions in the plan, int64 [copies].
-
-    Workers copy at the same time. The reader of this `turn`, with the number of readers, begins with the layer in which the
-    first `start_share` of its elements ends, and goes round. Layers stay whole and in their order.
-    """
-    copies = plan.to_destination(worker)
-    if len(copies) == 0:
-        return copies
-    starts = layer_starts(plan, copies)
-    sizes = plan.sizes[copies]
-    before = (np.cumsum(sizes) - sizes)[starts]
-    share = start_share(*turn)  # whole numbers, which both ends round alike
-    first = starts[np.searchsorted(before * share.denominator, int(sizes.sum()) * share.numerator, "right") - 1]
-    return np.concatenate([copies[first:], copies[:first]])
-
-
-def start_share(reader: int, readers: int) -> Fraction:
-    """Where a reader begins, as a share of all it receives: each at another multiple of 1 / readers, the first at 0.
-
-    The next reader begins the golden section of a round further on. So readers whose numbers follow each other, or lie a
-    fixed distance apart, are spread evenly: they often ask the same ranks.
-    """
-    assert 0 <= reader < readers, f"reader {reader} of {readers}"
-    steps = (step for step in range(1, readers + 1) if gcd(step, readers) == 1)
-    step = min(steps, key=lambda step: abs(step - GOLDEN_SECTION * readers))
-    return Fraction(reader * step % readers, readers)
 
 
 def _layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
@@ -196,18 +165,21 @@ class Stream:
         """What a rank contributes to a bucket; None for nothing."""
         return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
 
-    def at_source(self, plan: ReshardPlan, part: Part) -> list[Piece]:
-        """A part's pieces as its source rank sees them."""
-        copy = self.copy[part.pieces]
+    def at_source(self, plan: ReshardPlan, pieces: np.ndarray) -> list[Piece]:
+        """The pieces of these numbers as their source ranks see them."""
+        copy = self.copy[pieces]
         parameters = [plan.source_parameters[number] for number in plan.source_parameter[copy]]
-        return self._as_pieces(plan, part.pieces, parameters, plan.source_row[copy], plan.source_col[copy])
+        return self._as_pieces(plan, pieces, parameters, plan.source_row[copy], plan.source_col[copy])
 
-    def at_destination(self, plan: ReshardPlan, bucket: int) -> list[Piece]:
-        """A bucket's pieces as the worker sees them."""
-        numbers = np.arange(self.starts[bucket], self.starts[bucket + 1])
-        copy = self.copy[numbers]
+    def at_destination(self, plan: ReshardPlan, pieces: np.ndarray) -> list[Piece]:
+        """The pieces of these numbers as the worker sees them."""
+        copy = self.copy[pieces]
         parameters = [plan.destination_parameters[number] for number in plan.destination_parameter[copy]]
-        return self._as_pieces(plan, numbers, parameters, plan.destination_row[copy], plan.destination_col[copy])
+        return self._as_pieces(plan, pieces, parameters, plan.destination_row[copy], plan.destination_col[copy])
+
+    def of_bucket(self, bucket: int) -> np.ndarray:
+        """The numbers of a bucket's pieces."""
+        return np.arange(self.starts[bucket], self.starts[bucket + 1])
 
     def _as_pieces(
         self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], row: np.ndarray, col: np.ndarray

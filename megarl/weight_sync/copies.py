@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -153,27 +152,29 @@ def num_threads(works: Works, workers: int) -> int:
     return max(1, min(works.most_threads, len(os.sched_getaffinity(0)) // workers))
 
 
-def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMemory], Result]) -> Iterator[Result]:
-    """Call `do` once for each work, with spare memory of the thread; its results in the order of the works. The first
-    failure in that order is raised, and works that have not begun by then are dropped."""
-    spares: SimpleQueue[SpareMemory] = SimpleQueue()
-    for _ in range(threads):
-        spares.put(SpareMemory())
+def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMemory], Result]) -> list[Result]:
+    """Call `do` once for each work, with spare memory of the thread, and return the results. After a failure works that
+    have not begun are dropped.
+
+    Threads take the next work by themselves. Where the caller waited for each result, it woke up after every work and took
+    the GIL from the threads: that cost a fifth of a sync of 270 MB."""
+    left = iter(works.each)
 
     @torch.no_grad()  # the mode of a thread
-    def run(work: Sequence[int]) -> Result:
-        spare = spares.get()
+    def run(_: int) -> list[Result]:
+        spare = SpareMemory()
         try:
-            return do(work, spare)
-        finally:
-            spares.put(spare)
+            return [do(work, spare) for work in left]
+        except BaseException:  # raised again
+            for _work in left:
+                pass
+            raise
 
     if threads == 1:  # in this thread, whose OpenMP threads are there and bound to their cores
-        yield from map(run, works.each)
-        return
+        return run(0)
     # A thread adopts torch's number of OpenMP threads when it first asks (2.13).
     with shared_cores(threads), ThreadPoolExecutor(threads, "weights", torch.get_num_threads) as pool:
-        yield from pool.map(run, works.each)
+        return [result for results in pool.map(run, range(threads)) for result in results]
 
 
 @contextlib.contextmanager

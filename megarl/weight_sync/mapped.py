@@ -12,70 +12,22 @@ import json
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from megarl.platform import current as platform
 from megarl.platform.device_memory import SHARED_MEMORY
+from megarl.weight_sync.buckets import Piece
 from megarl.weight_sync.checks import checksum
-from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.plan import ReshardPlan
+from megarl.weight_sync.manifest import SyncError, WeightManifest
 
 FILES_SHARE = 4  # parameters may take one in so many of the files that a process may open
 
 
-class Place(NamedTuple):
-    """Where a piece lies in a local parameter: `rows` x `cols` elements from (row, col) on."""
-
-    parameter: str
-    row: int
-    col: int
-    rows: int
-    cols: int
-
-
-@dataclass(frozen=True, eq=False)
-class Pieces:
-    """The pieces of one destination in the order in which they are copied, as int64 columns [pieces]: `rows` rows, from row
-    `row` on, of the copy number `copy` of the plan, which rank `source` holds."""
-
-    plan: ReshardPlan
-    copy: np.ndarray
-    row: np.ndarray
-    rows: np.ndarray
-    source: np.ndarray
-
-    @classmethod
-    def of(cls, plan: ReshardPlan, copies: np.ndarray, itemsize: int) -> Pieces:
-        """Cut `copies`, positions in the plan to one destination, into pieces; `itemsize` is bytes an element."""
-        most_rows = np.maximum(1, platform.piece_bytes // (plan.cols[copies] * itemsize))
-        counts = -(-plan.rows[copies] // most_rows)
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within its copy
-        copy, most_rows = np.repeat(copies, counts), np.repeat(most_rows, counts)
-        row = number * most_rows
-        return cls(plan, copy, row, np.minimum(most_rows, plan.rows[copy] - row), plan.source_rank[copy])
-
-    def __len__(self) -> int:
-        return len(self.copy)
-
-    def at_source(self, number: int) -> Place:
-        """Where a piece is in its rank's memory."""
-        plan, copy = self.plan, self.copy[number]
-        parameter = plan.source_parameters[plan.source_parameter[copy]]
-        return self._place(number, parameter, plan.source_row[copy], plan.source_col[copy])
-
-    def at_destination(self, number: int) -> Place:
-        """Where a piece belongs in its worker's memory."""
-        plan, copy = self.plan, self.copy[number]
-        parameter = plan.destination_parameters[plan.destination_parameter[copy]]
-        return self._place(number, parameter, plan.destination_row[copy], plan.destination_col[copy])
-
-    def _place(self, number: int, parameter: str, row: int, col: int) -> Place:
-        rows, cols = int(self.rows[number]), int(self.plan.cols[self.copy[number]])
-        return Place(parameter, int(row) + int(self.row[number]), int(col), rows, cols)
+def piece_bytes(manifest: WeightManifest) -> int:
+    """Bytes of a bucket, or what is copied and hashed at a time where weights are mapped."""
+    return platform.piece_bytes if manifest.transport == "mapped" else manifest.bucket_bytes
 
 
 class Needs(NamedTuple):
@@ -139,25 +91,25 @@ class Mapped:
         for name, (number, dtype, offset, stride) in values["places"].items():
             self._matrices[name] = (memories[number].view(getattr(torch, dtype)), offset, stride)
 
-    def box(self, place: Place) -> torch.Tensor:
+    def box(self, piece: Piece) -> torch.Tensor:
         """A piece of a local parameter, [rows, cols]."""
-        memory, offset, (row_stride, col_stride) = self._matrices[place.parameter]
+        memory, offset, (row_stride, col_stride) = self._matrices[piece.parameter]
         # An offset of `as_strided` counts from the begin of the storage: of the whole allocation that was mapped.
-        start = memory.storage_offset() + offset + place.row * row_stride + place.col * col_stride
-        return memory.as_strided((place.rows, place.cols), (row_stride, col_stride), start)
+        start = memory.storage_offset() + offset + piece.row * row_stride + piece.col * col_stride
+        return memory.as_strided((piece.rows, piece.cols), (row_stride, col_stride), start)
 
 
-def local_box(parameters: Mapping[str, torch.Tensor], place: Place) -> torch.Tensor:
-    """A piece of a parameter of this rank."""
-    return _matrix(parameters[place.parameter])[place.row : place.row + place.rows, place.col : place.col + place.cols]
+def box_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece of a parameter of this rank, [rows, cols]."""
+    return _matrix(parameter)[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
 
 
 def local_checksums(
-    parameters: Mapping[str, torch.Tensor], pieces: Pieces, numbers: np.ndarray, dtype: torch.dtype, version: int
+    parameters: Mapping[str, torch.Tensor], pieces: Sequence[Piece], dtype: torch.dtype, version: int
 ) -> torch.Tensor:
-    """The checksums of the pieces of these `numbers`, as a worker has them in `dtype`: int64 [numbers], in host memory."""
-    boxes = (local_box(parameters, pieces.at_source(number)).to(dtype) for number in numbers.tolist())
-    sums = [checksum(box, version, number) for box, number in zip(boxes, numbers.tolist(), strict=True)]
+    """The checksums of pieces as a worker has them in `dtype`: int64 [pieces], in host memory."""
+    boxes = (box_of(parameters[piece.parameter], piece).to(dtype) for piece in pieces)
+    sums = [checksum(box, version, piece.number) for box, piece in zip(boxes, pieces, strict=True)]
     return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
 

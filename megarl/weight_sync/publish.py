@@ -21,12 +21,12 @@ from megarl.models.vllm_weights import has_weight_map
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, Piece, copy_order, last_pieces, sync_rounds, sync_stream
+from megarl.weight_sync.buckets import ALIGNMENT, Piece, Stream, last_pieces, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum
 from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_blocks
 from megarl.weight_sync.group import BucketSender, EngineGroups, Message, open_store, present_engines
 from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.mapped import Needs, Pieces, local_checksums, needs_of, obstacle_of, share
+from megarl.weight_sync.mapped import Needs, box_of, local_checksums, needs_of, obstacle_of, piece_bytes, share
 from megarl.weight_sync.plan import sync_plan
 
 logger = logging.getLogger(__name__)
@@ -135,12 +135,8 @@ class WeightSync:
         if self._transport == "group":
             self._open_buckets()
             return
-        workers = settings.rollout.workers
-        # Pieces that each worker copies, and the numbers of the pieces that this rank holds.
-        self._pieces = [
-            Pieces.of(plan, copy_order(plan, worker, (worker, workers)), element_bytes) for worker in range(workers)
-        ]
-        self._local = [np.flatnonzero(pieces.source == rank) for pieces in self._pieces]
+        # This rank's pieces, by worker.
+        self._pieces = [stream.at_source(plan, np.flatnonzero(stream.source == rank)) for stream in self._make_streams()]
 
     def publish(
         self,
@@ -194,17 +190,22 @@ class WeightSync:
 
     def _open_buckets(self) -> None:
         """Make the buckets of the transport `group`. Collective."""
-        settings, workers = self._settings, self._settings.rollout.workers
-        example = self._manifest(0, 0, ())
-        form = settings.dtype, settings.bucket_bytes, settings.quantization
-        streams = [sync_stream(self._shape, self._plan, worker, example.by_layer, *form) for worker in range(workers)]
-        self._streams, self._rounds = streams, sync_rounds(self._plan, streams, example.by_layer)
+        settings, example = self._settings, self._manifest(0, 0, ())
+        self._streams = streams = self._make_streams()
+        self._rounds = sync_rounds(self._plan, streams, example.by_layer)
         self._last_pieces = last_pieces(self._plan, streams, self._rounds, self._rank)
         self._parts = SentParts() if settings.wire == "delta" else None
         self._sender = BucketSender(streams, self._rounds, self._rank, self._groups, self._store, self._parts, example)
         handles = {place: hand_over.handle for place, hand_over in self._sender.served.items()}
         everywhere = {place: handle for of_rank in self._gather(handles) for place, handle in of_rank.items()}
         self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
+
+    def _make_streams(self) -> list[Stream]:
+        """The stream to each worker of an engine."""
+        settings, manifest = self._settings, self._manifest(0, 0, ())
+        form = settings.dtype, piece_bytes(manifest), settings.quantization
+        workers = range(settings.rollout.workers)
+        return [sync_stream(self._shape, self._plan, worker, manifest.by_layer, *form) for worker in workers]
 
     def _share(self, version: int, parameters: Mapping[str, torch.Tensor], engines: Sequence[int]) -> None:
         """Ask the engines to pause, compare this rank's parameters with the plan, and share them where workers map them.
@@ -320,7 +321,7 @@ class WeightSync:
         to the workers: seconds, and bytes that the workers took. The checksums come last, so that a weight that was written
         meanwhile is detected."""
         groups = self._groups
-        readers = [worker for worker, numbers in enumerate(self._local) if len(numbers)]
+        readers = [worker for worker, pieces in enumerate(self._pieces) if pieces]
         copied: dict[tuple[int, int], Message | None] = {}
         for engine in manifest.engines:
             for worker in readers:
@@ -330,9 +331,7 @@ class WeightSync:
             takers = [place for place, message in copied.items() if groups.finish(message)]
         begun = time.perf_counter()
         sums = {
-            worker: local_checksums(
-                parameters, self._pieces[worker], self._local[worker], self._settings.dtype, manifest.version
-            )
+            worker: local_checksums(parameters, self._pieces[worker], self._settings.dtype, manifest.version)
             for worker in {worker for _, worker in takers}
         }
         pack_s = time.perf_counter() - begun
@@ -340,11 +339,7 @@ class WeightSync:
         with span("wait_engines"):
             for message in messages:
                 groups.finish(message)
-        num_bytes = 0
-        for _, worker in takers:
-            pieces, numbers = self._pieces[worker], self._local[worker]
-            elements = int((pieces.rows[numbers] * self._plan.cols[pieces.copy[numbers]]).sum())
-            num_bytes += elements * self._settings.dtype.itemsize + CHECKSUM_BYTES * len(numbers)
+        num_bytes = sum(p.end - p.start + CHECKSUM_BYTES for _, worker in takers for p in self._pieces[worker])
         return pack_s, num_bytes
 
     @torch.no_grad()
@@ -353,18 +348,18 @@ class WeightSync:
         pack_s = 0.0
         # The mapping may make a parameter anew at each access (adapters are merged in). So each is accessed once, and kept
         # until its last piece is sent.
-        matrices: dict[str, torch.Tensor] = {}
+        kept: dict[str, torch.Tensor] = {}
         sender.begin(manifest)
         for entries in self._rounds:
             with span("wait_engines"):
                 written = sender.room(entries)
             begun = time.perf_counter()
             for bucket, number, part, content in written:
-                for piece in self._streams[number].at_source(self._plan, part):
+                for piece in self._streams[number].at_source(self._plan, part.pieces):
                     target = content[piece.start - part.start : piece.end - part.start]
-                    self._write(piece, parameters, matrices, target)
+                    self._write(piece, parameters, kept, target)
                     if self._last_pieces[piece.parameter] == (number, piece.number):
-                        del matrices[piece.parameter]
+                        del kept[piece.parameter]
                 content[-ALIGNMENT:].view(torch.int64)[0] = checksum(content[:-ALIGNMENT], manifest.version, bucket)
             pack_s += time.perf_counter() - begun
             with span("wait_engines"):
@@ -377,15 +372,13 @@ class WeightSync:
         self,
         piece: Piece,
         parameters: Mapping[str, torch.Tensor],
-        matrices: dict[str, torch.Tensor],
+        kept: dict[str, torch.Tensor],
         target: torch.Tensor,
     ) -> None:
-        """Write a piece to its bytes in a bucket; `matrices` keeps the parameters that are in use."""
-        if piece.parameter not in matrices:
-            parameter = parameters[piece.parameter].detach()
-            matrices[piece.parameter] = parameter.view(parameter.shape[0], -1)  # a vector is one column
-        rows = matrices[piece.parameter][piece.row : piece.row + piece.rows]
-        box = rows[:, piece.col : piece.col + piece.cols]
+        """Write a piece to its bytes in a bucket; `kept` are the parameters that are in use."""
+        if piece.parameter not in kept:
+            kept[piece.parameter] = parameters[piece.parameter]
+        box = box_of(kept[piece.parameter], piece)
         if piece.scale_bytes:
             write_blocks(quantise_blocks(box.to(self._settings.dtype)), target)
         else:

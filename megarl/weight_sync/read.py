@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
-from megarl.weight_sync.buckets import Part, Piece, Stream, copy_order, sync_stream
+from megarl.weight_sync.buckets import Part, Piece, Stream, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
 from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start, together
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.mapped import Mapped, Pieces
+from megarl.weight_sync.mapped import Mapped, piece_bytes
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from megarl.weight_sync.transport import NUM_BUCKETS
 
@@ -169,7 +169,6 @@ class WeightReader:
         self._key: tuple[Any, ...] | None = None  # identifies the plan and the stream
         self._plan: ReshardPlan
         self._stream: Stream
-        self._pieces: Pieces
         self._elements: dict[str, int] = {}
         self._module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
@@ -224,9 +223,9 @@ class WeightReader:
     def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
         """Copy all boxes from where they lie, and hash the copies. The ranks compute their checksums once everything was
         copied, and the worker compares."""
-        times, pieces, version = self.times, self._pieces, manifest.version
+        times, source, version = self.times, self._stream.source, manifest.version
         self._map(manifest)
-        sums = np.zeros(len(pieces), dtype=np.int64)
+        sums = np.zeros(len(source), dtype=np.int64)
         works = writer.works([box for box, _ in self._mapped], manifest.bucket_bytes)
         if works is not None:
 
@@ -244,7 +243,7 @@ class WeightReader:
                 return verify_s, time.perf_counter() - last
 
             threads = num_threads(works, manifest.rollout.workers)
-            seconds = np.array(list(in_threads(works, threads, do))).reshape(-1, 2).sum(axis=0)
+            seconds = np.array(in_threads(works, threads, do)).reshape(-1, 2).sum(axis=0)
             times.verify_s, times.pack_s = (seconds / threads).tolist()
         else:
             on_device = []
@@ -259,22 +258,22 @@ class WeightReader:
             times.verify_s += time.perf_counter() - begun
         times.received_bytes += sum(box.rows * box.cols * box.dtype.itemsize for box, _ in self._mapped)
         copied = torch.tensor([version])
-        expected = {int(rank): np.flatnonzero(pieces.source == rank) for rank in np.unique(pieces.source)}
+        expected = {rank: np.flatnonzero(source == rank) for rank in np.unique(source).tolist()}
         received = {rank: torch.zeros(len(numbers), dtype=torch.int64) for rank, numbers in expected.items()}
-        end, source = "that all is copied, to trainer rank {}", "checksums of trainer rank {}"
+        end, answer = "that all is copied, to trainer rank {}", "checksums of trainer rank {}"
         ends = {rank: start(group.send, copied, rank, end.format(rank)) for rank in expected}
-        checksums = {rank: start(group.receive, received[rank], rank, source.format(rank)) for rank in expected}
+        checksums = {rank: start(group.receive, received[rank], rank, answer.format(rank)) for rank in expected}
         writer.finish()
         begun = time.perf_counter()
         for rank, work in checksums.items():
-            finish(group, work, deadline, source.format(rank))
+            finish(group, work, deadline, answer.format(rank))
             finish(group, ends[rank], deadline, end.format(rank))
         times.wait_s += time.perf_counter() - begun
         for rank, numbers in expected.items():
             wrong = numbers[sums[numbers] != received[rank].numpy()]
             if len(wrong):
-                which = self._plan.describe(pieces.copy[wrong[0]])
-                raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(pieces)}, {which}")
+                which = self._plan.describe(self._stream.copy[wrong[0]])
+                raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(source)}, {which}")
 
     def _map(self, manifest: WeightManifest) -> None:
         """Map the parameters of all ranks, unless they are where they were."""
@@ -282,13 +281,14 @@ class WeightReader:
             return
         begun = time.perf_counter()
         self._addresses, self._mapped = (), []  # nothing is left of it after a failure
-        sources = np.unique(self._pieces.source).tolist()
-        ranks = {rank: Mapped(manifest.addresses[rank], rank) for rank in sources}
-        dtype, mapped = DTYPES[manifest.precision], []
-        for number, source in enumerate(self._pieces.source.tolist()):
-            content = ranks[source].box(self._pieces.at_source(number))
-            mapped.append((Box(*self._pieces.at_destination(number), dtype), content))
-        self._mapped, self._addresses = mapped, manifest.addresses
+        stream, pieces, dtype = self._stream, np.arange(len(self._stream.source)), DTYPES[manifest.precision]
+        ranks = {rank: Mapped(manifest.addresses[rank], rank) for rank in np.unique(stream.source).tolist()}
+        ends = zip(stream.at_source(self._plan, pieces), stream.at_destination(self._plan, pieces), strict=True)
+        self._mapped = [
+            (Box(*there[1:6], dtype), ranks[source].box(here))
+            for (here, there), source in zip(ends, stream.source.tolist(), strict=True)
+        ]
+        self._addresses = manifest.addresses
         self.times.wait_s += time.perf_counter() - begun
 
     def _read_buckets(
@@ -319,7 +319,7 @@ class WeightReader:
                 elif differ:
                     raise self._wrong(version, bucket, part)
             times.verify_s += time.perf_counter() - taken
-            for piece in stream.at_destination(self._plan, bucket):
+            for piece in stream.at_destination(self._plan, stream.of_bucket(bucket)):
                 box = self._write(piece, memory[piece.start : piece.end], dtype, writer)
                 times.received_bytes += piece.end - piece.start
                 yield box
@@ -352,8 +352,8 @@ class WeightReader:
         return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        form = manifest.precision, manifest.bucket_bytes, manifest.quantization
-        key = (manifest.plan_hash, *form, manifest.by_layer, manifest.transport)
+        form = manifest.by_layer, DTYPES[manifest.precision], piece_bytes(manifest), manifest.quantization
+        key = manifest.plan_hash, form
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -362,13 +362,8 @@ class WeightReader:
                 f"weight version {manifest.version}: the trainer's reshard plan {manifest.plan_hash[:12]} is not "
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
-        copies, dtype = plan.to_destination(self._worker), DTYPES[manifest.precision]
-        self._plan = plan
-        if manifest.transport == "mapped":
-            order = copy_order(plan, self._worker, (self._worker, manifest.rollout.workers))
-            self._pieces = Pieces.of(plan, order, dtype.itemsize)
-        else:
-            self._stream = sync_stream(self._shape, plan, self._worker, manifest.by_layer, dtype, *form[1:])
+        self._plan, copies = plan, plan.to_destination(self._worker)
+        self._stream = sync_stream(self._shape, plan, self._worker, *form)
         self._addresses, self._mapped = (), []
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
         self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))

@@ -26,6 +26,10 @@ class Transport(NamedTuple):
     reason: str
     is_final: bool = True
 
+    @property
+    def text(self) -> str:
+        return f"{self.name}, because {self.reason}"
+
 
 def choose_transport(
     wanted: str, one_host: bool, obstacle: str | None = None, no_peer_access: tuple[int, int] | None = None

@@ -56,6 +56,21 @@ def test_a_phase_is_forecast_from_its_own_section_and_layout_alone(small: Path) 
     assert changed == ["critic_value", "critic_update"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "buckets"),
+    [
+        ([], 0),
+        (["weight_sync.transport=group"], 5),  # two legs: 2 of 1.5 that a rank sends, and 2 that it receives for a worker
+        (["rollout.placement=separate"], 3),  # 16 devices are two hosts
+        (["rollout.placement=separate", "weight_sync.transport=group", "weight_sync.wire=delta"], 0),
+    ],
+)
+def test_buckets_of_a_weight_sync_are_taken_from_the_device(tmp_path: Path, overrides: list[str], buckets: int) -> None:
+    job = job_of(load_recipe(write_qwen(tmp_path), overrides))
+    assert job.device_bytes is not None and job.bucket_bytes == buckets * 128 * 2**20
+    assert job.usable_bytes == int(job.device_bytes * (1 - RESERVE)) - job.bucket_bytes
+
+
 def test_operations_count_every_sequence_and_epoch(small: Path) -> None:
     found = by_phase(forecast_of(small))
     twice = by_phase(forecast_of(small, ["phases.actor_update.epochs=2"]))

@@ -330,3 +330,12 @@ def test_a_report_shows_the_curve_and_writes_a_page(tmp_path):
     assert "8 steps in 16.0 s" in text and "rollout 25%" in text
     with pytest.raises(ValueError, match="metrics.jsonl is no file"):
         report(tmp_path / "elsewhere")
+
+
+def test_a_report_says_how_weights_travel_and_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [metrics_of(1) | {"sync/mapped": 1.0}])
+    assert "Transport:" not in run_page(read_run(run)), "a run of engines that are replayed"
+    (run / "weight_sync.txt").write_text("mapped, because trainer ranks and engines share one host")
+    assert "Transport: mapped, because trainer ranks and engines share one host." in run_page(read_run(run))
+    fallen_back = replace(read_run(run), steps=[metrics_of(1) | {"step": 1, "sync/mapped": 0.0}])
+    assert "Transport: group, because shared memory was too small" in run_page(fallen_back)

@@ -200,7 +200,7 @@ def test_by_layer_all_workers_take_a_layer_before_the_next_begins(
     streams = streams_of(shape, plan, rollout, bucket_bytes, by_layer=True)
     seen = list[str]()
     for bucket, number in chain.from_iterable(sync_rounds(plan, streams, by_layer=True)):
-        parameters = {piece.parameter for piece in streams[number].at_destination(plan, bucket)}
+        parameters = {piece.parameter for piece in streams[number].at_destination(plan, streams[number].of_bucket(bucket))}
         layers = {name.split(".")[2] for name in parameters if ".layers." in name}
         assert len(layers) <= 1, f"a bucket with pieces of the layers {layers}"
         seen += [layer for layer in layers if seen[-1:] != [layer]]

@@ -42,28 +42,22 @@ def test_every_work_is_done_once_with_spare_memory_that_nobody_else_has(threads:
         lent.remove(spare)
         return numbers[0]
 
-    assert list(in_threads(works_of(300), threads, do)) == list(range(300))
+    assert sorted(in_threads(works_of(300), threads, do)) == list(range(300))
     assert len(spares) <= threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("is_closed", [False, True], ids=["failed", "closed"])
-def test_threads_end_after_a_failure_and_where_the_reader_stops(threads: int, is_closed: bool) -> None:
+def test_a_failure_ends_all_threads(threads: int) -> None:
     begun: list[int] = []
 
     def do(numbers: Sequence[int], spare: SpareMemory) -> None:
         begun.append(numbers[0])
         torch.ones(10_000).sum()
-        if numbers[0] == 10 and not is_closed:
+        if numbers[0] == 10:
             raise MemoryError("no room for a module")
 
-    results = in_threads(works_of(20_000), threads, do)
-    if is_closed:
-        next(results)
-        results.close()  # type: ignore[attr-defined]
-    else:
-        with pytest.raises(MemoryError, match="no room"):
-            list(results)
+    with pytest.raises(MemoryError, match="no room"):
+        in_threads(works_of(20_000), threads, do)
     assert len(begun) < 20_000
 
 
@@ -80,7 +74,7 @@ def test_threads_share_the_openmp_threads_and_give_them_back(before: int, thread
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "set_num_threads", lambda count: None)
-            assert list(in_threads(works_of(threads), threads, do)) == [shared] * threads
+            assert in_threads(works_of(threads), threads, do) == [shared] * threads
             assert torch.get_num_threads() == before
             with pytest.raises(MemoryError), shared_cores(threads):
                 raise MemoryError

@@ -27,7 +27,6 @@ from megarl.models.vllm_weights import (
     vllm_segments,
 )
 from megarl.weight_sync.boxes import Boxes, megatron_boxes, shard_bytes, vllm_boxes
-from megarl.weight_sync.buckets import copy_order, layer_starts, start_share
 from megarl.weight_sync.plan import ReshardPlan, engine_plan, plan_reshard
 from tests.models.test_table import fill, layouts, shape_of
 
@@ -239,22 +238,6 @@ def test_the_replicas_share_the_sending() -> None:
     plan = engine_plan(shape_of("llama"), Layout(data=4), RolloutLayout())
     elements = np.bincount(plan.source_rank, plan.sizes, 4)
     assert max(elements) - min(elements) <= int(plan.sizes.max())
-
-
-@settings(max_examples=60)
-@given(cases(), st.integers(1, 6))
-def test_readers_go_round_from_the_layer_of_their_share(
-    case: tuple[ModelShape, Layout, RolloutLayout], readers: int
-) -> None:
-    plan = engine_plan(*case)
-    copies = plan.to_destination(0)
-    starts, total = layer_starts(plan, copies), int(plan.sizes[copies].sum())
-    largest = max(int(part.sum()) for part in np.split(plan.sizes[copies], starts[1:]))
-    for reader in range(readers):
-        order = copy_order(plan, 0, (reader, readers))
-        first = int(np.flatnonzero(copies == order[0])[0])
-        assert first in starts and order.tolist() == np.roll(copies, -first).tolist()
-        assert 0 <= total * start_share(reader, readers) - int(plan.sizes[copies[:first]].sum()) < largest
 
 
 KIMI_K2 = ModelShape.from_config(
