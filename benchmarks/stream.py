@@ -155,7 +155,7 @@ class RewardsBehindBarrier(RewardWorkers):
     """Scores nothing before the last completion of a step is there."""
 
     def _send(self) -> None:
-        if self._sends_all:
+        if self._training.sends_all:
             super()._send()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout import EngineDied, RolloutError, handle
-from megarl.rollout.engine import EngineProcess
+from megarl.rollout.engine_process import EngineProcess
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
@@ -34,7 +34,7 @@ class Scripted(EngineHandle):
         super().__init__(SimpleNamespace(index=index, takes_turns=False), 1.0, 1)  # type: ignore[arg-type]
         self._said = {"pause": pauses, "receive": reports}
 
-    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         left = self._said[method]
         return left.pop(0) if len(left) > 1 else left[0]
 

@@ -1,7 +1,7 @@
 """Faults of each part of the rollout stream at each moment: the run goes on, or ends in time with a name.
 
 `kill`: the process is gone. `stop`: it takes no calls. `stall`: it takes calls and gives no answer. The parts are scripted;
-the router, the reward workers and the environment workers around them are real. tests/rollout/test_admission.py kills at the
+the router, the reward workers and the environment workers around them are real. tests/schedule/test_admission.py kills at the
 moment of a save.
 """
 
@@ -23,7 +23,7 @@ import ray
 from megarl.data.sample import Prompt
 from megarl.reward import workers as reward_workers
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardWorkers, TaskResult
+from megarl.reward.workers import RewardWorkers, Task, TaskResult
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset
 from megarl.rollout.stream import Sampling
@@ -158,9 +158,10 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
     def make(act: Act) -> RewardWorkers:
         recipe, numbers = stream_recipe(), itertools.count()
 
-        async def score_task(texts: Any, timeout_s: float, answers: bool) -> TaskResult:
+        async def score_task(task: Task) -> TaskResult:
             process = await act(next(numbers))
-            return TaskResult([TextScore({"last_number": 1.0})] * len(texts), 0.0, process)
+            num_texts = sum(len(piece.samples) for piece in task.pieces)
+            return TaskResult([TextScore({"last_number": 1.0})] * num_texts, 0.0, process)
 
         actor = SimpleNamespace(score_task=SimpleNamespace(remote=score_task))
         monkeypatch.setattr(reward_workers, "_start_actors", lambda arguments, count: ([actor], [1]))
@@ -181,15 +182,20 @@ async def _kill(number: int) -> int:
     raise ray.exceptions.RayActorError(error_msg="the reward worker died")
 
 
+async def _lose_tokens(number: int) -> int:
+    raise ray.exceptions.ObjectLostError("ab", None, "")
+
+
 @pytest.mark.parametrize("moment", ["scoring", "take", "evaluation"])
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
         (_stall, TimeoutError, "phase reward: a task of 2 sequences on worker 0"),
-        (_kill, ray.exceptions.RayActorError, "died"),
+        (_kill, RolloutError, "phase reward: a task of 2 sequences on worker 0 has no worker any more"),
+        (_lose_tokens, RolloutError, "phase reward: .* lost with the node of their engine"),
     ],
-    ids=["stall", "kill"],
+    ids=["stall", "kill", "tokens"],
 )
 def test_a_reward_worker_that_is_lost_ends_the_run(
     rewards: Any, act: Act, kind: type[Exception], words: str, staleness: int, moment: str
