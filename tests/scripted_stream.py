@@ -19,7 +19,7 @@ import numpy as np
 from megarl.data.sample import Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardResult, RewardWorkers, Task, TaskResult
+from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
 from megarl.rollout import EngineDied, RolloutError
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
@@ -310,9 +310,9 @@ class ScriptedScorer:
     async def ready(self) -> int:
         return 0
 
-    async def score_task(self, task: Task) -> TaskResult:
+    async def score_task(self, pieces: list[Piece], prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
         scores = []
-        for payload, samples, prompt in task.pieces:
+        for (payload, samples), prompt in zip(pieces, pickle.loads(prompts), strict=True):
             tokens = await payload.tokens
             scores += [self._score(prompt, sample, tokens) for sample in samples]
         self.num_scored += len(scores)
@@ -335,13 +335,14 @@ def prompt(index: int) -> Prompt:
 PER_STEP, SIZE = 2, 2
 
 
-def stream_recipe(dynamic_rounds: int | None = None, **rollout: Any) -> Any:
+def stream_recipe(dynamic_rounds: int | None = None, phases__reward__timeout_s: float | None = None, **rollout: Any) -> Any:
     """Two groups of two a step."""
     values = recipe(Path("nowhere"), **rollout).model_dump()
     values["phases"]["rollout"] |= {"prompts": PER_STEP, "max_concurrent": 8}
     values["phases"]["actor_update"] |= {"mini_batch": PER_STEP * SIZE}
     values["algorithm"]["group_size"] = SIZE
     values["run"]["steps"] = 1000
+    values["phases"]["reward"]["timeout_s"] = phases__reward__timeout_s or values["phases"]["reward"]["timeout_s"]
     if dynamic_rounds is not None:
         values["algorithm"]["dynamic_sampling"] = {"max_rounds": dynamic_rounds}
     return recipe(Path("nowhere")).model_validate(values)

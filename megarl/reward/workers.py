@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -112,35 +113,25 @@ class TaskResult:
     process: int
 
 
-class Piece(NamedTuple):
-    """Samples of a payload that answer one prompt."""
-
-    payload: Any
-    samples: Sequence[int]
-    prompt: Prompt
-
-
-class Task(NamedTuple):
-    """What a worker scores at once, and whether it says what the texts answer."""
-
-    pieces: list[Piece]
-    timeout_s: float
-    answers: bool
+Piece = tuple[Any, list[int]]
+"""A payload, and samples of it that answer one prompt."""
 
 
 @dataclass(eq=False)
 class _Group:
-    """A piece that waits for scores; the first `num_sent` samples are with workers."""
+    """Samples of a payload that wait for scores; the first `num_sent` are with workers."""
 
-    piece: Piece
+    payload: Any
+    samples: Sequence[int]
+    prompt: Prompt
     answers: bool
     result: asyncio.Future[list[TextScore]]
-    scores: dict[int, TextScore] = field(default_factory=dict)  # by place in the piece
+    scores: dict[int, TextScore] = field(default_factory=dict)  # by place among the samples
     num_sent: int = 0
 
     @property
     def num_left(self) -> int:
-        return len(self.piece.samples) - self.num_sent
+        return len(self.samples) - self.num_sent
 
 
 @dataclass
@@ -170,11 +161,11 @@ class _Queue:
 def _fetch(pieces: Sequence[Piece]) -> list[np.ndarray]:
     """Return the tokens that count of each sample; asks each payload once."""
     samples: dict[int, list[int]] = {}
-    payloads = {id(piece.payload): piece.payload for piece in pieces}
-    for piece in pieces:
-        samples.setdefault(id(piece.payload), []).extend(piece.samples)
+    payloads = {id(payload): payload for payload, _ in pieces}
+    for payload, some in pieces:
+        samples.setdefault(id(payload), []).extend(some)
     fetched = {key: payload.fetch(samples[key]) for key, payload in payloads.items()}
-    return [fetched[id(piece.payload)][sample].completion.final_ids for piece in pieces for sample in piece.samples]
+    return [fetched[id(payload)][sample].completion.final_ids for payload, some in pieces for sample in some]
 
 
 class Scorer:
@@ -202,15 +193,15 @@ class Scorer:
             await self._verifiers.load()
         return os.getpid()
 
-    async def score_task(self, task: Task) -> TaskResult:
-        """Score samples; fetches their tokens from their payloads."""
+    async def score_task(self, pieces: list[Piece], pickled_prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
+        """Score samples, of one prompt in each piece; fetches their tokens from their payloads."""
         begun = time.perf_counter()
-        ids = await asyncio.to_thread(_fetch, task.pieces)
+        ids = await asyncio.to_thread(_fetch, pieces)
         texts = [self.decode(tokens.tolist()) for tokens in ids]
-        prompts = [piece.prompt for piece in task.pieces for _ in piece.samples]
-        tasks = [judge.score(texts, prompts, task.timeout_s) for judge in self._services]
+        prompts = [prompt for (_, some), prompt in zip(pieces, pickle.loads(pickled_prompts), strict=True) for _ in some]
+        tasks = [judge.score(texts, prompts, timeout_s) for judge in self._services]
         if self._verifiers is not None:
-            tasks.insert(0, self._verifiers.score_task(texts, prompts, task.timeout_s, task.answers))
+            tasks.insert(0, self._verifiers.score_task(texts, prompts, timeout_s, answers))
         scores = [TextScore({})] * len(texts)
         for part in await asyncio.gather(*tasks):
             scores = [score.combined(other) for score, other in zip(scores, part, strict=True)]
@@ -285,7 +276,7 @@ class RewardWorkers:
         worker is silent, RolloutError if one is gone for good or tokens are lost, and what a worker raises.
         """
         check_answer(self._terms, prompt)
-        group = _Group(Piece(payload, samples, prompt), answers, asyncio.get_running_loop().create_future())
+        group = _Group(payload, samples, prompt, answers, asyncio.get_running_loop().create_future())
         queue = self._evaluation if is_evaluation else self._training
         queue.waiting.append(group)
         queue.num_waiting += group.num_left
@@ -333,16 +324,17 @@ class RewardWorkers:
                 task.add_done_callback(self._running.discard)
 
     async def _run(self, worker: int, queue: _Queue, parts: list[tuple[_Group, range]]) -> None:
-        pieces = [group.piece._replace(samples=group.piece.samples[places.start : places.stop]) for group, places in parts]
-        task = Task(pieces, self._section.timeout_s, any(group.answers for group, _ in parts))
-        num, deadline_s = sum(len(places) for _, places in parts), task.timeout_s + TASK_GRACE_S
+        pieces = [(group.payload, [*group.samples[places.start : places.stop]]) for group, places in parts]
+        prompts = pickle.dumps([group.prompt for group, _ in parts])  # Ray's own pickler takes ten times as long
+        timeout_s, answers = self._section.timeout_s, any(group.answers for group, _ in parts)
+        num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
         name = f"phase reward: a task of {num} sequences on worker {worker}"
         try:
             if self._local is not None:
-                result = await self._local.score_task(task)
+                result = await self._local.score_task(pieces, prompts, timeout_s, answers)
             else:
                 async with asyncio.timeout(deadline_s):
-                    result = await self._actors[worker].score_task.remote(task)
+                    result = await self._actors[worker].score_task.remote(pieces, prompts, timeout_s, answers)
                 self._note_process(worker, result.process)
         except TimeoutError:
             _fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))
@@ -353,7 +345,7 @@ class RewardWorkers:
             scores = iter(result.scores)
             for group, places in parts:
                 group.scores.update(zip(places, scores, strict=False))
-                if len(group.scores) == len(group.piece.samples) and not group.result.done():
+                if len(group.scores) == len(group.samples) and not group.result.done():
                     group.result.set_result([group.scores[place] for place in range(len(group.scores))])
         self._idle.append(worker)
         self._send()

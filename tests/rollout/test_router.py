@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megarl.rollout import EngineDirty, EngineSilent, RolloutError
+from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.router import Router
 from tests.scripted_stream import Loop, ScriptedPool, lose, request, run, settle
 
@@ -550,6 +551,96 @@ def test_an_engine_that_does_not_cut_its_requests_is_named_at_the_deadline() -> 
         with pytest.raises(EngineSilent, match=r"rollout engine 0: 1 groups of step 7 .* rollout\.timeout_s = 30"):
             await cutting
         answer.cancel()
+        await routes.close()
+
+    run(body())
+
+
+def test_the_requests_of_an_evaluation_go_before_those_that_wait() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        routes = router(pool, depth=1)
+        for group in range(6):
+            routes.sample(request(group), 1, is_last=group == 2)
+        await settle()
+        routes.sample(replace(request(100), is_evaluation=True), 1)
+        await settle()
+        pool.engines[0].finish(0)
+        await settle()
+        assert pool.engines[0].groups == [[0], [100]]
+        pool.engines[0].finish(next(iter(pool.engines[0].work)))
+        await settle()
+        assert pool.engines[0].groups == [[0], [100], [3]]
+        await routes.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("synced", [None, [1]], ids=["all", "others"])
+def test_an_engine_that_calls_itself_broken_while_paused_is_started_again(synced: list[int] | None) -> None:
+    """A sync does not, as its process answers."""
+
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        broken, other = pool.engines
+        routes = router(pool)
+        answers = [routes.sample(request(group), 1) for group in range(2)]
+        await settle()
+        await routes.pause()
+        broken.finish(0, EngineDied("it is broken: a log-probability of group 0 is nan"))
+        await settle()
+        routes.resume(synced)
+        await settle()
+        assert other.groups == [[1], [0]], "what it was to do"
+        await routes.pause()
+        assert pool.restarted == [0]
+        routes.resume(None)
+        for position in list(other.work):
+            other.finish(position)
+        await asyncio.gather(*answers)
+        routes.sample(request(2), 1)
+        await settle()
+        assert broken.groups[-1] == [2], "it serves again after a sync"
+        await routes.close()
+
+    run(body())
+
+
+def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_also_without_requests() -> None:
+    async def body() -> None:
+        pool, errors = ScriptedPool.of(2), []  # type: ignore[var-annotated]
+        pool.restart_error = RolloutError("rollout.max_restarts = 0")
+        routes = router(pool, errors=errors)
+        answers = [routes.sample(request(group), 1) for group in range(2)]
+        await settle()
+        pool.may_restart.clear()
+        pool.engines[0].die()
+        await settle()
+        for position in list(pool.engines[1].work):
+            pool.engines[1].finish(position)
+        await asyncio.gather(*answers)
+        pool.may_restart.set()
+        while not errors:
+            await asyncio.sleep(0)
+        assert errors == [pool.restart_error]
+        await routes.close()
+
+    run(body())
+
+
+def test_a_restarted_engine_serves_at_once_while_no_weights_were_published() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        pool.has_published = False
+        routes = router(pool)
+        routes.sample(request(0), 1)
+        await settle()
+        pool.engines[0].die()
+        while not pool.restarted:
+            await asyncio.sleep(0)
+        while not pool.engines[0].work:  # the other one has the request
+            routes.sample(request(1), 1)
+            await settle()
         await routes.close()
 
     run(body())

@@ -1,8 +1,8 @@
 """Faults of each part of the rollout stream at each moment: the run goes on, or ends in time with a name.
 
 `kill`: the process is gone. `stop`: it takes no calls. `stall`: it takes calls and gives no answer. The parts are scripted;
-the router, the reward workers and the environment workers around them are real. tests/schedule/test_admission.py kills at the
-moment of a save.
+the router, the reward workers and the environment workers around them are real. A kill at the moment of a save is in
+tests/schedule/test_admission.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import ray
 from megarl.data.sample import Prompt
 from megarl.reward import workers as reward_workers
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardWorkers, Task, TaskResult
-from megarl.rollout import EngineSilent, RolloutError
-from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset
+from megarl.reward.workers import RewardWorkers, TaskResult
+from megarl.rollout import EngineSilent, RolloutError, environment_workers
+from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -158,9 +158,9 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
     def make(act: Act) -> RewardWorkers:
         recipe, numbers = stream_recipe(), itertools.count()
 
-        async def score_task(task: Task) -> TaskResult:
+        async def score_task(pieces: Any, prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
             process = await act(next(numbers))
-            num_texts = sum(len(piece.samples) for piece in task.pieces)
+            num_texts = sum(len(samples) for _, samples in pieces)
             return TaskResult([TextScore({"last_number": 1.0})] * num_texts, 0.0, process)
 
         actor = SimpleNamespace(score_task=SimpleNamespace(remote=score_task))
@@ -233,7 +233,7 @@ def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) 
         return await answer(question)
 
     workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
-    workers._timeout_s = TIMEOUT_S
+    workers._timeout_s, workers._places = TIMEOUT_S, [asyncio.Semaphore(environment_workers.AT_A_TIME)]
     workers._actors = [
         SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
     ]
@@ -303,6 +303,24 @@ def test_an_environment_worker_that_is_lost_ends_the_run(
     with trainer(prompt_engines(), environments=games, max_staleness=staleness) as run, ends_with(kind, words):
         run.begin()
         run.take()
+
+
+def test_the_deadline_of_an_environment_begins_when_it_is_asked_and_not_while_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five questions one after the other, each of which takes half the deadline."""
+
+    async def answer(question: Any) -> Reply:
+        await asyncio.sleep(TIMEOUT_S / 2)
+        return Reply()
+
+    monkeypatch.setattr(environment_workers, "AT_A_TIME", 1)
+    workers = environments(answer, monkeypatch).workers
+
+    async def ask_all() -> list[Reply]:
+        return await asyncio.gather(*(workers.ask(episode, Step("turn")) for episode in range(5)))
+
+    assert asyncio.run(ask_all()) == [Reply()] * 5
 
 
 # The loop --------------------------------------------------------------------------------------------------------------
