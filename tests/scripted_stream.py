@@ -76,8 +76,8 @@ def two_tokens(request: GroupRequest, version: int) -> GroupResult:
 @dataclass(eq=False)
 class ScriptedEngine:
     """In the place of an EngineHandle. `calls` has the requests of each batch. It completes a request, by `complete`,
-    `delay` seconds after it came, or when a test says so if that is None. With `holds_submissions` it begins nothing and confirms
-    nothing until `accept`; `submissions` are its answers to `holds`. `arrivals` gets each request that it begins."""
+    `delay` seconds after it came, or when a test says so if that is None. With `holds_submissions` it begins nothing and
+    confirms nothing until `accept`; `submissions` are its answers to `holds`. `arrivals` gets what it begins."""
 
     index: int
     restarts: int = 0

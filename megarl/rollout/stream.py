@@ -14,8 +14,6 @@ megarl/schedule/admission.py lets them start.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -39,6 +37,7 @@ from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.episodes import Environments, Episode, Episodes
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
+from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
 from megarl.schedule import PlanMismatch
@@ -50,7 +49,6 @@ Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
 QUEUED = 4.0
-LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
 
 
 @dataclass(frozen=True)
@@ -153,11 +151,8 @@ class RolloutStream:
         self._is_awaited = False  # the trainer waits for groups
         self._step = self._version = 0
         self._error: BaseException | None = None
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
-        self._has_ended = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="rollout stream", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout stream", rollout.timeout_s)
+        self._loop = self._thread.loop
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._router = self._call(self._make_router())
@@ -274,48 +269,24 @@ class RolloutStream:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._loop.shutdown_default_executor()
 
-        if not self._has_ended:
-            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(cancel())
 
     def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
         """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
-        wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        before, self._wakes = self._wakes, wakes  # `resync` calls, too
-        try:
-            if self._has_ended:
-                work.close()
-                raise RolloutError(LOOP_ENDED)
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            future.add_done_callback(lambda _: wakes.put(True))
-            while True:
-                while resync is not None and (engines := self._router.unserved):
-                    resync(engines)
-                if wakes.get():
-                    if not future.done():
-                        raise RolloutError(LOOP_ENDED)
-                    return future.result()
-        finally:
-            self._wakes = before
+
+        def sync() -> None:
+            while resync is not None and (engines := self._router.unserved):
+                resync(engines)
+
+        return self._thread.call(work, sync)
 
     # In the loop ------------------------------------------------------------------------------------------------------
-
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:  # also if some code asks the process to exit
-            self._has_ended = True
-            self._wakes.put(True)
 
     async def _make_router(self) -> Router:
         rollout = self._recipe.rollout
         max_concurrent = self._recipe.phases.rollout.max_concurrent
         depth = None if self._is_synchronous or max_concurrent is None else int(QUEUED * max_concurrent)
-        return Router(
-            self._pool, rollout.timeout_s, rollout.max_new_tokens, depth, lambda: self._wakes.put(False), self._end
-        )
+        return Router(self._pool, rollout.timeout_s, rollout.max_new_tokens, depth, self._thread.wake, self._end)
 
     def _end(self, error: Exception) -> None:
         """Let the trainer's next call raise an error."""

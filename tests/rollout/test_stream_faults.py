@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -358,3 +359,22 @@ def test_a_loop_that_has_ended_ends_the_run(moment: str) -> None:
                 waits.result(END_S)
             for _ in range(1000):  # the call may be served before the end
                 calls[moment](run)
+
+
+@pytest.mark.parametrize("moment", ["sampling", "pause"])
+def test_a_loop_that_stands_still_ends_the_run_with_the_place_where_it_stands(moment: str) -> None:
+    goes_on = threading.Event()
+
+    def stands_in_the_loop() -> None:
+        goes_on.wait(60)
+
+    pool = prompt_engines()
+    with trainer(pool, max_staleness=1, timeout_s=TIMEOUT_S) as run:
+        hold(pool.engines[0])
+        run.begin()
+        run.stream._loop.call_soon_threadsafe(stands_in_the_loop)
+        with ends_with(RolloutError, "the loop of the stream has stood still (.|\n)* in stands_in_the_loop"):
+            run.take() if moment == "sampling" else run.stream.pause()
+        run.stream.close()  # waits for nothing
+        goes_on.set()
+        run.stream._thread._is_stalled = False  # so that the test leaves no thread
