@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, and calls from another thread that end with a name if the loop ends or stands still."""
+"""An event loop on a thread of its own; calls from another thread end with a name if it ends or stands still."""
 
 from __future__ import annotations
 
