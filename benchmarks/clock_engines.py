@@ -7,10 +7,10 @@ a fixed time. Only lengths are as long as a GPU's: what reaches the trainer has 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import platform
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy as np
 import ray
 
 from megarl.data.sample import Prompt
-from megarl.rollout.engine import EngineProcess, GroupRequest
+from megarl.rollout.engine import BatchPart, GroupRequest
+from megarl.rollout.engine_process import EngineProcess
 from megarl.rollout.engine_report import EngineReport, RequestLog
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial
 from megarl.rollout.handle import EngineHandle
@@ -78,26 +79,28 @@ class ClockEngine:
         self._slots, self._token_s = slots, token_s
         self._queue: deque[Completion] = deque()
         self._running: set[Completion] = set()
-        self._groups: dict[int, ClockGroup] = {}
         self._version, self._is_paused = 0, False
+        self._num_batches = 0
         self._log = RequestLog()
 
-    async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
-        """As `RolloutEngine.submit`."""
-        for request in requests:
-            group = ClockGroup(request, [], len(request.seeds), asyncio.get_running_loop().create_future())
-            lengths = lengths_of(request.group, len(request.seeds)).tolist()
-            group.completions = [Completion(group, length) for length in lengths]
-            self._groups[request.position] = group
-            self._queue += group.completions
+    async def sample(self, pickled_part: bytes) -> tuple[GroupFacts, GroupResult]:
+        """As `RolloutEngine.sample`, but a batch need not be whole."""
+        part: BatchPart = pickle.loads(pickled_part)
+        request = part.request
+        group = ClockGroup(request, [], len(request.seeds), asyncio.get_running_loop().create_future())
+        lengths = lengths_of(request.group, len(request.seeds)).tolist()
+        group.completions = [Completion(group, length) for length in lengths]
+        self._num_batches = max(self._num_batches, part.batch + 1)
+        self._queue += group.completions
         self._fill()
-
-    async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
-        """As `RolloutEngine.result`."""
         with self._log.in_flight():
-            result = await self._groups[position].result
-        del self._groups[position]
+            result = await group.result
         return GroupFacts.of(result), result
+
+    async def holds(self, num_batches: int) -> None:
+        """As `RolloutEngine.holds`."""
+        while self._num_batches < num_batches:
+            await asyncio.sleep(0.001)
 
     async def pause(self, version: int, in_flight: str) -> dict[str, float]:
         """As `RolloutEngine.pause`; completions are kept."""
@@ -174,14 +177,15 @@ class ClockHandle(EngineHandle):
     def __init__(self, *arguments: Any, engines: Any, token_s: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._engines, self._token_s = engines, token_s
+        self._sample = engines.call.options(num_returns=2)  # as with `ray.method` in `RolloutEngine`, once
 
     def begin_start(self, version: int | None = None) -> Any:
         """As `EngineHandle.begin_start`."""
         return self._engines.start.remote(self.settings.index, self.settings.max_concurrent, self._token_s)
 
-    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """As `EngineHandle.call`."""
-        remote = self._engines.call if num_returns == 1 else self._engines.call.options(num_returns=num_returns)
+        remote = self._sample if method == "sample" else self._engines.call
         return remote.remote((self.settings.index, method, *arguments))
 
     def stop(self) -> None:

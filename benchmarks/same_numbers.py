@@ -325,9 +325,12 @@ def train(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
 def compared(lines: Sequence[Mapping[str, Any]]) -> Columns:
     """The numbers that a run must give again, nine digits of each."""
     keys = sorted({key for line in lines for key, value in line.items() if isinstance(value, int | float)})
-    kept = [key for key in keys if not key.startswith(EXCLUDED_PREFIXES) and not key.endswith(EXCLUDED_SUFFIXES)]
-    kept = [key for key in kept if "/per_" not in key]
-    return {key: [rounded(line.get(key)) for line in lines] for key in kept}
+    return {key: [rounded(line.get(key)) for line in lines] for key in keys if is_compared(key)}
+
+
+def is_compared(key: str) -> bool:
+    """Return whether a key of metrics.jsonl depends on neither time, memory nor machine."""
+    return not key.startswith(EXCLUDED_PREFIXES) and not key.endswith(EXCLUDED_SUFFIXES) and "/per_" not in key
 
 
 def rounded(value: Any) -> Any:

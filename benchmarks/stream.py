@@ -21,9 +21,11 @@ Targets (with --check, exit 1 when one is missed):
 2. Training as long as generation: a step is at least 1.8 times faster with S = 2 than with S = 0.
 3. Rank 0's loop takes under 5 % of one core at 512 completions a second, in the cell whose step takes one second.
 
-The cells `rewards` have S = 0 and rewards that take as long as `--step-seconds` in all: as completions arrive, and behind a
-barrier after the last completion. Their ratio is printed and not judged: its target (1.15) is one of streamed rewards and of
-phases that start early, and no cell starts a phase early.
+4. S = 0: a step whose rewards are computed as completions arrive, and whose reference_logprob starts early, is at least 1.15
+   times faster than behind a barrier after the last completion.
+
+In the cells `barrier` rewards take a quarter of `--step-seconds` in all, and training three quarters, a third of which is
+reference_logprob: it takes its time by the clock, too, on each part of the batch as much as the part has sequences.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ from benchmarks.clock_engines import (  # noqa: E402
 from megarl import build  # noqa: E402
 from megarl.cluster.engine_nodes import set_stage  # noqa: E402
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster  # noqa: E402
+from megarl.megatron.batch import Batch  # noqa: E402
 from megarl.megatron.parallel import Place, start_control, start_parallel  # noqa: E402
 from megarl.models.layout import Layout  # noqa: E402
 from megarl.platform import current as device_platform  # noqa: E402
@@ -72,27 +75,31 @@ from megarl.recipe.sizes import with_engine_sizes  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout import pool  # noqa: E402
 from megarl.rollout.stream import Taken  # noqa: E402
+from megarl.schedule import Plan  # noqa: E402
 from megarl.telemetry.clock import PhaseClock, recording  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402
 from megarl.trainer import Trainer  # noqa: E402
 from tests.ports import unused_port  # noqa: E402
 from tests.runs import tiny_recipe, tiny_run  # noqa: E402
 
-MOST_OF_BOUND, LEAST_GAIN, MOST_OF_CORE = 1.10, 1.8, 0.05
+MOST_OF_BOUND, LEAST_GAIN, LEAST_EARLY_GAIN, MOST_OF_CORE = 1.10, 1.8, 1.15, 0.05
 COMPLETIONS_A_SECOND = 512
 REWARD_WORKERS = 2
 FASTEST = "512 a second S=2"
+STREAMED, BARRIER = "no barrier S=0", "barrier S=0"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`training` and `rewards` are shares of the seconds of a step's generation: `step_s`, or `Sizes.step_s` for None. With
-    `barrier` no completion is scored before the last one is there."""
+    """`training` and `rewards` are shares of the seconds of a step's generation: `step_s`, or `Sizes.step_s` for None.
+    `reference` of them, a part of `training`, is reference_logprob. With `barrier` nothing is scored and no phase starts
+    before the last completion is there."""
 
     name: str
     max_staleness: int
     training: float
     rewards: float = 0.0
+    reference: float = 0.0
     barrier: bool = False
     step_s: float | None = None
 
@@ -100,8 +107,8 @@ class Cell:
 CELLS = [
     *(Cell(f"{name} S={s}", s, share) for name, share in (("4:1", 0.25), ("2:1", 0.5), ("1:1", 1.0)) for s in (0, 2)),
     Cell(FASTEST, 2, 1.0, step_s=1.0),
-    Cell("rewards streamed", 0, 0.25, rewards=1.0),
-    Cell("rewards barrier", 0, 0.25, rewards=1.0, barrier=True),
+    Cell(STREAMED, 0, 0.75, rewards=0.25, reference=0.25),
+    Cell(BARRIER, 0, 0.75, rewards=0.25, reference=0.25, barrier=True),
 ]
 
 
@@ -129,11 +136,12 @@ class Sizes:
 
 
 class PacedTrainer(Trainer):
-    """Ends each update when training has taken `training_s`."""
+    """Ends each forward phase when it has taken its part of `reference_s`, and each update when training has taken the
+    rest of `training_s`."""
 
-    def __init__(self, *arguments: Any, training_s: float) -> None:
+    def __init__(self, *arguments: Any, training_s: float, reference_s: float) -> None:
         super().__init__(*arguments)
-        self._training_s, self._taken_at = training_s, 0.0
+        self._update_s, self._reference_s, self._taken_at = training_s - reference_s, reference_s, 0.0
         self.tokens: list[int] = []  # of each step
         self.late_s: list[float] = []  # by which Megatron alone took longer
 
@@ -143,9 +151,18 @@ class PacedTrainer(Trainer):
         self.tokens.append(sum(int(lengths_of(group, members).sum()) for group in groups))
         return super()._batch(taken, *arguments)
 
+    def _forward(self, plan: Plan, batch: Batch, name: str) -> Any:
+        begun, result = time.monotonic(), super()._forward(plan, batch, name)
+        if plan.phase == "reference_logprob":
+            share_s = self._reference_s * len(batch.lengths) / self.recipe.num_sequences
+            time.sleep(max(0.0, begun + share_s - time.monotonic()))
+            self._taken_at = time.monotonic()  # when the update may begin
+        return result
+
     def _update(self, *arguments: Any) -> Any:
+        self._taken_at = max(self._taken_at, time.monotonic() if self._reference_s else 0.0)
         updated = super()._update(*arguments)
-        left_s = self._taken_at + self._training_s - time.monotonic()
+        left_s = self._taken_at + self._update_s - time.monotonic()
         self.late_s.append(max(0.0, -left_s))
         time.sleep(max(0.0, left_s))
         return updated
@@ -155,7 +172,7 @@ class RewardsBehindBarrier(RewardWorkers):
     """Scores nothing before the last completion of a step is there."""
 
     def _send(self) -> None:
-        if self._sends_all:
+        if self._training.sends_all:
             super()._send()
 
 
@@ -164,7 +181,8 @@ def write_recipe(folder: Path, cell: Cell, sizes: Sizes) -> Recipe:
     sequences = sizes.groups * sizes.members
     micro_batch = {"micro_batch": {"max_tokens": 4096}}
     changes: dict[str, Any] = {
-        "algorithm": {"advantage": "grpo", "group_size": sizes.members, "mismatch": {"correction": "truncate"}},
+        "algorithm": {"advantage": "grpo", "group_size": sizes.members, "mismatch": {"correction": "truncate"}}
+                     | ({"kl": {"place": "loss", "coefficient": 0.01, "estimator": "k3"}} if cell.reference else {}),
         "reward": [{"kind": "function", "target": "benchmarks.clock_engines:timed_reward"}],
         "actor__lora": {"rank": 1, "alpha": 1.0, "targets": ["qkv", "proj"], "send": "adapter"},
         "rollout": {"max_new_tokens": LONGEST // TOKENS_EACH, "engines": sizes.engines, "kv_cache_bytes": 16 << 20,
@@ -173,7 +191,9 @@ def write_recipe(folder: Path, cell: Cell, sizes: Sizes) -> Recipe:
         "phases": {"rollout": {"prompts": sizes.groups, "max_concurrent": sizes.slots},
                    "reward": {"sequences": min(16, sequences), "workers": REWARD_WORKERS},
                    "actor_update": {"mini_batch": sequences} | micro_batch}
-                  | ({"actor_logprob": micro_batch} if cell.max_staleness else {}),
+                  | ({"actor_logprob": micro_batch} if cell.max_staleness else {})
+                  | ({"reference_logprob": micro_batch | {"start": "whole" if cell.barrier else "early"}}
+                     if cell.reference else {}),
     }  # fmt: skip
     each_s = cell.rewards * sizes.step_s * REWARD_WORKERS / sequences
     rows = [{"question": str(row), "answer": f"{each_s:.6f}"} for row in range(sizes.rows)]
@@ -225,7 +245,8 @@ def run_cell(cell: Cell, sizes: Sizes, folder: Path, engines: Any, ranks: Ranks)
         places = dict.fromkeys(recipe.layouts, ranks.place)
         stage = set_stage(recipe, os.environ)
         parts = build.build_parts(recipe, places, ranks.control, RunDirectory.of(recipe), stage, stack)
-        trainer = PacedTrainer(recipe, 0, parts, clock, training_s=training_s)
+        reference_s = cell.reference * sizes.step_s
+        trainer = PacedTrainer(recipe, 0, parts, clock, training_s=training_s, reference_s=reference_s)
         trainer.sync(0)
         seconds, loop_seconds, metrics = [], [], []
         for number in range(1, sizes.warmup + sizes.steps + 1):
@@ -283,6 +304,8 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
         texts.append(f"3: the loop takes {fastest['loop_share']:.1%} of a core")
     if (gain := ratio(by_name, "1:1 S=0", "1:1 S=2")) is not None and gain < LEAST_GAIN:
         texts.append(f"2: S = 2 is {gain:.2f} times faster")
+    if (gain := ratio(by_name, BARRIER, STREAMED)) is not None and gain < LEAST_EARLY_GAIN:
+        texts.append(f"4: no barrier is {gain:.2f} times faster")
     return texts
 
 
@@ -331,7 +354,7 @@ def main() -> int:
         f"{what} {gain:.2f} times faster"
         for what, slow, fast in (
             ("S = 2 against S = 0 at 1:1", "1:1 S=0", "1:1 S=2"),
-            ("rewards streamed against a barrier at S = 0", "rewards barrier", "rewards streamed"),
+            ("early phases and rewards against a barrier at S = 0", BARRIER, STREAMED),
         )
         if (gain := ratio(by_name, slow, fast)) is not None
     ]

@@ -490,10 +490,7 @@ class Trainer:
                 if self.parts.held_out is not None and isinstance(self.parts.rollouts, RolloutStream):
                     answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        if self.parts.held_out is None or self.parts.engines is None:
-            return None
-        self.parts.engines.take_times()  # they belong to no step
-        return self.parts.held_out.result(judged)
+        return None if self.parts.held_out is None else self.parts.held_out.result(judged)
 
     def run(
         self,

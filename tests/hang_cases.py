@@ -227,7 +227,7 @@ def _plant_elsewhere(fault: Fault, folder: Path) -> None:
 
     call, score_group, step, struck = EngineHandle.call, RewardWorkers.score_group, Trainer.step, False
     pipeline: Any = None
-    method = {"rollout": "result", "weight_sync": "receive"}.get(fault.phase)
+    method = {"rollout": "sample", "weight_sync": "receive"}.get(fault.phase)
 
     def strike() -> None:
         nonlocal struck

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from megarl.data.sample import Prompt
+from megarl.data.sample import Prompt, Sample
+from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardResult
-from megarl.rollout import EngineDied
-from megarl.rollout.engine import GroupRequest
+from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
+from megarl.rollout import EngineDied, RolloutError
+from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
 from megarl.rollout.stream import RolloutStream
 from tests.rollout_cases import recipe
@@ -53,7 +56,7 @@ def request(group: int = 0, members: int = 1, prompt_tokens: int = 1, max_new_to
     return GroupRequest(0, group, np.arange(prompt_tokens), tuple(range(members)), max_new_tokens=max_new_tokens)
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """A request that an engine holds."""
 
@@ -63,66 +66,84 @@ class Work:
     tokens: asyncio.Future[GroupResult]
 
 
+def two_tokens(request: GroupRequest, version: int) -> GroupResult:
+    members = [
+        Partial(np.array([7, 1], np.int32), np.zeros(2, np.float32), np.full(2, version), "stop") for _ in request.seeds
+    ]
+    return GroupResult.of(request.group, request.prompt_ids, members)
+
+
 @dataclass(eq=False)
 class ScriptedEngine:
-    """In the place of an EngineHandle. `calls` has the requests of each submission. It completes a request `delay` seconds
-    after it came, or when a test says so if that is None. `submissions` are its answers to `submit`, held back with
-    `holds_submissions`; `arrivals` gets each request."""
+    """In the place of an EngineHandle. `calls` has the requests of each batch. It completes a request, by `complete`,
+    `delay` seconds after it came, or when a test says so if that is None. With `holds_submissions` it begins nothing and
+    confirms nothing until `accept`; `submissions` are its answers to `holds`. `arrivals` gets what it begins."""
 
     index: int
     restarts: int = 0
     version: int = 0
     delay: Callable[[GroupRequest], float | None] = lambda request: None
+    complete: Callable[[GroupRequest, int], GroupResult] = two_tokens
     arrivals: queue.SimpleQueue[GroupRequest] = field(default_factory=queue.SimpleQueue)
     calls: list[list[GroupRequest]] = field(default_factory=list)
     continued: list[bool] = field(default_factory=list)
     work: dict[int, Work] = field(default_factory=dict)  # unfinished, by position
-    known: dict[int, Work] = field(default_factory=dict)
+    held: list[Work] = field(default_factory=list)
     is_dead: bool = False
     is_silent: bool = False  # when it is to cut its requests
     holds_submissions: bool = False
     submissions: list[asyncio.Future[None]] = field(default_factory=list)
+    first_batch: int = 0  # in `calls`, since it was started
 
     def __post_init__(self) -> None:
         self.name = f"rollout engine {self.index}"
         self.settings = SimpleNamespace(index=self.index, takes_turns=False)
         self.process = SimpleNamespace(max_concurrent=8)
 
-    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+    def call(self, method: str, argument: Any) -> Any:
         if self.is_dead:
             raise EngineDied("it was ended")
         loop = asyncio.get_running_loop()
-        if method == "submit":
-            requests, continues = arguments
-            self.calls.append(list(requests))
-            self.continued.append(continues)
-            for request in requests:
-                assert request.position not in self.work, "the engine still has a group at the position"
-                work = Work(request, self.version, loop.create_future(), loop.create_future())
-                self.work[request.position] = self.known[request.position] = work
-            accepted: asyncio.Future[None] = loop.create_future()
-            self.submissions.append(accepted)
+        if method == "sample":
+            part: BatchPart = pickle.loads(argument)
+            if self.first_batch + part.batch == len(self.calls):
+                self.calls.append([])
+                self.continued.append(part.continues)
+            batch = self.calls[self.first_batch + part.batch]
+            batch.append(part.request)
+            assert len(batch) <= part.size and part.request.position not in self.work
+            work = Work(part.request, self.version, loop.create_future(), loop.create_future())
+            self.work[part.request.position] = work
+            self.held.append(work)
             if not self.holds_submissions:
-                accepted.set_result(None)
-            return accepted
-        if method == "cut":
-            parts: asyncio.Future[Any] = loop.create_future()
+                self._begin()
+            return work.facts, work.tokens
+        answer: asyncio.Future[Any] = loop.create_future()
+        if method == "holds":
+            assert argument == len(self.calls) - self.first_batch, "not all that was sent"
+            self.submissions.append(answer)
+            if not self.holds_submissions:
+                answer.set_result(None)
+        else:
+            assert method == "cut"
             if not self.is_silent:
-                parts.set_result({position: self.work[position].request.partials for position in arguments[0]})
-            return parts
-        assert method == "result"
-        work = self.known[arguments[0]]
-        if (seconds := self.delay(work.request)) is not None:
-            loop.call_later(seconds, self.finish, arguments[0], None, work)
-        self.arrivals.put(work.request)
-        return work.facts, work.tokens
+                answer.set_result({position: self.work[position].request.partials for position in argument})
+        return answer
+
+    def _begin(self) -> None:
+        for work in self.held:
+            if (seconds := self.delay(work.request)) is not None:
+                asyncio.get_running_loop().call_later(seconds, self.finish, work.request.position, None, work)
+            self.arrivals.put(work.request)
+        self.held.clear()
 
     async def answer(self, reference: asyncio.Future[Any]) -> Any:
         return await asyncio.shield(reference)
 
     def accept(self) -> None:
-        """Answer all submissions, and those that come."""
+        """Begin all requests and confirm them, and those that come."""
         self.holds_submissions = False
+        self._begin()
         for accepted in self.submissions:
             if not accepted.done():
                 accepted.set_result(None)
@@ -132,14 +153,13 @@ class ScriptedEngine:
         if expected is not None and self.work.get(position) is not expected:
             return  # the engine died in between
         work = self.work.pop(position)
-        if error is not None:
-            work.facts.set_exception(error)
+        try:
+            if error is not None:
+                raise error
+            result = self.complete(work.request, work.version)
+        except Exception as raised:
+            work.facts.set_exception(raised)
             return
-        members = [
-            Partial(np.array([7, 1], np.int32), np.zeros(2, np.float32), np.full(2, work.version), "stop")
-            for _ in work.request.seeds
-        ]
-        result = GroupResult.of(work.request.group, work.request.prompt_ids, members)
         work.facts.set_result(GroupFacts.of(result))
         work.tokens.set_result(result)
 
@@ -151,7 +171,7 @@ class ScriptedEngine:
     def die(self, tells: bool = True) -> list[Work]:
         """End; without `tells` return what it held, which nobody knows to be lost before `lose`."""
         self.is_dead = True
-        lost, self.work = list(self.work.values()), {}
+        lost, self.work, self.held = list(self.work.values()), {}, []
         submissions, self.submissions = self.submissions, []
         for accepted in submissions:
             if not accepted.done():
@@ -164,27 +184,43 @@ class ScriptedEngine:
     def start(self) -> None:
         """Come back, empty."""
         self.restarts += 1
-        self.is_dead, self.work, self.known, self.submissions = False, {}, {}, []
+        self.is_dead, self.work, self.held, self.submissions = False, {}, [], []
+        self.first_batch = len(self.calls)
 
     @property
     def groups(self) -> list[list[int]]:
-        """The groups of each submission."""
+        """The groups of each batch."""
         return [[request.group for request in call] for call in self.calls]
 
 
 def lose(work: Work) -> None:
     """Say that the engine of a request is dead."""
-    work.facts.set_exception(EngineDied("killed"))
+    if not work.facts.done():
+        work.facts.set_exception(EngineDied("killed"))
+
+
+class InMemory:
+    """In the place of a payload in Ray's object store."""
+
+    def __init__(self, groups: Sequence[GroupResult]) -> None:
+        self.groups, self.size = groups, len(groups[0].lengths)
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        return {s: self.groups[s // self.size].sample(s % self.size) for s in sample_ids}
 
 
 @dataclass(eq=False)
 class ScriptedPool:
-    """In the place of an EnginePool. A restart waits for `may_restart`, and fails with `restart_error`."""
+    """In the place of an EnginePool. A restart waits for `may_restart`, and fails with `restart_error`, or with its cause if
+    an engine was restarted `max_restarts` times."""
 
     engines: list[ScriptedEngine]
     restarted: list[int] = field(default_factory=list)
     may_restart: threading.Event = field(default_factory=threading.Event)
     restart_error: Exception | None = None
+    max_restarts: int = 1000
+    has_published: bool = True
+    max_concurrent: int = 8
     check: Callable[[Sequence[Prompt]], None] = lambda prompts: None
 
     @classmethod
@@ -193,17 +229,26 @@ class ScriptedPool:
         pool.may_restart.set()
         return pool
 
-    def restart(self, engine: ScriptedEngine, phase: str, cause: Exception) -> None:
+    def restart(self, engine: ScriptedEngine, phase: str, cause: Exception) -> bool:
         assert self.may_restart.wait(60)
         self.restarted.append(engine.index)
         if self.restart_error is not None:
             raise self.restart_error
+        if engine.restarts >= self.max_restarts:
+            raise cause
+        for work in engine.work.values():
+            work.facts.get_loop().call_soon_threadsafe(lose, work)
         engine.start()
+        return not self.has_published
+
+    def end_restarts(self) -> None:
+        self.restart_error = self.restart_error or RolloutError("the run ends")
+        self.may_restart.set()
 
     async def store_batch(self, facts: Sequence[GroupFacts], tokens: Sequence[Any]) -> RolloutBatch:
-        size = len(facts[0].lengths)
-        payload: Any = list(tokens)
-        return RolloutBatch.of(facts, payload, RolloutExecuted(len(facts), size, 8), {})
+        results = [group if isinstance(group, GroupResult) else await group for group in tokens]
+        executed = RolloutExecuted(len(facts), len(facts[0].lengths), self.max_concurrent)
+        return RolloutBatch.of(facts, InMemory(results), executed, {})
 
 
 @dataclass(eq=False)
@@ -231,20 +276,56 @@ class ScriptedRewards:
     reward: Callable[[Prompt, int], float] = lambda prompt, member: float(member)
 
     async def score_group(
-        self, payload: GroupPayload, samples: Sequence[int], prompt: Prompt, answers: bool = False
+        self,
+        payload: GroupPayload,
+        samples: Sequence[int],
+        prompt: Prompt,
+        answers: bool = False,
+        is_evaluation: bool = False,
     ) -> list[TextScore]:
         return [TextScore({"score": self.reward(prompt, sample)}) for sample in samples]
 
-    def send_all(self) -> None:
+    def send_all(self, is_evaluation: bool = False) -> None:
         pass
 
     def total(self, score: TextScore) -> float:
         assert score.parts is not None
         return score.parts["score"]
 
-    def join(self, scores: list[TextScore], answers: bool = False) -> RewardResult:
+    def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
         rewards = np.array([self.total(score) for score in scores], np.float32)
         return RewardResult(rewards, np.ones(len(scores), bool), {"score": rewards}, {}, 0, (len(scores),))
+
+
+TASK_S = 0.25  # that each task of a `ScriptedScorer` says it took
+
+
+class ScriptedScorer:
+    """In the place of `Scorer`: scores member `sample` of a prompt by `score(prompt, sample, tokens)`."""
+
+    def __init__(self, score: Callable[[Prompt, int, GroupResult], TextScore]) -> None:
+        self._score = score
+        self.num_scored = 0
+
+    async def ready(self) -> int:
+        return 0
+
+    async def score_task(self, pieces: list[Piece], prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
+        scores = []
+        for (payload, samples), prompt in zip(pieces, pickle.loads(prompts), strict=True):
+            tokens = await payload.tokens
+            scores += [self._score(prompt, sample, tokens) for sample in samples]
+        self.num_scored += len(scores)
+        return TaskResult(scores, TASK_S, 0)
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+
+
+def scripted_rewards(recipe: Recipe, scorer: ScriptedScorer) -> RewardWorkers:
+    """`RewardWorkers` with a scorer of a test, in this process."""
+    with mock.patch("megarl.reward.workers.Scorer", lambda *_: scorer):
+        return RewardWorkers(recipe.verifiers, "model", (), recipe.phases.reward, local=True)
 
 
 def prompt(index: int) -> Prompt:
@@ -254,13 +335,14 @@ def prompt(index: int) -> Prompt:
 PER_STEP, SIZE = 2, 2
 
 
-def stream_recipe(dynamic_rounds: int | None = None, **rollout: Any) -> Any:
+def stream_recipe(dynamic_rounds: int | None = None, phases__reward__timeout_s: float | None = None, **rollout: Any) -> Any:
     """Two groups of two a step."""
     values = recipe(Path("nowhere"), **rollout).model_dump()
     values["phases"]["rollout"] |= {"prompts": PER_STEP, "max_concurrent": 8}
     values["phases"]["actor_update"] |= {"mini_batch": PER_STEP * SIZE}
     values["algorithm"]["group_size"] = SIZE
     values["run"]["steps"] = 1000
+    values["phases"]["reward"]["timeout_s"] = phases__reward__timeout_s or values["phases"]["reward"]["timeout_s"]
     if dynamic_rounds is not None:
         values["algorithm"]["dynamic_sampling"] = {"max_rounds": dynamic_rounds}
     return recipe(Path("nowhere")).model_validate(values)

@@ -6,23 +6,21 @@ sequences from the device's memory, whose rate follows from `tflops` by OPERATIO
 writing a worker's weights once counts. Rewards, environments, and what engines and trainer take from each other on one CPU
 are left out. The load is even over the engines.
 
-The simulation follows the rules of the stream. A group starts while fewer than (version + 1 + S) * prompts groups have
-started; sequences wait for a slot and keep it to their end; a step takes the groups that finish first among the oldest
-`window`, as far as no other group becomes too old for that; the trainer then works for the time of its phases, which
-above S = 0 include actor_logprob; engines stop only during the sync. With S = 0 that is generation to the last completion,
-training and sync, one after the other.
+The stream's own rule (megarl/schedule/admission.py) says which groups start, and which a step takes. Sequences wait for a
+slot and keep it to their end; the trainer works for the time of its phases, which above S = 0 include actor_logprob; engines
+stop only during the sync. With S = 0 that is generation to the last completion, training and sync, one after the other.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 
 from megarl.planner.flops import forward_flops
 from megarl.planner.forecast import Forecast, Job
+from megarl.schedule.admission import Admission
 
 STALENESSES = (0, 1, 2, 4)
 # Operations in the time of one byte from memory, both at sustained rates. An H100 has 990 TFLOPS in bf16 and 3.35 TB/s; of
@@ -131,16 +129,13 @@ def balanced_devices(plan: Forecast) -> float | None:
     return known.full_s * plan.job.engines.workers / trainer_s
 
 
-NOT_STARTED = sys.maxsize
-
-
 @dataclass(eq=False)
 class _Group:
+    number: int  # of `Admission`
     left: int  # members that are not complete
-    version: int = NOT_STARTED  # of the first token
+    version: int | None = None  # of the first token
     tokens: int = 0
     versions: float = 0.0  # the sum of its tokens' versions
-    end: int = -1  # the group's place in the order of completion
 
 
 @dataclass
@@ -157,15 +152,18 @@ class _Engines:
     versions: float = 0.0  # the versions of the ticks so far, summed
     tokens: float = 0.0
     num_started: int = 0
-    num_ended: int = 0
 
-    def fill(self, version: int) -> None:
-        """Start waiting sequences in the free slots."""
+    def fill(self, version: int) -> list[_Group]:
+        """Start waiting sequences in the free slots; return the groups of which some are the first."""
+        begun = []
         while self.waiting and len(self.running) < self.slots:
             length, group = self.waiting.popleft()
-            group.version = min(group.version, version)
+            if group.version is None:
+                group.version = version
+                begun.append(group)
             self.num_started += 1
             heapq.heappush(self.running, (self.ticks + length, self.num_started, self.ticks, self.versions, group))
+        return begun
 
     @property
     def tick_s(self) -> float:
@@ -179,16 +177,13 @@ class _Engines:
         self.versions += version * ticks
         self.tokens += ticks * len(self.running)
 
-    def end_first(self) -> bool:
-        """End the sequence with the fewest tokens left. True: its group is complete."""
+    def end_first(self) -> _Group:
+        """End the sequence with the fewest tokens left; return its group."""
         end, _, start, versions, group = heapq.heappop(self.running)
         group.tokens += round(end - start)
         group.versions += self.versions - versions
         group.left -= 1
-        if group.left == 0:
-            self.num_ended += 1
-            group.end = self.num_ended
-        return group.left == 0
+        return group
 
 
 def simulate(known: Rates, staleness: int, window: int, seed: int) -> StalenessRow:
@@ -199,36 +194,40 @@ def simulate(known: Rates, staleness: int, window: int, seed: int) -> StalenessR
     engines = _Engines(known, scale, max(1, round(known.engines * known.slots / scale)))
     train_s = known.train_s + (known.logprob_s if staleness else 0.0)
     generator = random.Random(f"{seed}/stream")
-    untaken: list[_Group] = []  # in the order of their prompts
-    now, version, begun, num_groups = 0.0, 0, 0.0, 0
+    admission, groups = Admission(prompts, staleness, window), {}  # by number
+    now, begun = 0.0, 0.0
     trained_at: float | None = None  # the end of the trainer's work on the groups of this version
-    may_take = False  # since the last try a group has ended or a version has begun
+    may_take = False  # a group has ended, or a version has begun
     counted, stale, largest, tokens_before = 0, 0.0, 0, 0.0
-    while version < WARMUP_STEPS + MEASURED_STEPS:
-        while num_groups < (version + 1 + staleness) * prompts:
-            group = _Group(known.group_size)
-            untaken.append(group)
+    while (version := admission.version) < WARMUP_STEPS + MEASURED_STEPS:
+        for number in [admission.start() for _ in range(admission.num_to_start())]:
+            group = groups[number] = _Group(number, known.group_size)
             engines.waiting.extend((length, group) for length in generator.choices(known.completions, k=known.group_size))
-            num_groups += 1
-        engines.fill(version)
-        if trained_at is None and may_take and (taken := _taken(untaken, window, prompts, version, staleness)):
-            untaken = [group for group in untaken if group not in taken]
+        for group in engines.fill(version):
+            admission.send(group.number)
+        if may_take and trained_at is None and (taken := admission.take()):
             trained_at = now + train_s
+            chosen = [groups.pop(number) for number in taken[0]]
+            assert not taken[1], "no group is given up"
             if version >= WARMUP_STEPS:
-                counted += sum(group.tokens for group in taken)
-                stale += sum(version * group.tokens - group.versions for group in taken)
-                largest = max([largest, *(version - group.version for group in taken)])
+                counted += sum(group.tokens for group in chosen)
+                stale += sum(version * group.tokens - group.versions for group in chosen)
+                largest = max([largest, *(version - (group.version or 0) for group in chosen)])
         may_take = False
         ends_at = now + (engines.running[0][0] - engines.ticks) * engines.tick_s if engines.running else float("inf")
         if trained_at is None or ends_at < trained_at:
             engines.run(ends_at - now, version)
-            may_take = engines.end_first()
-            now = ends_at
+            now, group = ends_at, engines.end_first()
+            may_take = group.left == 0
+            if may_take and group.version is not None:
+                admission.sampled(group.number, group.version)
+                admission.finish(group.number)
             continue
         if engines.running:
             engines.run(trained_at - now, version)
-        now, version, trained_at, may_take = trained_at + known.sync_s, version + 1, None, True
-        if version == WARMUP_STEPS:
+        now, trained_at, may_take = trained_at + known.sync_s, None, True
+        admission.begin(version + 1)
+        if version + 1 == WARMUP_STEPS:
             begun, tokens_before = now, engines.tokens
     seconds = now - begun
     full = seconds / known.token_s(known.slots) * known.engines * known.slots / scale
@@ -240,23 +239,3 @@ def simulate(known: Rates, staleness: int, window: int, seed: int) -> StalenessR
         max(0.0, stale / counted),
         largest,
     )
-
-
-def _taken(untaken: list[_Group], window: int, prompts: int, version: int, staleness: int) -> list[_Group]:
-    """The groups that step `version` takes; none while they are not complete.
-
-    Each later step takes `prompts` groups too, so of the groups with tokens of version u or before all but
-    (u + staleness - version) * prompts must be taken now. Groups that finished first go first where that leaves room.
-    """
-    due = {
-        old: sum(group.version <= old for group in untaken) - (old + staleness - version) * prompts
-        for old in range(version - staleness, version)
-    }
-    taken: list[_Group] = []
-    for group in sorted((group for group in untaken[:window] if group.end >= 0), key=lambda group: group.end):
-        if all(count < prompts - len(taken) for old, count in due.items() if old < group.version):
-            taken.append(group)
-            due |= {old: count - 1 for old, count in due.items() if old >= group.version}
-        if len(taken) == prompts:
-            return taken
-    return []

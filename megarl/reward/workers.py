@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES
 from megarl.reward.service import services_of
 from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.verifiers import MASK_CAUSES, TextScore, check_answer, load_terms, reads_answers, weighted_sum
+from megarl.rollout import RolloutError
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
 logger = logging.getLogger(__name__)
@@ -111,23 +113,59 @@ class TaskResult:
     process: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Text:
-    """A sample to score."""
+Piece = tuple[Any, list[int]]
+"""A payload, and samples of it that answer one prompt."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Samples of a payload that wait for scores; the first `num_sent` are with workers."""
 
     payload: Any
-    sample: int
+    samples: Sequence[int]
     prompt: Prompt
+    answers: bool
+    result: asyncio.Future[list[TextScore]]
+    scores: dict[int, TextScore] = field(default_factory=dict)  # by place among the samples
+    num_sent: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.samples) - self.num_sent
 
 
-def _fetch(texts: Sequence[_Text]) -> list[np.ndarray]:
+@dataclass
+class _Queue:
+    """Groups of a training step or of an evaluation. With `sends_all` tasks may be smaller until nothing waits; `done` are
+    the tasks since the last `join`."""
+
+    waiting: deque[_Group] = field(default_factory=deque)
+    num_waiting: int = 0  # samples
+    sends_all: bool = False
+    done: list[TaskResult] = field(default_factory=list)
+
+    def take(self, size: int) -> list[tuple[_Group, range]]:
+        """Take up to `size` samples: the places of each group."""
+        taken = []
+        while size and self.waiting:
+            group = self.waiting[0]
+            places = range(group.num_sent, group.num_sent + min(size, group.num_left))
+            taken.append((group, places))
+            group.num_sent, size, self.num_waiting = places.stop, size - len(places), self.num_waiting - len(places)
+            if not group.num_left:
+                self.waiting.popleft()
+        self.sends_all &= bool(self.waiting)
+        return taken
+
+
+def _fetch(pieces: Sequence[Piece]) -> list[np.ndarray]:
     """Return the tokens that count of each sample; asks each payload once."""
     samples: dict[int, list[int]] = {}
-    payloads = {id(text.payload): text.payload for text in texts}
-    for text in texts:
-        samples.setdefault(id(text.payload), []).append(text.sample)
+    payloads = {id(payload): payload for payload, _ in pieces}
+    for payload, some in pieces:
+        samples.setdefault(id(payload), []).extend(some)
     fetched = {key: payload.fetch(samples[key]) for key, payload in payloads.items()}
-    return [fetched[id(text.payload)][text.sample].completion.final_ids for text in texts]
+    return [fetched[id(payload)][sample].completion.final_ids for payload, some in pieces for sample in some]
 
 
 class Scorer:
@@ -155,11 +193,12 @@ class Scorer:
             await self._verifiers.load()
         return os.getpid()
 
-    async def score_task(self, texts_of: Sequence[_Text], timeout_s: float, answers: bool) -> TaskResult:
-        """Score samples; fetches their tokens from their payloads."""
+    async def score_task(self, pieces: list[Piece], pickled_prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
+        """Score samples, of one prompt in each piece; fetches their tokens from their payloads."""
         begun = time.perf_counter()
-        ids = await asyncio.to_thread(_fetch, texts_of)
-        texts, prompts = [self.decode(tokens.tolist()) for tokens in ids], [text.prompt for text in texts_of]
+        ids = await asyncio.to_thread(_fetch, pieces)
+        texts = [self.decode(tokens.tolist()) for tokens in ids]
+        prompts = [prompt for (_, some), prompt in zip(pieces, pickle.loads(pickled_prompts), strict=True) for _ in some]
         tasks = [judge.score(texts, prompts, timeout_s) for judge in self._services]
         if self._verifiers is not None:
             tasks.insert(0, self._verifiers.score_task(texts, prompts, timeout_s, answers))
@@ -207,10 +246,8 @@ class RewardWorkers:
         else:
             self._actors, self._processes = _start_actors(arguments, section.workers)
         self._idle = list(range(max(1, len(self._actors))))
-        self._waiting: deque[tuple[_Text, bool, asyncio.Future[TextScore]]] = deque()
-        self._sends_all = False  # tasks may be smaller until nothing waits
+        self._evaluation, self._training = self._queues = _Queue(), _Queue()
         self._running: set[asyncio.Task[None]] = set()
-        self._done: list[TaskResult] = []  # since `take_tasks`
 
     def score(
         self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
@@ -223,36 +260,39 @@ class RewardWorkers:
                 self.score_group(payload, range(g * group_size, min((g + 1) * group_size, num_sequences)), prompt, answers)
                 for g, prompt in enumerate(prompts)
             ]
-            tasks = [asyncio.ensure_future(part) for part in work]
-            await asyncio.sleep(0)  # now all samples wait
             self.send_all()
-            return [score for part in await asyncio.gather(*tasks) for score in part]
+            return [score for part in await asyncio.gather(*work) for score in part]
 
         scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
         return self.join(scores, answers)
 
-    async def score_group(
-        self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False
-    ) -> list[TextScore]:
-        """Score some completions of a prompt. A task begins when enough samples wait, or after `send_all`.
+    def score_group(
+        self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False, is_evaluation: bool = False
+    ) -> asyncio.Future[list[TextScore]]:
+        """Score some completions of a prompt, in an event loop. A task begins when enough samples wait, or after `send_all`;
+        evaluations go first and share no task with others.
 
-        Raises ValueError for a prompt's answer that a verifier cannot compare with, TimeoutError if a worker is silent.
+        Raises ValueError for a prompt's answer that a verifier cannot compare with. The result raises TimeoutError if a
+        worker is silent, RolloutError if one is gone for good or tokens are lost, and what a worker raises.
         """
         check_answer(self._terms, prompt)
-        futures: list[asyncio.Future[TextScore]] = [asyncio.get_running_loop().create_future() for _ in samples]
-        for sample, future in zip(samples, futures, strict=True):
-            self._waiting.append((_Text(payload, sample, prompt), answers, future))
+        group = _Group(payload, samples, prompt, answers, asyncio.get_running_loop().create_future())
+        queue = self._evaluation if is_evaluation else self._training
+        queue.waiting.append(group)
+        queue.num_waiting += group.num_left
         self._send()
-        return list(await asyncio.gather(*futures))
+        return group.result
 
-    def send_all(self) -> None:
+    def send_all(self, is_evaluation: bool = False) -> None:
         """Score all samples that wait, even if they do not fill a task."""
-        self._sends_all = True
+        queue = self._evaluation if is_evaluation else self._training
+        queue.sends_all = bool(queue.waiting)
         self._send()
 
-    def join(self, scores: list[TextScore], answers: bool = False) -> RewardResult:
+    def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""
-        tasks, self._done = self._done, []
+        queue = self._evaluation if is_evaluation else self._training
+        tasks, queue.done = queue.done, []
         result = self._join(scores, tuple(sorted((len(task.scores) for task in tasks), reverse=True)))
         if answers and reads_answers(self._terms):
             result = replace(result, answers=[score.answer for score in scores])
@@ -277,35 +317,36 @@ class RewardWorkers:
     def _send(self) -> None:
         """Give each idle worker a task."""
         size = self._section.sequences
-        while self._idle and self._waiting and (self._sends_all or len(self._waiting) >= size):
-            batch = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
-            task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), batch))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-        if not self._waiting:
-            self._sends_all = False
+        for queue in self._queues:
+            while self._idle and queue.num_waiting and (queue.sends_all or queue.num_waiting >= size):
+                task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), queue, queue.take(size)))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
 
-    async def _run(self, worker: int, batch: list[tuple[_Text, bool, asyncio.Future[TextScore]]]) -> None:
-        arguments = [text for text, _, _ in batch], self._section.timeout_s, any(answers for _, answers, _ in batch)
-        deadline_s = self._section.timeout_s + TASK_GRACE_S
+    async def _run(self, worker: int, queue: _Queue, parts: list[tuple[_Group, range]]) -> None:
+        pieces = [(group.payload, [*group.samples[places.start : places.stop]]) for group, places in parts]
+        prompts = pickle.dumps([group.prompt for group, _ in parts])  # Ray's own pickler takes ten times as long
+        timeout_s, answers = self._section.timeout_s, any(group.answers for group, _ in parts)
+        num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
+        name = f"phase reward: a task of {num} sequences on worker {worker}"
         try:
             if self._local is not None:
-                result = await self._local.score_task(*arguments)
+                result = await self._local.score_task(pieces, prompts, timeout_s, answers)
             else:
-                result = await asyncio.wait_for(self._actors[worker].score_task.remote(*arguments), deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    result = await self._actors[worker].score_task.remote(pieces, prompts, timeout_s, answers)
                 self._note_process(worker, result.process)
         except TimeoutError:
-            error = TimeoutError(
-                f"phase reward: a task of {len(batch)} sequences on worker {worker} gave no answer within {deadline_s:.0f} s"
-            )
-            _fail(batch, error)
+            _fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))
         except Exception as error:  # whoever waits for the scores raises it
-            _fail(batch, error)
+            _fail(parts, _named(name, error))
         else:
-            self._done.append(result)
-            for (_, _, future), score in zip(batch, result.scores, strict=True):
-                if not future.done():
-                    future.set_result(score)
+            queue.done.append(result)
+            scores = iter(result.scores)
+            for group, places in parts:
+                group.scores.update(zip(places, scores, strict=False))
+                if len(group.scores) == len(group.samples) and not group.result.done():
+                    group.result.set_result([group.scores[place] for place in range(len(group.scores))])
         self._idle.append(worker)
         self._send()
 
@@ -336,10 +377,11 @@ class RewardWorkers:
             for term in self._terms
             for reason in REASONS.get(term.kind, ())
         }
-        counts |= {f"num_zero_{cause}": sum(score.cause == cause for score in scores) for cause in ZERO_CAUSES}
-        counts |= {f"num_masked_{cause}": sum(score.cause == cause for score in scores) for cause in MASK_CAUSES}
+        causes = Counter(score.cause for score in scores)
+        counts |= {f"num_zero_{cause}": causes[cause] for cause in ZERO_CAUSES}
+        counts |= {f"num_masked_{cause}": causes[cause] for cause in MASK_CAUSES}
+        judged = [sample for sample, score in enumerate(scores) if score.failure and score.parts is not None]
         for outcome, has_cause in (("scored 0", True), ("judged once more", False)):
-            judged = [sample for sample, score in enumerate(scores) if score.parts is not None and score.failure]
             chosen = [sample for sample in judged if bool(scores[sample].cause) == has_cause]
             for sample in chosen[:1]:
                 failure = scores[sample].failure
@@ -348,10 +390,25 @@ class RewardWorkers:
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
-def _fail(batch: Sequence[tuple[Any, bool, asyncio.Future[TextScore]]], error: Exception) -> None:
-    for _, _, future in batch:
-        if not future.done():
-            future.set_exception(error)
+def _fail(parts: Sequence[tuple[_Group, range]], error: Exception) -> None:
+    for group, _ in parts:
+        if not group.result.done():
+            group.result.set_exception(error)
+
+
+def _named(task: str, error: Exception) -> Exception:
+    """Return what to raise for an error of a task: what Ray says of lost workers and objects names no phase."""
+    import ray
+
+    resume = f"a resume goes on from the last checkpoint; cause: {error}"
+    if isinstance(error, ray.exceptions.ObjectLostError):
+        return RolloutError(f"{task} finds no tokens: they were lost with the node of their engine; {resume}")
+    if isinstance(error, ray.exceptions.RayActorError):
+        return RolloutError(
+            f"{task} has no worker any more, which was lost {MAX_WORKER_RESTARTS} times before; the log of its machine says "
+            f"why, most often for want of memory; {resume}"
+        )
+    return error
 
 
 def _start_actors(arguments: tuple[Any, ...], workers: int) -> tuple[list[Any], list[int]]:

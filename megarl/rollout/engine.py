@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pickle
 import platform
-import re
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import psutil
+import ray
 import torch
 
 from megarl.cluster.cores import bind, engine_cores, worker_threads
@@ -22,6 +23,7 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.engine_process import EngineProcess, log_errors, own_processes
 from megarl.rollout.engine_report import EngineReport, RequestLog, counting_stat_logger
 from megarl.rollout.engine_settings import (
     EngineSettings,
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 DEATH_POLL_S = 0.25  # how often a waiting call looks whether the engine core died
-ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 ADAPTER = 1  # vLLM's number of the adapters, the same for all versions
 GREEDY = -1  # in the place of the group of a greedy completion
 
@@ -51,7 +52,7 @@ GREEDY = -1  # in the place of the group of a greedy completion
 class GroupRequest:
     """One prompt and the sampling seed of each of its completions, under a `position` that no other group of the engine
     has. `temperature` and `max_new_tokens` replace the engine's unless they are None. `partials`, if any, are what each
-    completion has already; the result holds the whole completions."""
+    completion has already; the result holds the whole completions. An evaluation is in no report of the engine."""
 
     position: int
     group: int
@@ -60,21 +61,21 @@ class GroupRequest:
     temperature: float | None = None
     max_new_tokens: int | None = None
     partials: tuple[Partial, ...] = ()
+    is_evaluation: bool = False
 
     def __post_init__(self) -> None:
         if len(self.partials) not in (0, len(self.seeds)):
             raise ValueError(f"group {self.group}: {len(self.partials)} partials for {len(self.seeds)} completions")
 
 
-@dataclass(frozen=True)
-class EngineProcess:
-    """A started engine: host name, its processes (id and start time, the actor first), the shared memory files they made,
-    and how many sequences it decodes at once."""
+class BatchPart(NamedTuple):
+    """A request and the batch with which it is queued: the batch's number among those that the engine gets, its number of
+    requests, and `continues` as in `RolloutEngine.submit`."""
 
-    host: str
-    pids: tuple[tuple[int, float], ...]
-    shared_files: tuple[str, ...]
-    max_concurrent: int
+    request: GroupRequest
+    batch: int
+    size: int
+    continues: bool
 
 
 @dataclass(eq=False)
@@ -115,6 +116,9 @@ class RolloutEngine:
         self._engine: AsyncLLM | None = None
         self._on_cpu = True
         self._groups: dict[int, PendingGroup] = {}  # by position, in the order of their requests
+        self._arriving: dict[int, tuple[list[GroupRequest], asyncio.Future[None]]] = {}  # batches that are not whole
+        self._num_batches = 0  # that were queued, or refused
+        self._batch_ended = asyncio.Condition()
         self._num_queued = 0  # completions since the engine was idle
         self._num_scored = 0
         self._version = 0  # the checkpoint's weights
@@ -170,10 +174,35 @@ class RolloutEngine:
             await self.stop()  # so that a retry does not find its memory taken
             raise
         except Exception as error:  # whatever vLLM raises reaches rank 0 as one error with the log's errors
-            raise RolloutError(f"vLLM did not start: {error}\n{_log_errors()}") from error
+            raise RolloutError(f"vLLM did not start: {error}\n{log_errors()}") from error
         max_concurrent = self._engine.vllm_config.scheduler_config.max_num_seqs * self._settings.layout.data
-        pids, shared_files = _own_processes()
+        pids, shared_files = own_processes()
         return EngineProcess(platform.node(), pids, shared_files, max_concurrent)
+
+    @ray.method(num_returns=2)
+    async def sample(self, pickled_part: bytes) -> tuple[GroupFacts, GroupResult]:
+        """Complete the group of a `BatchPart`; `submit` gets its batch once all parts are there, in whichever order they
+        came. Raises and returns as `submit` and `result`."""
+        part: BatchPart = pickle.loads(pickled_part)
+        requests, queued = self._arriving.setdefault(part.batch, ([], asyncio.get_running_loop().create_future()))
+        requests.append(part.request)
+        if len(requests) == part.size:
+            del self._arriving[part.batch]
+            try:
+                await self.submit(sorted(requests, key=lambda request: request.position), part.continues)
+                queued.set_result(None)
+            except Exception as error:  # all parts raise it
+                queued.set_exception(error)
+            async with self._batch_ended:
+                self._num_batches += 1
+                self._batch_ended.notify_all()
+        await queued
+        return await self.result(part.request.position)
+
+    async def holds(self, num_batches: int) -> None:
+        """Return once so many batches were queued or refused since the start."""
+        async with self._batch_ended:
+            await self._batch_ended.wait_for(lambda: self._num_batches >= num_batches)
 
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Queue groups and generate; groups that are under way go on. On an idle engine the groups are queued while
@@ -197,6 +226,7 @@ class RolloutEngine:
             if is_idle:
                 await self._utility(engine.resume_generation())
 
+    @ray.method(num_returns=2)
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them.
         Raises RolloutError for a group that was dropped."""
@@ -405,7 +435,7 @@ class RolloutEngine:
     async def _collect(self, group: PendingGroup, collectors: dict[int, RequestOutputCollector]) -> None:
         """Wait for the requests of a group, and set its result, or an error, unless it was cut."""
         try:
-            with self._log.in_flight():
+            with self._log.in_flight() if not group.request.is_evaluation else contextlib.nullcontext():
                 outputs = {member: await self._guard(collector.get()) for member, collector in collectors.items()}
             await self._extend(group, outputs)
             if not group.unfinished():
@@ -445,7 +475,9 @@ class RolloutEngine:
             group.partials[member] = group.partials[member] + sampled
             if not is_cut:
                 finished.append(member)
-            self._log.add(GREEDY if request.temperature == 0.0 else request.group, request_output, int(sampled.versions[-1]))
+            if not request.is_evaluation:
+                named = GREEDY if request.temperature == 0.0 else request.group
+                self._log.add(named, request_output, int(sampled.versions[-1]))
         if self._settings.record_routing:
             await self._take_routing(group, finished, outputs)
 
@@ -489,7 +521,7 @@ class RolloutEngine:
         if self._engine is None:
             raise EngineDied("the engine was not started or is stopped")
         if self._engine.errored:
-            raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}")
+            raise EngineDied(f"vLLM's engine process is gone\n{log_errors()}")
         return self._engine
 
     async def _utility(self, call: Coroutine[Any, Any, Any]) -> Any:
@@ -499,7 +531,7 @@ class RolloutEngine:
         while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
             if engine.errored:
                 task.cancel()
-                raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}")
+                raise EngineDied(f"vLLM's engine process is gone\n{log_errors()}")
         return task.result()
 
     async def _guard(self, call: Coroutine[Any, Any, Any]) -> Any:
@@ -509,7 +541,7 @@ class RolloutEngine:
         try:
             return await call
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine process is gone\n{_log_errors()}") from error
+            raise EngineDied(f"vLLM's engine process is gone\n{log_errors()}") from error
 
 
 def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> int:
@@ -525,8 +557,9 @@ def continued_seed(seed: int, num_tokens: int) -> int:
 
 
 def vllm_seed(names: Sequence[int]) -> int:
-    state = np.random.SeedSequence(names).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))  # vLLM takes a signed 64-bit seed
+    # The same for a list, in twice the time.
+    entropy = np.array(names, np.uint32) if max(names) < 2**32 else names
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1  # vLLM takes a signed 64-bit seed
 
 
 def token_versions(spans: Sequence[WeightVersionSpan]) -> np.ndarray:
@@ -565,26 +598,3 @@ def worker_reports(answers: Sequence[dict[str, float] | tuple[bool, str, bool]],
     if not versions or set(versions) != {version}:
         raise SyncError(f"workers took the versions {versions}, not version {version}")
     return metrics
-
-
-def _own_processes() -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
-    """Return id and start time of this process and its children, and the shared memory files that they map: vLLM's, as an
-    engine that just started has received no weights. Python's resource trackers are left out: they end by themselves after
-    the others, and then remove semaphores and shared memory that a killed process could not."""
-    actor = psutil.Process()
-    children = [child for child in actor.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
-    pids = tuple((process.pid, process.create_time()) for process in (actor, *children))
-    lines = [line for pid, _ in pids for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()]
-    files = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
-    return pids, tuple(sorted(file for file in files if not file.endswith("(deleted)")))
-
-
-def _log_errors(limit: int = 8) -> str:
-    """Return the last errors that this process and its children wrote; only there does vLLM say why an engine core died."""
-    errors: list[str] = []
-    for stream in (1, 2):
-        file = Path(os.readlink(f"/proc/self/fd/{stream}"))
-        if file.is_file():
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            errors += [line for line in lines if ERROR_LINE.search(line)]
-    return "\n".join(errors[-limit:])

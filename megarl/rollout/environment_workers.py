@@ -31,7 +31,7 @@ from megarl.rollout.environment import (
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
 MAX_WORKER_RESTARTS = 2
-# Episodes that a worker asks at the same time: more would wait for cores, and for each other's deadlines.
+# Episodes that are asked of a worker at the same time: more would wait for cores, and for each other's deadlines.
 AT_A_TIME = 64
 
 
@@ -126,7 +126,6 @@ class EnvironmentWorker:
         limits = ChildLimits(section.memory_mib << 20)
         self._server = ForkServerClient("environments", load_episodes, section, limits, import_path)
         self._played: set[Any] = set()  # episodes that have had a turn
-        self._places = asyncio.Semaphore(AT_A_TIME)
 
     async def ready(self) -> int:
         """Construct one environment and return this process. Raises ValueError if the class does not take its options."""
@@ -138,10 +137,8 @@ class EnvironmentWorker:
         return os.getpid()
 
     async def ask(self, episode: Any, question: Reset | Step) -> Reply:
-        """Return the answer of an episode's environment, or why there is none; then its process is killed.
-        `environment.timeout_s` begins when the question is sent."""
-        async with self._places:
-            return await self._ask(episode, question)
+        """Return the answer of an episode's environment, or why there is none; then its process is killed."""
+        return await self._ask(episode, question)
 
     async def end(self, episodes: Iterable[Any]) -> None:
         """Kill the processes of some episodes, whatever they do; episodes that are over already are skipped."""
@@ -189,6 +186,7 @@ class EnvironmentWorkers:
         import ray
 
         self._timeout_s = timeout_s
+        self._places = [asyncio.Semaphore(AT_A_TIME) for _ in range(section.workers)]
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
         remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
@@ -207,8 +205,9 @@ class EnvironmentWorkers:
         import ray
 
         try:
-            worker = self._actors[episode % len(self._actors)]
-            return await asyncio.wait_for(worker.ask.remote(episode, question), self._timeout_s)
+            worker = episode % len(self._actors)
+            async with self._places[worker], asyncio.timeout(self._timeout_s):
+                return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]
         except TimeoutError as error:
             raise EngineSilent(
                 f"environments: a worker gave no answer in phase rollout within rollout.timeout_s = {self._timeout_s:g}"

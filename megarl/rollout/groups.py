@@ -18,6 +18,7 @@ from megarl.cluster.ray_cluster import NAMESPACE
 from megarl.data.sample import Completion, Sample
 from megarl.planner.lengths import QUANTILES
 from megarl.recipe import Recipe
+from megarl.rollout import RolloutError
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,12 +195,19 @@ class StoredPayload:
     timeout_s: float
 
     def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
-        """Raises ray.exceptions.GetTimeoutError at the deadline, KeyError for a batch that was dropped."""
+        """Raises ray.exceptions.GetTimeoutError at the deadline, KeyError for a batch that was dropped, RolloutError for
+        tokens that were lost with their node."""
         samples = list(sample_ids)
         positions = sorted({s // self.group_size for s in samples})
         store = ray.get_actor(self.store, namespace=NAMESPACE)
         references = ray.get(store.references.remote(self.batch, positions), timeout=self.timeout_s)
-        results: list[GroupResult] = ray.get(references, timeout=self.timeout_s)
+        try:
+            results: list[GroupResult] = ray.get(references, timeout=self.timeout_s)
+        except ray.exceptions.ObjectLostError as error:
+            raise RolloutError(
+                "phase rollout: the tokens of a batch were lost with the node of their engine while ranks fetched them; a "
+                f"resume goes on from the last checkpoint; cause: {error}"
+            ) from error
         groups = dict(zip(positions, results, strict=True))
         return {s: groups[s // self.group_size].sample(s % self.group_size) for s in samples}
 

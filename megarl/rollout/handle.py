@@ -7,17 +7,16 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 from megarl.cluster.cores import BIND, CHOSEN
 from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
-from megarl.rollout.engine import EngineProcess, RolloutEngine
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine_process import EngineProcess, clear_away
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.telemetry.stacks import watched_environment
@@ -50,17 +49,6 @@ def engine_environment(workers: int, user: Mapping[str, str] = os.environ) -> di
     if workers == 1:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine core and worker share one process
     return variables
-
-
-def clear_away(process: EngineProcess) -> None:
-    """Kill an engine's processes except the actor, and remove their shared memory. Runs on the engine's node."""
-    for pid, created in process.pids[1:]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child = psutil.Process(pid)
-            if child.create_time() == created:  # else the number belongs to another process by now
-                child.kill()
-    for file in process.shared_files:
-        Path(file).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -126,14 +114,11 @@ class EngineHandle:
         except RolloutError as error:
             raise type(error)(f"{self.name}: {error}") from error
 
-    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """Begin a call and return its reference, or references. Raises EngineDied if there is no actor any more."""
         if self._actor is None:
             raise EngineDied("it was ended and not started again")
-        remote = getattr(self._actor, method)
-        if num_returns > 1:  # Ray makes a new method for other options, which takes half as long as the call
-            remote = remote.options(num_returns=num_returns)
-        return remote.remote(*arguments)
+        return getattr(self._actor, method).remote(*arguments)
 
     def get(self, reference: Any, phase: str) -> Any:
         """Return the answer of a call. Raises EngineDied for a dead engine, EngineSilent at the deadline, and otherwise what

@@ -66,7 +66,7 @@ class EnginePool:
         self._max_concurrent = 0
         self._store: Any = None
         self._store_name = f"rollouts-{secrets.token_hex(8)}"  # a cluster may serve several runs
-        self._owns_cluster = False
+        self._owns_cluster = self._ends_restarts = False
         self.address: str | None = None
         rollout = recipe.rollout
         places = places or place_engines(recipe, one_machine(recipe))
@@ -93,7 +93,7 @@ class EnginePool:
                     device_variable=platform.device_variable,
                     takes_turns=takes_turns(recipe),
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
-                    times_requests=recipe.run.trace != "none",
+                    times_requests=recipe.run.trace != "none" or (rollout.max_staleness > 0 and len(places) > 1),
                     engine_args=rollout.engine_args,
                     adapter=recipe.sent_adapter,
                     position=sum(other.node == place.node for other in places[:index]),
@@ -125,13 +125,20 @@ class EnginePool:
         """Return a batch of groups of one size; their tokens stay in the object store."""
         self._num_batches += 1
         name, size = str(self._num_batches), len(facts[0].lengths)
-        await asyncio.wait_for(self._store.add.remote(name, list(tokens)), self._recipe.rollout.timeout_s)
+        timeout_s = self._recipe.rollout.timeout_s
+        try:
+            await asyncio.wait_for(self._store.add.remote(name, list(tokens)), timeout_s)
+        except (TimeoutError, ray.exceptions.RayActorError) as error:
+            raise RolloutError(
+                f"phase rollout: the store of rollouts, an actor on rank 0's node, did not take batch {name} within "
+                f"rollout.timeout_s = {timeout_s:g}: {error or 'no answer'}; a resume goes on from the last checkpoint"
+            ) from error
         # A dead engine has no process, and all engines run the same number of sequences.
         self._max_concurrent = max(
             [self._max_concurrent, *(engine.process.max_concurrent for engine in self.engines if engine.process is not None)]
         )
         executed = RolloutExecuted(len(facts), size, self._max_concurrent)
-        payload = StoredPayload(self._store_name, name, size, self._recipe.rollout.timeout_s)
+        payload = StoredPayload(self._store_name, name, size, timeout_s)
         metrics: dict[str, float] = {"rollout/num_restarts": sum(engine.restarts for engine in self.engines)}
         return RolloutBatch.of(facts, payload, executed, metrics)
 
@@ -277,8 +284,16 @@ class EnginePool:
             stop_cluster()
         self.address = None
 
-    def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
-        """Start a fresh engine, without the published weights. Raises RolloutError if the engine was restarted too often."""
+    def end_restarts(self) -> None:
+        """End engines that are starting, from another thread than theirs, and start none."""
+        self._ends_restarts = True
+        for engine in self.engines:
+            if engine.process is None:
+                engine.kill()
+
+    def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> bool:
+        """Start a fresh engine, without the published weights; return whether there are none. Raises RolloutError if the
+        engine was restarted too often, or after `end_restarts`."""
         limit = self._recipe.rollout.max_restarts
         while True:
             # A silent engine that ends the run is left alive, so that the watchdog can print its stacks first.
@@ -297,12 +312,18 @@ class EnginePool:
             )  # fmt: skip
             begun = time.monotonic()
             try:
-                engine.finish_start(engine.begin_start(self._version))
+                start = engine.begin_start(self._version)
+                if self._ends_restarts:
+                    engine.kill()
+                    raise RolloutError(f"{engine.name} is not started again: the run ends") from cause
+                engine.finish_start(start)
             except (EngineDied, RolloutError) as error:
+                if self._ends_restarts:
+                    raise
                 cause = error
                 continue
             logger.warning("%s runs again after %.0f s", engine.name, time.monotonic() - begun)
-            return
+            return self._version is None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Refuse prompts that no engine may see: a token id outside the vocabulary would end vLLM's engine process."""

@@ -7,14 +7,14 @@ again in the background and takes requests once it has received weights, in the 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, Protocol
 
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
-from megarl.rollout.engine import GroupRequest
+from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.groups import GroupFacts, Partial
 from megarl.rollout.handle import EngineHandle
 
@@ -24,8 +24,12 @@ class Engines(Protocol):
 
     engines: list[EngineHandle]
 
-    def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> None:
-        """Start a dead engine again, without the published weights. Raises RolloutError if that was done too often."""
+    def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> bool:
+        """Start a dead engine again; return whether it serves at once, as no weights were published yet. Raises RolloutError
+        if that was done too often, or after `end_restarts`."""
+
+    def end_restarts(self) -> None:
+        """End engines that are starting, and start none."""
 
 
 @dataclass(eq=False)
@@ -38,7 +42,7 @@ class _Entry:
     send: Callable[[], None]
     owner: Any
     session: Any
-    is_last: bool
+    order: int  # of its queue
     continues: bool
     cost: int
     answer: asyncio.Future[tuple[GroupFacts, Any]]
@@ -52,7 +56,7 @@ class _Entry:
 @dataclass
 class _Lane:
     """An engine with its requests, their cost and sequences, and the most sequences that it may hold (None: any number).
-    `timer` ends the run if the engine finishes no request in time."""
+    `timer` ends the run if the engine finishes no request in time. `num_batches` were sent after `restarts` restarts."""
 
     engine: EngineHandle
     depth: float | None
@@ -62,6 +66,8 @@ class _Lane:
     cause: Exception | None = None  # why the engine died while the router was paused
     tokens: int = 0
     num_sequences: int = 0
+    num_batches: int = 0
+    restarts: int = 0
 
     def add(self, entry: _Entry) -> None:
         self.entries[entry] = None
@@ -76,27 +82,35 @@ class Router:
     """Gives each request to the live engine with the fewest tokens to compute; requests of one session stay together."""
 
     def __init__(
-        self, pool: Engines, timeout_s: float, max_tokens: int, depth: int | None, on_unserved: Callable[[], None]
+        self,
+        pool: Engines,
+        timeout_s: float,
+        max_tokens: int,
+        depth: int | None,
+        on_unserved: Callable[[], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, others wait here for the engine
-        that has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left."""
+        that has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left,
+        `on_error` if an engine cannot be started again."""
         self._pool, self._timeout_s, self._max_tokens = pool, timeout_s, max_tokens
         # With one engine there is nothing to choose: vLLM's own queue serves best.
         self._depth = depth if len(pool.engines) > 1 else None
-        self._on_unserved = on_unserved
+        self._on_unserved, self._on_error = on_unserved, on_error
         self._lanes = {engine.settings.index: _Lane(engine, self._depth) for engine in pool.engines}
         self._sessions: dict[Any, int] = {}  # engine of each session
-        self._waiting: deque[_Entry] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()  # submissions, answers, restarts
-        self._submissions: set[asyncio.Task[None]] = set()
+        # Evaluations, the others, and those that go behind them.
+        self._waiting: tuple[deque[_Entry], ...] = (deque(), deque(), deque())
+        self._tasks: set[asyncio.Task[None]] = set()  # answers and restarts
         self._restarts: set[asyncio.Task[None]] = set()
-        self._is_scheduled = self._is_paused = False
+        self._is_scheduled = self.is_paused = False
         self._next_position = 0
+        self.progressed_at = 0.0  # on the loop's clock: the last answer or restart of an engine
 
     @property
     def unserved(self) -> list[int]:
         """Engines that need weights before any request can go on; empty while a live engine is left."""
-        if self._is_paused or any(lane.is_live for lane in self._lanes.values()) or self._restarts:
+        if self.is_paused or any(lane.is_live for lane in self._lanes.values()) or self._restarts:
             return []
         return list(self._lanes)
 
@@ -111,35 +125,28 @@ class Router:
         continues: bool = False,
     ) -> asyncio.Future[tuple[GroupFacts, Any]]:
         """Return facts and the reference of the tokens of a request, when an engine has answered. `step` names the request
-        in errors, and `send` is called when an engine gets it. Requests that come together go out together, those with
-        `is_last` behind all others. `continues` as in `RolloutEngine.submit`; `cut` tells requests apart by `owner`."""
-        request = replace(request, position=self._next_position)
-        self._next_position += 1
+        in errors, and `send` is called when an engine gets it. Requests that come together go out together, those of an
+        evaluation first, those with `is_last` behind all others. `continues` as in `RolloutEngine.submit`; `cut` tells
+        requests apart by `owner`."""
         longest = self._max_tokens if request.max_new_tokens is None else request.max_new_tokens
         cost = len(request.seeds) * (len(request.prompt_ids) + longest)
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Entry(request, step, send, owner, session, is_last, continues, cost, answer))
+        order = 0 if request.is_evaluation else 1 + is_last
+        self._waiting[order].append(_Entry(request, step, send, owner, session, order, continues, cost, answer))
         self._schedule()
         return answer
 
     async def cut(self) -> dict[Any, tuple[Partial, ...]]:
         """Return what engines have sampled so far, by the owner of the request, and let them go on; an engine that dies has
         nothing. Raises EngineSilent."""
-        partials = {entry.owner: entry.request.partials for entry in self._waiting}
+        partials = {entry.owner: entry.request.partials for waiting in self._waiting for entry in waiting}
 
         async def cut_lane(lane: _Lane) -> None:
-            owners, restarts = {entry.request.position: entry.owner for entry in lane.entries}, lane.engine.restarts
-            try:
-                answer = lane.engine.answer(lane.engine.call("cut", list(owners)))
-                parts = await asyncio.wait_for(answer, self._timeout_s)
-            except EngineDied as error:
-                self._lose(lane, restarts, error)
-            except TimeoutError:
-                raise self._silent(lane, list(lane.entries)) from None
-            else:
-                partials.update({owners[position]: part for position, part in parts.items()})
+            owners = {entry.request.position: entry.owner for entry in lane.entries}
+            parts = await self._ask(lane, "cut", list(owners))
+            partials.update({owners[position]: part for position, part in (parts or {}).items()})
 
-        await asyncio.gather(*(cut_lane(lane) for lane in self._lanes.values() if lane.is_live and lane.entries))
+        await asyncio.gather(*map(cut_lane, self._at_work()))
         return partials
 
     def follow(self, num_preempted: dict[int, int]) -> None:
@@ -155,65 +162,74 @@ class Router:
         self._sessions.pop(session, None)
 
     async def pause(self) -> None:
-        """Send nothing more, and wait until engines hold what was sent and dead engines have started again."""
-        self._is_paused = True
+        """Send nothing more, and wait until engines hold what was sent and dead engines have started again. Raises
+        EngineSilent."""
+        self.is_paused = True
         for lane in self._lanes.values():
             self._renew_deadline(lane)
-        while self._submissions or self._restarts:
-            await asyncio.wait(self._submissions | self._restarts)
+        await asyncio.gather(*(self._ask(lane, "holds", lane.num_batches) for lane in self._at_work()))
+        while self._restarts:
+            await asyncio.wait(self._restarts)
 
     def resume(self, engines: Sequence[int] | None) -> None:
         """Go on with the engines that are live and with those that have received weights, all if None. Engines that died
         meanwhile are started again."""
-        self._is_paused = False
+        self.is_paused = False
         for index, lane in self._lanes.items():
             lane.is_live |= engines is None or index in engines
             cause, lane.cause = lane.cause, None
-            if cause is not None and not lane.is_live:
+            if cause is not None and lane.restarts == lane.engine.restarts:  # nobody started it again
+                lane.is_live = False
                 self._spawn(self._restart(lane, cause), self._restarts)
             self._renew_deadline(lane)
         self._schedule()
 
     async def close(self) -> None:
-        """Send nothing more and wait for no engine, but for those that start again: threads start them."""
-        self._is_paused = True
+        """Send nothing more, and wait for no engine."""
+        self.is_paused = True
         for lane in self._lanes.values():
             self._renew_deadline(lane)
         for task in self._tasks - self._restarts:
             task.cancel()
+        self._pool.end_restarts()  # they are in threads, which cannot be cancelled
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _schedule(self) -> None:
         """Send requests in the loop's next round, when all that come together are here."""
-        if not self._is_scheduled:
+        if not self._is_scheduled and any(self._waiting):
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         self._is_scheduled = False
-        if self._is_paused:
+        if self.is_paused:
             return
-        pending = [entry for entry in self._waiting if not entry.answer.done()]
-        waiting = deque(sorted(pending, key=attrgetter("is_last")))  # stable
-        self._waiting.clear()
         batches: dict[int, list[_Entry]] = {}
-        while waiting:
-            entry = waiting.popleft()
-            index = self._choose(entry)
-            if index is None:
-                self._waiting.append(entry)
-                if self._sessions:
-                    continue  # the engine of a session takes its requests at once
+        for waiting in self._waiting:
+            kept = []
+            while waiting:
+                entry = waiting.popleft()
+                if entry.answer.done():
+                    continue
+                index = self._choose(entry)
+                if index is None:
+                    kept.append(entry)
+                    if self._sessions:
+                        continue  # the engine of a session takes its requests at once
+                    break
+                lane = self._lanes[index]
+                entry.restarts = lane.engine.restarts
+                entry.request = replace(entry.request, position=self._next_position)
+                self._next_position += 1
+                entry.send()
+                lane.add(entry)
+                batches.setdefault(index, []).append(entry)
+            waiting.extendleft(reversed(kept))
+            if kept and not self._sessions:
                 break
-            lane = self._lanes[index]
-            entry.restarts = lane.engine.restarts
-            entry.send()
-            lane.add(entry)
-            batches.setdefault(index, []).append(entry)
-        self._waiting += waiting
         for index, entries in batches.items():
-            self._spawn(self._submit(self._lanes[index], entries), self._submissions)
-        if self._waiting and self.unserved:
+            self._send(self._lanes[index], entries)
+        if any(self._waiting) and self.unserved:
             self._on_unserved()
 
     def _choose(self, entry: _Entry) -> int | None:
@@ -232,38 +248,37 @@ class Router:
             self._sessions[entry.session] = chosen
         return chosen
 
-    async def _submit(self, lane: _Lane, entries: list[_Entry]) -> None:
-        engine, restarts = lane.engine, entries[0].restarts
+    def _send(self, lane: _Lane, entries: list[_Entry]) -> None:
+        """Let an engine complete requests, which it queues together."""
+        engine = lane.engine
+        if lane.restarts != engine.restarts:
+            lane.restarts, lane.num_batches = engine.restarts, 0
         if lane.timer is None:  # else the engine owes an answer already
             self._renew_deadline(lane)
+        continues, batch = any(entry.continues for entry in entries), lane.num_batches
+        lane.num_batches += 1
         try:
-            continues = any(entry.continues for entry in entries)
-            accepted = engine.answer(engine.call("submit", [entry.request for entry in entries], continues))
-            await asyncio.wait_for(accepted, self._timeout_s)  # a deadline for `pause`, too
-            if engine.restarts != restarts:
-                raise EngineDied("it was started again, without these requests")
             for entry in entries:
-                facts, tokens = engine.call("result", entry.request.position, num_returns=2)
-                self._spawn(self._wait(lane, entry, restarts, facts, tokens))
+                # Ray's own pickler takes five times as long.
+                part = pickle.dumps(BatchPart(entry.request, batch, len(entries), continues))
+                facts, tokens = engine.call("sample", part)
+                self._spawn(self._wait(lane, entry, facts, tokens))
         except EngineDied as error:
-            self._lose(lane, restarts, error)
-        except TimeoutError:
-            self._fail(entries, self._silent(lane, entries))
-        except EngineDirty as error:
-            self._fail(entries, RolloutError(f"{engine.name} refuses phase rollout: {error}"))
-        except Exception as error:  # whatever it is, whoever waits for the requests raises it
-            self._fail(entries, error)
+            self._lose(lane, engine.restarts, error)
 
-    async def _wait(self, lane: _Lane, entry: _Entry, restarts: int, facts: Any, tokens: Any) -> None:
-        """Pass the answer of an engine on, which got the request after so many restarts."""
+    async def _wait(self, lane: _Lane, entry: _Entry, facts: Any, tokens: Any) -> None:
+        """Pass the answer of an engine on."""
+        restarts = entry.restarts
         try:
             answer = await lane.engine.answer(facts)
         except EngineDied as error:
             self._lose(lane, restarts, error)
             return
+        except EngineDirty as error:
+            self._fail([entry], RolloutError(f"{lane.engine.name} refuses phase rollout: {error}"))
         except RolloutError as error:
             self._fail([entry], type(error)(f"{lane.engine.name}, phase rollout, step {entry.step}: {error}"))
-        except Exception as error:  # as above
+        except Exception as error:  # whatever it is, whoever waits for the request raises it
             self._fail([entry], error)
         if entry in lane.entries:  # else another engine has the request by now
             lane.remove(entry)
@@ -272,11 +287,26 @@ class Router:
         self._renew_deadline(lane)
         self._schedule()
 
+    def _at_work(self) -> list[_Lane]:
+        """Return the engines that hold requests."""
+        return [lane for lane in self._lanes.values() if lane.entries and lane.restarts == lane.engine.restarts]
+
+    async def _ask(self, lane: _Lane, method: str, argument: Any) -> Any:
+        """Return an engine's answer, None if it dies, which loses its requests. Raises EngineSilent."""
+        restarts = lane.restarts
+        try:
+            return await asyncio.wait_for(lane.engine.answer(lane.engine.call(method, argument)), self._timeout_s)
+        except EngineDied as error:
+            self._lose(lane, restarts, error)
+        except TimeoutError:
+            raise self._silent(lane, list(lane.entries)) from None
+
     def _renew_deadline(self, lane: _Lane) -> None:
         """An engine has `timeout_s` from its last answer to the next one."""
+        self.progressed_at = asyncio.get_running_loop().time()
         if lane.timer is not None:
             lane.timer.cancel()
-        waits = lane.entries and not self._is_paused
+        waits = lane.entries and not self.is_paused
         lane.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end_silent, lane) if waits else None
 
     def _end_silent(self, lane: _Lane) -> None:
@@ -296,13 +326,14 @@ class Router:
         lost = [entry for entry in lane.entries if entry.restarts == restarts]
         for entry in lost:
             lane.remove(entry)
-        self._waiting.extendleft(reversed([entry for entry in lost if not entry.answer.done()]))
+        for entry in reversed(lost):
+            self._waiting[entry.order].appendleft(entry)
         self._renew_deadline(lane)
         if lane.is_live and lane.engine.restarts == restarts:
             lane.is_live = False
             index = lane.engine.settings.index
             self._sessions = {session: engine for session, engine in self._sessions.items() if engine != index}
-            if self._is_paused:  # a sync starts the engine again, or `resume` does
+            if self.is_paused:  # a sync starts the engine again, or `resume` does
                 lane.cause = cause
             else:
                 self._spawn(self._restart(lane, cause), self._restarts)
@@ -310,9 +341,12 @@ class Router:
 
     async def _restart(self, lane: _Lane, cause: Exception) -> None:
         try:
-            await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
+            lane.is_live |= await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
+            self._renew_deadline(lane)
         except Exception as error:  # an engine that cannot be started again ends the run
-            self._fail([*self._waiting, *(entry for other in self._lanes.values() for entry in other.entries)], error)
+            lanes = [lane.entries for lane in self._lanes.values()]
+            self._fail([entry for entries in (*self._waiting, *lanes) for entry in entries], error)
+            self._on_error(error)
 
     def _fail(self, entries: list[_Entry], error: Exception) -> None:
         for entry in entries:

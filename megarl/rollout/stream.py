@@ -2,7 +2,8 @@
 
 One event loop, on a thread of rank 0, runs it while the trainer works. The trainer's thread calls the methods of
 `RolloutStream` that are no coroutines. With `rollout.max_staleness: 0` a step's groups start when the step begins and the
-trainer waits for all of them; above 0 the same code has groups of later steps under way (admission.py has the bound).
+trainer waits for all of them; above 0 the same code has groups of later steps under way, as far as
+megarl/schedule/admission.py lets them start.
 
 - Every admitted group is trained on once, or counted with its reason.
 - A group's requests survive their engine (router.py) and a weight sync (engine.py); nothing is sampled twice unless its
@@ -13,8 +14,6 @@ trainer waits for all of them; above 0 the same code has groups of later steps u
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -32,16 +31,17 @@ from megarl.data.sample import Prompt
 from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
+from megarl.reward.workers import TASK_GRACE_S, RewardResult, RewardWorkers, add_episodes
 from megarl.rollout import RolloutError
-from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.episodes import Environments, Episode, Episodes
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
+from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
 from megarl.schedule import PlanMismatch
+from megarl.schedule.admission import Admission
 from megarl.telemetry.progress import advance_work, begin_work
 
 Record = TypeVar("Record")
@@ -49,7 +49,6 @@ Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
 QUEUED = 4.0
-LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class Group:
     scores: list[TextScore] = field(default_factory=list)
     partials: tuple[Partial, ...] = ()  # of a run that was interrupted
     is_in_part: bool = False  # that an early phase has run on
+    is_evaluation: bool = False
 
     @property
     def parts(self) -> list[Group]:
@@ -146,16 +146,13 @@ class RolloutStream:
         self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds, recipe.run.steps)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[Group] = deque()  # groups that the curriculum does not know yet, in order
-        self._num_sampling = 0  # groups that do not wait for their rewards yet, those of an evaluation included
+        self._num_sampling = [0, 0]  # groups that do not wait for their rewards yet: of training, of an evaluation
         self._restored: list[Group] = []  # to be started with the next step
         self._is_awaited = False  # the trainer waits for groups
         self._step = self._version = 0
         self._error: BaseException | None = None
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting trainer: True if its call has ended
-        self._has_ended = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="rollout stream", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout stream", rollout.timeout_s)
+        self._loop = self._thread.loop
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._router = self._call(self._make_router())
@@ -197,8 +194,11 @@ class RolloutStream:
         """Sample and score groups that no step trains on. Without `resync` no weights were ever sent, and an engine that was
         started again has those of its model. Raises ValueError for a prompt that no engine may see."""
         self._pool.check(prompts)
-        groups = [Group(prompt, sampling.completions, sampling.draw, sampling.temperature) for prompt in prompts]
-        return self._call(self._sample_all(groups, answers), resync or (lambda engines: self.resume(0, engines)))
+        groups = [
+            Group(prompt, sampling.completions, sampling.draw, sampling.temperature, is_evaluation=True)
+            for prompt in prompts
+        ]
+        return self._call(self._sample_all(groups, answers), resync)
 
     def pause(self) -> None:
         """Send nothing to engines until `resume`: they change their weights."""
@@ -210,6 +210,7 @@ class RolloutStream:
         async def resume() -> None:
             self._version = version
             self._router.resume(engines)
+            self._changed.set()
 
         self._call(resume())
 
@@ -268,46 +269,29 @@ class RolloutStream:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._loop.shutdown_default_executor()
 
-        if not self._has_ended:
-            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(cancel())
 
     def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
         """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
-        wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        before, self._wakes = self._wakes, wakes  # `resync` calls, too
-        try:
-            if self._has_ended:
-                work.close()
-                raise RolloutError(LOOP_ENDED)
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            future.add_done_callback(lambda _: wakes.put(True))
-            while True:
-                while resync is not None and (engines := self._router.unserved):
-                    resync(engines)
-                if wakes.get():
-                    if not future.done():
-                        raise RolloutError(LOOP_ENDED)
-                    return future.result()
-        finally:
-            self._wakes = before
+
+        def sync() -> None:
+            while resync is not None and (engines := self._router.unserved):
+                resync(engines)
+
+        return self._thread.call(work, sync)
 
     # In the loop ------------------------------------------------------------------------------------------------------
-
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:  # also if some code asks the process to exit
-            self._has_ended = True
-            self._wakes.put(True)
 
     async def _make_router(self) -> Router:
         rollout = self._recipe.rollout
         max_concurrent = self._recipe.phases.rollout.max_concurrent
         depth = None if self._is_synchronous or max_concurrent is None else int(QUEUED * max_concurrent)
-        return Router(self._pool, rollout.timeout_s, rollout.max_new_tokens, depth, lambda: self._wakes.put(False))
+        return Router(self._pool, rollout.timeout_s, rollout.max_new_tokens, depth, self._thread.wake, self._end)
+
+    def _end(self, error: Exception) -> None:
+        """Let the trainer's next call raise an error."""
+        self._error = self._error or error
+        self._changed.set()
 
     async def _admit(self) -> None:
         """Start as many groups as may start."""
@@ -323,7 +307,7 @@ class RolloutStream:
             self._start(group)
 
     def _start(self, group: Group) -> None:
-        self._num_sampling += 1
+        self._num_sampling[False] += 1
         task = self._loop.create_task(self._run(group))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -331,9 +315,12 @@ class RolloutStream:
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
         try:
-            send = partial(self._admission.send, group.number)
-            await asyncio.gather(*(self._sample(part, send, is_last=part is group.greedy) for part in group.parts))
-            self._admission.sampled(group.number, min(min(part.facts.first_versions) for part in group.parts if part.facts))
+            send, parts = partial(self._admission.send, group.number), group.parts
+            if len(parts) == 1:
+                await self._sample(group, send)
+            else:
+                await asyncio.gather(*(self._sample(part, send, is_last=part is group.greedy) for part in parts))
+            self._admission.sampled(group.number, min(min(part.facts.first_versions) for part in parts if part.facts))
             if self._is_awaited:
                 advance_work(group.size)
             self._changed.set()
@@ -341,8 +328,8 @@ class RolloutStream:
             self._admission.finish(group.number, not self._filters or self._is_informative(group))
             self._learn()
             await self._admit()
-        except Exception as error:  # the trainer's next call raises it
-            self._error = self._error or error
+        except Exception as error:
+            self._end(error)
         self._changed.set()
 
     async def _sample(self, group: Group, send: Callable[[], None] = lambda: None, is_last: bool = False) -> None:
@@ -354,13 +341,15 @@ class RolloutStream:
             prompt = group.prompt
             seeds = tuple(request_seed(self._seed, group.step, prompt.index, member) for member in range(group.size))
             ids = np.asarray(prompt.token_ids, np.int32)
-            request = GroupRequest(0, prompt.index, ids, seeds, group.temperature, partials=group.partials)
+            request = GroupRequest(
+                0, prompt.index, ids, seeds, group.temperature, partials=group.partials, is_evaluation=group.is_evaluation
+            )
             group.facts, group.tokens = await self._router.sample(request, group.step, send, owner=group, is_last=is_last)
             return
         episodes = Episodes(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
-            continues = episode.turns > 0
+            continues, request = episode.turns > 0, replace(request, is_evaluation=group.is_evaluation)
             _, tokens = await self._router.sample(request, group.step, send, session=episode.number, continues=continues)
             result: GroupResult = await tokens
             return result
@@ -377,22 +366,19 @@ class RolloutStream:
         """Let the reward workers score a group: at once with staleness, else in full tasks but for the last one."""
         if self._rewards is None:
             return
-        timeout_s = self._recipe.rollout.timeout_s
+        timeout_s, lane = self._recipe.rollout.timeout_s, group.is_evaluation
         scored = [
-            asyncio.ensure_future(
-                self._rewards.score_group(GroupPayload(part.tokens, timeout_s), range(part.size), part.prompt, answers)
-            )
+            self._rewards.score_group(GroupPayload(part.tokens, timeout_s), range(part.size), part.prompt, answers, lane)
             for part in group.parts
         ]
-        await asyncio.sleep(0)  # now they wait in the workers' queue
-        self._num_sampling -= 1
-        if self._num_sampling == 0 or not self._is_synchronous:
-            self._rewards.send_all()
+        self._num_sampling[lane] -= 1
+        if self._num_sampling[lane] == 0 or not self._is_synchronous:
+            self._rewards.send_all(lane)
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
             part.scores = scores
 
     async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
-        self._num_sampling += len(groups)
+        self._num_sampling[True] += len(groups)
 
         async def run(group: Group) -> None:
             await self._sample(group)
@@ -455,8 +441,7 @@ class RolloutStream:
         batch = await self._pool.store_batch(facts, [group.tokens for group in groups])
         if groups[0].episodes is not None:
             batch = replace(batch, episodes=_episodes_of(groups))
-        is_trained = any(group.number >= 0 for group in groups)
-        if self._rewards is None or is_trained or not groups[0].scores:
+        if self._rewards is None or not groups[0].is_evaluation:
             return batch, None
         return batch, _rewards_of(self._rewards, groups, answers)
 
@@ -480,11 +465,31 @@ class RolloutStream:
         return {"prompts": prompts, "admission": admission, "groups": groups}
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition of groups. Raises what ended a part of the stream, and RolloutError if nothing happens for
+        longer than any part may take: engines, which may start again, environments, rewards."""
+        limit_s = 3 * self._recipe.rollout.timeout_s + self._recipe.phases.reward.timeout_s + TASK_GRACE_S
+        changed_at = self._loop.time()
         while self._error is None and not condition():
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout_at(max(changed_at, self._router.progressed_at) + limit_s):
+                    await self._changed.wait()
+                changed_at = self._loop.time()
+            except TimeoutError:
+                if self._loop.time() >= max(changed_at, self._router.progressed_at) + limit_s:
+                    self._end(RolloutError(self._starving(limit_s)))
         if self._error is not None:
             raise self._error
+
+    def _starving(self, limit_s: float) -> str:
+        """Say for what the trainer waits."""
+        sampling = [number for number, group in self._groups.items() if any(part.facts is None for part in group.parts)]
+        scoring = [number for number, group in self._groups.items() if number not in sampling and not group.scores]
+        waits = "is paused" if self._router.is_paused else "has engines at work or starting"
+        return (
+            f"phase rollout: step {self._step} waits for groups, and none came on within {limit_s:g} s; the stream {waits}; "
+            f"groups {sampling[:8]} of {len(sampling)} wait for completions, {scoring[:8]} of {len(scoring)} for rewards"
+        )
 
     def _rewards_in(self, group: Group) -> np.ndarray:
         """Return the rewards of a group, float32 [members], NaN where masked."""
@@ -578,5 +583,5 @@ def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:
 
 
 def _rewards_of(workers: RewardWorkers, groups: Sequence[Group], answers: bool = False) -> RewardResult:
-    scored = workers.join([score for group in groups for score in group.scores], answers)
+    scored = workers.join([score for group in groups for score in group.scores], answers, groups[0].is_evaluation)
     return scored if groups[0].episodes is None else add_episodes(scored, _episodes_of(groups))

@@ -23,7 +23,7 @@ from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import GroupResult
 from megarl.rollout.stream import RolloutStream, Taken
 from tests.rollout_cases import recipe as pool_recipe
-from tests.stream_cases import TASK_S, ScriptedPool, ScriptedScorer, scripted_rewards
+from tests.scripted_stream import TASK_S, ScriptedPool, ScriptedScorer, scripted_rewards
 
 members = st.tuples(st.sampled_from([0.0, 0.25, 1.0, math.nan]), st.booleans())
 
@@ -105,7 +105,11 @@ def sample(
 ) -> tuple[Taken, Prompts]:
     """Let a stream sample one step with scripted engines and rewards."""
     recipe, prompts = sampling_recipe(max_rounds, mask), Prompts()
-    pool: Any = ScriptedPool(lambda request: complete(request, reasons or []), engines, delay)
+    pool: Any = ScriptedPool.of(
+        engines,
+        complete=lambda request, _: complete(request, reasons or []),
+        delay=lambda _: 0.001 * delay(),
+    )
     workers = scripted_rewards(recipe, ScriptedScorer(score(rewards)))
     stream = RolloutStream(recipe, pool, 0, prompts, workers)  # type: ignore[arg-type]
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Documented by Python, and by torch (CUDA memory), despite the underscore.
-PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_record_memory_history", "_dump_snapshot"}
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_current_frames", "_record_memory_history", "_dump_snapshot"}
 ACCESS = ("getattr", "setattr", "hasattr", "delattr")
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
+from megarl.recipe import Recipe
 from megarl.rollout import EngineDied, RolloutError, handle
-from megarl.rollout.engine import EngineProcess
+from megarl.rollout.engine_process import EngineProcess
+from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.manifest import SyncAborted, SyncError, WeightManifest
@@ -34,7 +40,7 @@ class Scripted(EngineHandle):
         super().__init__(SimpleNamespace(index=index, takes_turns=False), 1.0, 1)  # type: ignore[arg-type]
         self._said = {"pause": pauses, "receive": reports}
 
-    def call(self, method: str, *arguments: Any, num_returns: int = 1) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         left = self._said[method]
         return left.pop(0) if len(left) > 1 else left[0]
 
@@ -164,3 +170,50 @@ def test_an_engine_that_dies_while_it_falls_asleep_is_left_to_the_sync() -> None
     pool: Any = SimpleNamespace(engines=[one(True, "a"), one(False, "b"), one(True, "c")])
     EnginePool.rest(pool)
     assert called == ["a sleep", "c sleep"]
+
+
+def test_a_restart_of_a_pool_that_ends_is_given_up_and_none_begins(pools: Pools) -> None:
+    """The engine would start for minutes, in a thread that nobody can end."""
+    starting, ended = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def finish_start(self, reference: Any) -> None:
+            starting.set()
+            assert ended.wait(60)
+            raise DEAD
+
+        def kill(self) -> None:
+            if starting.is_set():
+                ended.set()
+
+    engine = Slow(0, [PAUSED], [RECEIVED])
+    pool = pools(engine)
+    with ThreadPoolExecutor(1) as thread:
+        restart = thread.submit(pool.restart, engine, "rollout", DEAD)
+        assert starting.wait(60)
+        pool.end_restarts()
+        with pytest.raises(EngineDied):
+            restart.result(60)
+    with pytest.raises(RolloutError, match="is not started again: the run ends"):
+        pool.restart(engine, "rollout", DEAD)
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), ray.exceptions.RayActorError()], ids=["silent", "gone"])
+def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: Exception) -> None:
+    async def add(*_: Any) -> None:
+        raise error
+
+    pool = pools(Scripted(0, [PAUSED], [RECEIVED]))
+    pool._store = SimpleNamespace(add=SimpleNamespace(remote=add))
+    facts = GroupFacts(0, 1, (1,), (1,), ("stop",), (0,), (0,))
+    with pytest.raises(RolloutError, match=r"the store of rollouts.* did not take batch 1 within rollout.timeout_s"):
+        asyncio.run(pool.store_batch([facts], [None]))
+
+
+def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
+    for trace, staleness, counts in (("none", 0, False), ("none", 1, True), ("phases", 0, True)):
+        values = recipe(model, engines=2, max_staleness=staleness).model_dump()
+        values["run"]["trace"] = trace
+        pool = EnginePool(Recipe.model_validate(values), str(model), (), seed=0)
+        assert {engine.settings.times_requests for engine in pool.engines} == {counts}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megarl.rollout import EngineDirty, EngineSilent, RolloutError
+from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.router import Router
 from tests.scripted_stream import Loop, ScriptedPool, lose, request, run, settle
 
@@ -18,15 +19,21 @@ pytestmark = [pytest.mark.stream, pytest.mark.timeout(120)]  # a loop whose cloc
 TIMEOUT_S = 30.0
 
 
-def router(pool: ScriptedPool, depth: int | None = None, unserved: list[list[int]] | None = None) -> Router:
+def router(
+    pool: ScriptedPool,
+    depth: int | None = None,
+    unserved: list[list[int]] | None = None,
+    errors: list[Exception] | None = None,
+) -> Router:
     """A router with completions of 100 tokens at most; `unserved` gets what it says when no live engine is left."""
     made: Router
+    errors = errors if errors is not None else []
 
     def on_unserved() -> None:
         if unserved is not None:
             unserved.append(made.unserved)
 
-    made = Router(pool, TIMEOUT_S, 100, depth, on_unserved)  # type: ignore[arg-type]
+    made = Router(pool, TIMEOUT_S, 100, depth, on_unserved, errors.append)  # type: ignore[arg-type]
     return made
 
 
@@ -253,7 +260,7 @@ def test_the_errors_of_an_engine_name_it_and_fail_its_requests_alone() -> None:
         with pytest.raises(RolloutError, match=r"rollout engine 0, phase rollout, step 3: a token is no number"):
             await wrong
         engine.finish(1, EngineDirty("its sync failed"))
-        with pytest.raises(EngineDirty):
+        with pytest.raises(RolloutError, match="rollout engine 0 refuses phase rollout: its sync failed"):
             await dirty
         engine.finish(2)
         await right
@@ -375,9 +382,9 @@ def test_an_engine_that_takes_no_request_holds_a_pause_until_the_deadline() -> N
         pause = asyncio.ensure_future(routes.pause())
         await settle()
         clock().now += TIMEOUT_S + 1
-        await pause
         with pytest.raises(EngineSilent, match=r"rollout engine 0: .*step 2 .*rollout.timeout_s = 30"):
-            await answer
+            await pause
+        answer.cancel()
         await routes.close()
 
     run(body())
@@ -394,11 +401,7 @@ def test_close_ends_all_tasks_and_sends_nothing_more() -> None:
         pool.engines[1].die()
         await settle()
         calls = [len(engine.calls) for engine in pool.engines]
-        close = asyncio.ensure_future(routes.close())
-        await settle()
-        assert not close.done(), "a thread still starts an engine"
-        pool.may_restart.set()
-        await close
+        await asyncio.wait_for(routes.close(), 60)  # although a thread still starts an engine
         clock().now += 2 * TIMEOUT_S
         await settle()
         assert [len(engine.calls) for engine in pool.engines] == calls
@@ -548,6 +551,96 @@ def test_an_engine_that_does_not_cut_its_requests_is_named_at_the_deadline() -> 
         with pytest.raises(EngineSilent, match=r"rollout engine 0: 1 groups of step 7 .* rollout\.timeout_s = 30"):
             await cutting
         answer.cancel()
+        await routes.close()
+
+    run(body())
+
+
+def test_the_requests_of_an_evaluation_go_before_those_that_wait() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        routes = router(pool, depth=1)
+        for group in range(6):
+            routes.sample(request(group), 1, is_last=group == 2)
+        await settle()
+        routes.sample(replace(request(100), is_evaluation=True), 1)
+        await settle()
+        pool.engines[0].finish(0)
+        await settle()
+        assert pool.engines[0].groups == [[0], [100]]
+        pool.engines[0].finish(next(iter(pool.engines[0].work)))
+        await settle()
+        assert pool.engines[0].groups == [[0], [100], [3]]
+        await routes.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("synced", [None, [1]], ids=["all", "others"])
+def test_an_engine_that_calls_itself_broken_while_paused_is_started_again(synced: list[int] | None) -> None:
+    """A sync does not, as its process answers."""
+
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        broken, other = pool.engines
+        routes = router(pool)
+        answers = [routes.sample(request(group), 1) for group in range(2)]
+        await settle()
+        await routes.pause()
+        broken.finish(0, EngineDied("it is broken: a log-probability of group 0 is nan"))
+        await settle()
+        routes.resume(synced)
+        await settle()
+        assert other.groups == [[1], [0]], "what it was to do"
+        await routes.pause()
+        assert pool.restarted == [0]
+        routes.resume(None)
+        for position in list(other.work):
+            other.finish(position)
+        await asyncio.gather(*answers)
+        routes.sample(request(2), 1)
+        await settle()
+        assert broken.groups[-1] == [2], "it serves again after a sync"
+        await routes.close()
+
+    run(body())
+
+
+def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_also_without_requests() -> None:
+    async def body() -> None:
+        pool, errors = ScriptedPool.of(2), []  # type: ignore[var-annotated]
+        pool.restart_error = RolloutError("rollout.max_restarts = 0")
+        routes = router(pool, errors=errors)
+        answers = [routes.sample(request(group), 1) for group in range(2)]
+        await settle()
+        pool.may_restart.clear()
+        pool.engines[0].die()
+        await settle()
+        for position in list(pool.engines[1].work):
+            pool.engines[1].finish(position)
+        await asyncio.gather(*answers)
+        pool.may_restart.set()
+        while not errors:
+            await asyncio.sleep(0)
+        assert errors == [pool.restart_error]
+        await routes.close()
+
+    run(body())
+
+
+def test_a_restarted_engine_serves_at_once_while_no_weights_were_published() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        pool.has_published = False
+        routes = router(pool)
+        routes.sample(request(0), 1)
+        await settle()
+        pool.engines[0].die()
+        while not pool.restarted:
+            await asyncio.sleep(0)
+        while not pool.engines[0].work:  # the other one has the request
+            routes.sample(request(1), 1)
+            await settle()
         await routes.close()
 
     run(body())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Sequence
@@ -11,10 +12,23 @@ from typing import Any
 import pytest
 
 from megarl.data.sample import Prompt
-from megarl.rollout import RolloutError
+from megarl.reward.verifiers import TextScore
+from megarl.rollout import RolloutError, stream
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.stream import Sampling
-from tests.scripted_stream import PER_STEP, SIZE, ScriptedPool, ScriptedPrompts, ScriptedRewards, prompt, trainer
+from tests.scripted_stream import (
+    PER_STEP,
+    SIZE,
+    TASK_S,
+    ScriptedPool,
+    ScriptedPrompts,
+    ScriptedRewards,
+    ScriptedScorer,
+    prompt,
+    scripted_rewards,
+    stream_recipe,
+    trainer,
+)
 
 pytestmark = pytest.mark.stream
 
@@ -211,3 +225,43 @@ def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
             run.take()
         with pytest.raises(ValueError, match="prompt 4"):
             run.begin()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_has_reward_tasks_of_its_own(staleness: int) -> None:
+    """Training's groups are scored before and while it runs; each side counts its own tasks."""
+    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0)
+    made = stream_recipe(max_staleness=staleness)
+    rewards = scripted_rewards(made, scorer)
+    with trainer(pool, rewards, max_staleness=staleness) as run:
+        run.begin()
+        run.stream.wait_sampled(run.resync)
+        for _ in range(3):
+            _, scored = run.stream.sample([prompt(100), prompt(101)], Sampling(3, 0), run.resync)
+            assert scored is not None and sum(scored.task_sequences) == 6
+            assert scored.busy_s == TASK_S * len(scored.task_sequences)
+        taken = run.take()
+        assert sum(taken.rewards.task_sequences) == (1 + staleness) * PER_STEP * SIZE
+    rewards.close()
+
+
+def test_a_stream_that_gives_nothing_for_longer_than_any_part_may_take_ends_the_run_and_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "TASK_GRACE_S", 0.0)
+    monkeypatch.setattr(ScriptedRewards, "score_group", never)
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0)
+    with trainer(pool, timeout_s=0.05, phases__reward__timeout_s=0.05) as run:
+        run.begin()
+        with pytest.raises(RolloutError, match=r"step 1 waits for groups.* \[0, 1\] of 2 for rewards"):
+            run.take()
+    with trainer(pool, max_staleness=1, timeout_s=0.05, phases__reward__timeout_s=0.05) as run:
+        run.begin()
+        run.stream.pause()
+        with pytest.raises(RolloutError, match=r"the stream is paused; groups .* wait for completions"):
+            run.take()
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.Event().wait()

@@ -18,12 +18,12 @@ from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import GroupResult
 from megarl.rollout.stream import RolloutStream, Sampling
 from tests.rollout_cases import recipe
-from tests.stream_cases import ScriptedPool, ScriptedScorer, scripted_rewards
+from tests.scripted_stream import ScriptedPool, ScriptedScorer, scripted_rewards
 
 PROMPTS = [Prompt(index, np.ones(2, np.int32), "", "4", {}) for index in range(6)]
 
 
-def complete(request: GroupRequest) -> GroupResult:
+def complete(request: GroupRequest, version: int) -> GroupResult:
     size = len(request.seeds)
     tokens, logprobs = np.full(size, request.group, np.int32), np.zeros(size, np.float32)
     lengths, versions = np.ones(size, np.int32), np.zeros(size, np.int64)
@@ -34,13 +34,14 @@ def sample(engines: int, deaths: int, max_restarts: int, **arguments: Any) -> tu
     """Sample the prompts with engines of which some die, `deaths` times in all, when they have all requests; the groups."""
     left = [deaths]
 
-    def complete_or_die(request: GroupRequest) -> GroupResult:
+    def complete_or_die(request: GroupRequest, version: int) -> GroupResult:
         if request.group >= len(PROMPTS) - engines and left[0]:
             left[0] -= 1
             raise EngineDied("its process is gone")
-        return complete(request)
+        return complete(request, version)
 
-    pool: Any = ScriptedPool(complete_or_die, engines, max_restarts=max_restarts)
+    pool: Any = ScriptedPool.of(engines, complete=complete_or_die, delay=lambda _: 0.0)
+    pool.max_restarts, pool.has_published = max_restarts, "resync" in arguments
     stream = RolloutStream(recipe(Path("model")), pool, 0)
     arguments = {name: (lambda given, made=made: made(stream, given)) for name, made in arguments.items()}
     try:
@@ -90,10 +91,9 @@ async def never(*_: Any) -> Any:
 @pytest.mark.parametrize("silent", ["engine", "reward worker"])
 def test_who_is_silent_is_named_with_its_phase(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(Path("model"), timeout_s=0.2)
-    pool: Any = ScriptedPool(complete)
+    pool: Any = ScriptedPool.of(1, complete=complete, delay=lambda _: None if silent == "engine" else 0.0)
     rewards = scripted_rewards(made, ScriptedScorer(lambda *_: TextScore({"last_number": 1.0})))
     if silent == "engine":
-        monkeypatch.setattr(pool.engines[0], "_facts", never)
         said = r"^rollout engine 0: 4 groups of step 7 not finished in phase rollout within rollout.timeout_s = 0.2$"
     else:
         monkeypatch.setattr("megarl.reward.workers.TASK_GRACE_S", 0.2 - made.phases.reward.timeout_s)

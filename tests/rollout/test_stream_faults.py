@@ -1,14 +1,15 @@
 """Faults of each part of the rollout stream at each moment: the run goes on, or ends in time with a name.
 
 `kill`: the process is gone. `stop`: it takes no calls. `stall`: it takes calls and gives no answer. The parts are scripted;
-the router, the reward workers and the environment workers around them are real. tests/rollout/test_admission.py kills at the
-moment of a save.
+the router, the reward workers and the environment workers around them are real. A kill at the moment of a save is in
+tests/schedule/test_admission.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ from megarl.data.sample import Prompt
 from megarl.reward import workers as reward_workers
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers, TaskResult
-from megarl.rollout import EngineSilent, RolloutError
-from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset
+from megarl.rollout import EngineSilent, RolloutError, environment_workers
+from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -158,9 +159,10 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
     def make(act: Act) -> RewardWorkers:
         recipe, numbers = stream_recipe(), itertools.count()
 
-        async def score_task(texts: Any, timeout_s: float, answers: bool) -> TaskResult:
+        async def score_task(pieces: Any, prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
             process = await act(next(numbers))
-            return TaskResult([TextScore({"last_number": 1.0})] * len(texts), 0.0, process)
+            num_texts = sum(len(samples) for _, samples in pieces)
+            return TaskResult([TextScore({"last_number": 1.0})] * num_texts, 0.0, process)
 
         actor = SimpleNamespace(score_task=SimpleNamespace(remote=score_task))
         monkeypatch.setattr(reward_workers, "_start_actors", lambda arguments, count: ([actor], [1]))
@@ -181,15 +183,20 @@ async def _kill(number: int) -> int:
     raise ray.exceptions.RayActorError(error_msg="the reward worker died")
 
 
+async def _lose_tokens(number: int) -> int:
+    raise ray.exceptions.ObjectLostError("ab", None, "")
+
+
 @pytest.mark.parametrize("moment", ["scoring", "take", "evaluation"])
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
         (_stall, TimeoutError, "phase reward: a task of 2 sequences on worker 0"),
-        (_kill, ray.exceptions.RayActorError, "died"),
+        (_kill, RolloutError, "phase reward: a task of 2 sequences on worker 0 has no worker any more"),
+        (_lose_tokens, RolloutError, "phase reward: .* lost with the node of their engine"),
     ],
-    ids=["stall", "kill"],
+    ids=["stall", "kill", "tokens"],
 )
 def test_a_reward_worker_that_is_lost_ends_the_run(
     rewards: Any, act: Act, kind: type[Exception], words: str, staleness: int, moment: str
@@ -227,7 +234,7 @@ def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) 
         return await answer(question)
 
     workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
-    workers._timeout_s = TIMEOUT_S
+    workers._timeout_s, workers._places = TIMEOUT_S, [asyncio.Semaphore(environment_workers.AT_A_TIME)]
     workers._actors = [
         SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
     ]
@@ -299,6 +306,24 @@ def test_an_environment_worker_that_is_lost_ends_the_run(
         run.take()
 
 
+def test_the_deadline_of_an_environment_begins_when_it_is_asked_and_not_while_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five questions one after the other, each of which takes half the deadline."""
+
+    async def answer(question: Any) -> Reply:
+        await asyncio.sleep(TIMEOUT_S / 2)
+        return Reply()
+
+    monkeypatch.setattr(environment_workers, "AT_A_TIME", 1)
+    workers = environments(answer, monkeypatch).workers
+
+    async def ask_all() -> list[Reply]:
+        return await asyncio.gather(*(workers.ask(episode, Step("turn")) for episode in range(5)))
+
+    assert asyncio.run(ask_all()) == [Reply()] * 5
+
+
 # The loop --------------------------------------------------------------------------------------------------------------
 
 
@@ -334,3 +359,22 @@ def test_a_loop_that_has_ended_ends_the_run(moment: str) -> None:
                 waits.result(END_S)
             for _ in range(1000):  # the call may be served before the end
                 calls[moment](run)
+
+
+@pytest.mark.parametrize("moment", ["sampling", "pause"])
+def test_a_loop_that_stands_still_ends_the_run_with_the_place_where_it_stands(moment: str) -> None:
+    goes_on = threading.Event()
+
+    def stands_in_the_loop() -> None:
+        goes_on.wait(60)
+
+    pool = prompt_engines()
+    with trainer(pool, max_staleness=1, timeout_s=TIMEOUT_S) as run:
+        hold(pool.engines[0])
+        run.begin()
+        run.stream._loop.call_soon_threadsafe(stands_in_the_loop)
+        with ends_with(RolloutError, "the loop of the stream has stood still (.|\n)* in stands_in_the_loop"):
+            run.take() if moment == "sampling" else run.stream.pause()
+        run.stream.close()  # waits for nothing
+        goes_on.set()
+        run.stream._thread._is_stalled = False  # so that the test leaves no thread

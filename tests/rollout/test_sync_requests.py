@@ -48,7 +48,7 @@ class Client:
         return GroupRequest(position, position, ids, tuple(range(position, position + members)), **more)
 
     def take(self, requests: Sequence[GroupRequest]) -> list[GroupResult]:
-        calls = [self._engine.call("result", request.position, num_returns=2)[1] for request in requests]
+        calls = [self._engine.call("result", request.position)[1] for request in requests]
         return [self._engine.get(call, "rollout") for call in calls]
 
     def sample(self, *requests: GroupRequest) -> list[GroupResult]:
@@ -158,7 +158,7 @@ def test_a_dropped_group_is_forgotten_and_others_go_on(engines: Engines, clients
     client.call("submit", [finished])
     client.call("submit", [kept, dropped])
     client.call("submit", [replaced := replace(kept, prompt_ids=finished.prompt_ids)])
-    waiting = client._engine.call("result", dropped.position, num_returns=2)[0]
+    waiting = client._engine.call("result", dropped.position)[0]
     client.call("drop", [dropped.position, next(Client.positions)])
     with pytest.raises(RolloutError, match=f"no group at position {dropped.position}"):
         client._engine.get(waiting, "rollout")

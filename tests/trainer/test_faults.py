@@ -37,7 +37,7 @@ def train_and_kill(recipe, note):
 
     def call_and_kill(handle, method, *arguments, **options):
         reference = call(handle, method, *arguments, **options)
-        if method == "result" and running in KILLS and running not in killed:
+        if method == "sample" and running in KILLS and running not in killed:
             killed.append(running)
             engine = handle.process.pids[0][0]
             Path(note).write_text(json.dumps([sorted(os.sched_getaffinity(process)) for process in (0, engine)]))

@@ -20,7 +20,7 @@ from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
 from tests.rewards import rarely
 from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
-from tests.stream_cases import ScriptedPool, ScriptedScorer
+from tests.scripted_stream import ScriptedPool, ScriptedScorer
 
 STEPS, PROMPTS, SIZE, MAX_ROUNDS = 3, 4, 2, 3
 SALT = 40  # of draws by which one step needs one round, one needs two, and one three and fillers
@@ -63,8 +63,8 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
     loaded = loaded.model_copy(update={"algorithm": loaded.algorithm.model_copy(update=sampling)})
     tokenizer = load_tokenizer(loaded.model.path)
 
-    def score(prompt: Prompt, member: int, tokens: Any) -> TextScore:
-        ids = tokens.result.sample(member).completion.token_ids.tolist()
+    def score(prompt: Prompt, member: int, tokens: GroupResult) -> TextScore:
+        ids = tokens.sample(member).completion.token_ids.tolist()
         return TextScore({"rarely": rarely(tokenizer.decode(ids, skip_special_tokens=True), prompt)})
 
     scorer, order = ScriptedScorer(score), random.Random(answers_late)
@@ -72,7 +72,12 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
 
     def open_stream(recipe: Any, pool: Any, prompts: Any, rewards: Any) -> RolloutStream:
         """In the place of a replay, which stands for engines in the recipe."""
-        scripted: Any = ScriptedPool(lambda request: complete(request, streams[0]._step), 2, lambda: order.randrange(9))
+        scripted: Any = ScriptedPool.of(
+            2,
+            complete=lambda request, _: complete(request, streams[0]._step),
+            delay=lambda _: 0.001 * order.randrange(9),
+        )
+        scripted.max_concurrent = 64
         streams.append(RolloutStream(recipe, scripted, recipe.run.seed, prompts, rewards))
         return streams[0]
 

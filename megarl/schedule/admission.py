@@ -60,7 +60,7 @@ class Admission:
         """Return how many groups may start now."""
         steps = self.steps + 1 + self._staleness
         steps = steps if self._num_steps is None else min(steps, self._num_steps)
-        allowed = steps * self._per_step + sum(self.removed.values()) + self._num_replaced()
+        allowed = steps * self._per_step + self.removed.total() + self._num_replaced()
         return max(0, allowed - self.num_started)
 
     def start(self) -> int:
@@ -142,8 +142,8 @@ class Admission:
         """Return how many groups start in the place of others that are not informative."""
         if not self._staleness:
             return (self.num_rounds - 1) * self._per_step
-        num_uninformative = sum(not group.is_informative for group in self._waiting.values())
-        return min(num_uninformative, (self._max_rounds - 1) * self._per_step)
+        most = (self._max_rounds - 1) * self._per_step
+        return min(most, sum(not group.is_informative for group in self._waiting.values())) if most else 0
 
     def _begin_round(self) -> None:
         """With S = 0, groups are replaced in whole batches when all have finished: an engine repeats a batch bit for bit."""
@@ -172,13 +172,15 @@ class Admission:
         P groups. A younger group is taken only where that leaves room for them.
         """
         waiting = [group for group in self._waiting.values() if group.is_informative]
-        if len(ready := [group for group in waiting if is_ready(group)]) < self._per_step:
+        if len(ready := list(filter(is_ready, waiting))) < self._per_step:
             return ready
-        versions = [group.version for group in waiting if group.version is not None]
+        counts = Counter(group.version for group in waiting if group.version is not None)
         must = {
-            old: sum(version <= old for version in versions) - (old + self._staleness - self.version) * self._per_step
+            old: sum(counts[version] for version in counts if version <= old)
+            - (old + self._staleness - self.version) * self._per_step
             for old in range(self.version - self._staleness, self.version)
         }
+        must = {old: count for old, count in must.items() if count > 0}
         window = waiting[: self._window] + [group for group in waiting[self._window :] if self._is_due(group)]
         # Groups that wait for their rewards come last.
         ready = sorted(filter(is_ready, window), key=lambda group: (group.finished is None, group.finished, group.number))
@@ -187,7 +189,7 @@ class Admission:
             version = self.version if group.version is None else group.version
             if all(count < self._per_step - len(chosen) for old, count in must.items() if old < version):
                 chosen.append(group)
-                must = {old: count - (old >= version) for old, count in must.items()}
+                must = {old: count - (old >= version) for old, count in must.items()} if must else must
             if len(chosen) == self._per_step:
                 break
         return chosen

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import pytest
 
-from megarl.rollout.admission import Admission
+from megarl.schedule.admission import Admission
 
 pytestmark = pytest.mark.stream
 

@@ -1,0 +1,86 @@
+"""An event loop on a thread of its own; calls from another thread end with a name if it ends or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from megarl.rollout import RolloutError
+
+LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
+
+
+class LoopThread:
+    """Runs coroutines for one other thread, whose calls may be nested."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        """A loop may stand still for half of `timeout_s`."""
+        self._limit_s = timeout_s / 2
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the waiting call: True if it is over
+        self._has_ended = self._is_stalled = False
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, Any], meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Run a coroutine in the loop and return its result; `meanwhile` is called here at first, and after each `wake`."""
+        wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        before, self._wakes = self._wakes, wakes
+        try:
+            if self._has_ended:
+                work.close()
+                raise RolloutError(LOOP_ENDED)
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            future.add_done_callback(lambda _: wakes.put(True))
+            while True:
+                meanwhile()
+                try:
+                    is_over = wakes.get(timeout=self._limit_s)
+                except queue.Empty:
+                    self._refuse_stalled()
+                    continue
+                if is_over:
+                    if not future.done():
+                        raise RolloutError(LOOP_ENDED)
+                    return future.result()
+        finally:
+            self._wakes = before
+
+    def wake(self) -> None:
+        """Let the waiting call do what it does meanwhile."""
+        self._wakes.put(False)
+
+    def close(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a last coroutine and end the loop; a loop that stands still ends with the process."""
+        if self._has_ended or self._is_stalled:
+            work.close()
+        else:
+            asyncio.run_coroutine_threadsafe(work, self.loop).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if not self._is_stalled:
+            self._thread.join()
+            self.loop.close()
+
+    def _refuse_stalled(self) -> None:
+        """Raise RolloutError, with the place where it stands, if the loop does not turn within its limit."""
+        turned = threading.Event()
+        if self._has_ended:
+            return
+        self.loop.call_soon_threadsafe(turned.set)
+        if not turned.wait(self._limit_s) and not self._has_ended:
+            self._is_stalled = True
+            frame = sys._current_frames()[self._thread.ident or 0]
+            stands = "".join(traceback.format_stack(frame)[-2:])
+            raise RolloutError(f"phase rollout: the loop of the stream has stood still for {self._limit_s:g} s in\n{stands}")
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:  # also if some code asks the process to exit
+            self._has_ended = True
+            self._wakes.put(True)
