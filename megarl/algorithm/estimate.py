@@ -1,6 +1,6 @@
 """The advantages of a step: overlong penalty, KL penalty, then the estimator that `algorithm.advantage` names.
 
-They are those of rollouts: the segments of a rollout are one sequence, end to end, here and in `loss_weights`. So they do not
+They are those of rollouts, whose segments count as one sequence, end to end, here and in `loss_weights`. So they do not
 depend on how a rollout's history fell into segments.
 """
 
