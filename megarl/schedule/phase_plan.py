@@ -201,7 +201,7 @@ def plan_phase(
     slots = padded(lengths, layout)
     costs = [cost.sequence(length) for length in slots]
     members = [whole.get(sample, ()) for sample in range(len(lengths))]
-    work = SequenceCosts(*([sum(column[s] for s in unit) for unit in members] for column in (slots, costs)))
+    work = SequenceCosts([sum(slots[s] for s in unit) for unit in members], [sum(costs[s] for s in unit) for unit in members])
     shared = SharedPrompts.of(schedule, lengths, layout, groups if prefixes is None else prefixes, prompts)
     by_rollout = None if groups is None else [groups[held[0]] for held in segments]
     mini_batches = []
