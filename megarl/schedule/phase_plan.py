@@ -200,22 +200,22 @@ def plan_phase(
     _refuse_impossible(schedule, lengths, layout, list(whole.values()), len(segments))
     slots = padded(lengths, layout)
     costs = [cost.sequence(length) for length in slots]
-    members = [whole.get(sample, ()) for sample in range(len(lengths))]
-    work = SequenceCosts([sum(slots[s] for s in unit) for unit in members], [sum(costs[s] for s in unit) for unit in members])
+    units = [whole.get(sample, ()) for sample in range(len(lengths))]
+    work = SequenceCosts([sum(slots[s] for s in unit) for unit in units], [sum(costs[s] for s in unit) for unit in units])
     shared = SharedPrompts.of(schedule, lengths, layout, groups if prefixes is None else prefixes, prompts)
     by_rollout = None if groups is None else [groups[held[0]] for held in segments]
     mini_batches = []
     for epoch in range(schedule.epochs):
         for drawn in _draw_mini_batches(schedule, len(segments), by_rollout, f"{seed}/{schedule.phase}/{epoch}"):
             samples = tuple(sample for rollout in drawn for sample in segments[rollout])
-            units = [sample for sample in samples if sample in whole]
+            firsts = [sample for sample in samples if sample in whole]
             if schedule.sequences is not None:  # in mini-batch order
-                ranks = _in_order(schedule.sequences, [whole[unit] for unit in units], layout)
-            elif shared is not None and len(units) == len(samples):
+                ranks = _in_order(schedule.sequences, [whole[first] for first in firsts], layout)
+            elif shared is not None and len(firsts) == len(samples):
                 ranks = _balance_shared(schedule, samples, shared, layout, cost, has_segments)
             else:
-                ranks = _balance(schedule, units, work, layout, cost, has_segments)
-                ranks = [[[sample for unit in held for sample in whole[unit]] for held in rank] for rank in ranks]
+                ranks = _balance(schedule, firsts, work, layout, cost, has_segments)
+                ranks = [[[sample for first in held for sample in whole[first]] for held in rank] for rank in ranks]
             micro_batches = tuple(
                 tuple(_micro_batch(part, lengths, slots, layout, shared) for part in rank) for rank in ranks
             )

@@ -100,10 +100,10 @@ class SampleTable:
     def write(self, step: int, rollouts: Any, scored: Any, batch: Any) -> None:
         """Write a step's table from a RolloutBatch, a RewardResult, and a batch with rewards, `valid` and advantages; a row
         for each segment of a rollout."""
-        total = len(rollouts.last_segments)
+        total = int(batch.rollouts[-1]) + 1
         num = min(self._num_samples, total)
-        wanted = [number * total // num for number in range(num)]
-        chosen = [sample for sample, rollout in enumerate(rollouts.rollouts.tolist()) if rollout in wanted]
+        wanted = {number * total // num for number in range(num)}
+        chosen = [sample for sample, rollout in enumerate(batch.rollouts.tolist()) if rollout in wanted]
         fetched = rollouts.payload.fetch(chosen)
         self.rows = [self._row(step, sample, fetched[sample], scored, batch) for sample in chosen]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows)
