@@ -125,8 +125,8 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     rows = read_lines(tmp_path / "samples" / "step-000002.jsonl")
     assert [row["sample"] for row in rows] == [0, 4, 8, 12], "spread over the groups"
     assert rows[1] == {
-        "step": 2, "sample": 4, "rollout": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0, "parts": {"exact": 4.0},
-        "advantage": 1.0, "valid": True, "reason": None, "prompt_tokens": 1, "completion_tokens": 2,
+        "step": 2, "sample": 4, "rollout": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0,
+        "parts": {"exact": 4.0}, "advantage": 1.0, "valid": True, "reason": None, "prompt_tokens": 1, "completion_tokens": 2,
         "finish_reason": "length", "version": 4, "first_version": 3,
     }  # fmt: skip
     masked = rows[3]
