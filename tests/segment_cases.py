@@ -46,9 +46,10 @@ def cut_batch(batch: Batch, spans: Sequence[Sequence[Span]]) -> Batch:
     rollouts = np.repeat(np.arange(len(spans)), [len(of) for of in pieces])
     own = [int(sample.completion.own.sum()) for sample in samples]
     numbers: dict[bytes, int] = {}
-    fields = {
+    # The own tokens stay in their order.
+    fields: dict[str, Sequence[torch.Tensor]] = {
         name: list(torch.cat([*rows]).split(own)) for name, rows in batch.fields.items()
-    }  # own tokens stay in their order
+    }
     return replace(
         batch,
         prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),

@@ -3,6 +3,7 @@ aggregation, policy loss and correction, any cut, and under layouts with several
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -51,7 +52,7 @@ def rollouts_of(seed: int, lengths: list[int], vocab: int = VOCAB) -> Batch:
     own_lengths = np.array([int(sample.completion.own.sum()) for sample in batch.samples.values()])
     valid = generator.random(len(lengths)) < 0.8
     valid[0] = True
-    fields = {
+    fields: dict[str, Sequence[torch.Tensor]] = {
         name: [torch.from_numpy(generator.normal(-np.log(vocab), 0.5, count).astype(np.float32)) for count in own_lengths]
         for name in ("logprobs", "reference_logprobs", "values")
     }
@@ -82,7 +83,7 @@ def planned(batch: Batch, schedule: Schedule, layout: Layout) -> Plan:
 
 def gradients(settings: AlgorithmSection, batch: Batch, schedule: Schedule, layout: Layout) -> list[torch.Tensor]:
     """Of each update, that of the loss by each own token's log-probability, entropy and value, in the batch's order."""
-    batch, found = learned(settings, batch), []
+    batch, found = learned(settings, batch), list[torch.Tensor]()
     own = batch.own_lengths.tolist()
     # What the networks would give now; a function of the token's place alone.
     columns = {"logprobs": (-np.log(VOCAB), 0.1), "entropy": (1.0, 0.3), "values": (0.0, 0.5)}
@@ -156,7 +157,7 @@ OF_ROLLOUTS = {
 }
 
 
-def trained(directory: str, layout: Layout, algorithm: dict[str, Any], cut: dict[str, int], split: bool) -> dict[str, Any]:
+def trained(directory: str, layout: Layout, algorithm: dict[str, Any], cut: dict[str, Any], split: bool) -> dict[str, Any]:
     """Log-probabilities of a forward phase, by sequence, then an update's loss and gradient norm, and its empty passes."""
     place = start(layout)
     actor = engine(directory, place, lr=1e-2)

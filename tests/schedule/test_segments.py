@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -158,7 +159,7 @@ def test_ranks_without_a_sequence_left_run_padding() -> None:
         ([0, 1, 0], {"max_tokens": 12}, "sample 2 is of rollout 0, behind one of rollout 1"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(rollouts: list[int], cut: dict[str, int], error: str) -> None:
+def test_what_does_not_fit_together_is_refused(rollouts: list[int], cut: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         plan_phase(Schedule("actor_update", together=2, **cut), [9, 9, 9], Layout(), 0, rollouts=rollouts)
 
@@ -167,7 +168,7 @@ def test_what_does_not_fit_together_is_refused(rollouts: list[int], cut: dict[st
     ("cut", "field", "nearest"),
     [({"max_tokens": 29}, "micro_batch.max_tokens", "30"), ({"sequences": 2}, "micro_batch.sequences", "3")],
 )
-def test_a_recipe_needs_room_for_the_most_segments_that_run_together(cut: dict[str, int], field: str, nearest: str) -> None:
+def test_a_recipe_needs_room_for_the_most_segments_that_run_together(cut: dict[str, Any], field: str, nearest: str) -> None:
     (fault,) = violations(Schedule("actor_update", together=3, **cut), 4, Layout(), 10)
     assert (fault.field, fault.nearest) == (field, nearest)
     enough = Schedule("actor_update", together=3, **{field.split(".")[1]: int(nearest)})  # type: ignore[arg-type]
