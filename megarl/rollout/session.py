@@ -34,8 +34,8 @@ class TooManySegments(ValueError):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Limits of each segment of a session, in tokens, and how many segments a session may have. The last `max_branches` turns
-    can be continued; older ones are forgotten."""
+    """Limits of each segment in tokens, and of segments a session. The last `max_branches` turns can be continued; older
+    ones are forgotten."""
 
     max_prompt_tokens: int
     max_completion_tokens: int
@@ -116,8 +116,8 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A prompt for an engine. It changes the session only once `Session.record` gets what was sampled, so a turn may be given
-    up, and one turn may be recorded several times (`n` completions)."""
+    """A prompt for an engine. It changes the session only once `Session.record` gets what was sampled. So a turn may be
+    given up, and may be recorded several times (`n` completions)."""
 
     prompt_ids: np.ndarray
     max_new_tokens: int
@@ -187,17 +187,14 @@ class Session:
         return replace(turn, text=text)
 
     def next_tokens(self, ids: Sequence[int] | np.ndarray) -> Turn:
-        """Return the prompt for a completion of tokens, which continue the longest segment that they begin with. Raises as
-        `next_turn`."""
+        """Return the prompt for a completion of tokens, which continue the longest segment that they begin with and that is
+        no chat. Raises as `next_turn`."""
         prompt = self._chat.known(ids)
         best: tuple[Segment, int] | None = None
         for segment in self.segments:
             length = len(segment.prompt_ids) + segment.num_tokens
-            if (
-                (best is None or length > best[1])
-                and length < len(prompt)
-                and np.array_equal(segment.tokens, prompt[:length])
-            ):
+            is_longer = not segment.messages and length < len(prompt) and (best is None or length > best[1])
+            if is_longer and np.array_equal(segment.tokens, prompt[:length]):
                 best = segment, length
         if best is None:
             return self._begin(prompt, "begun")
@@ -219,7 +216,7 @@ class Session:
         segment.text = turn.text
         self.num_turns += 1
         if isinstance(reply, str):
-            segment.text += reply
+            segment.text += reply if turn.text else ""
             return segment
         segment.messages = [*turn.messages, reply]
         history = _digest(turn.history, _compared(reply))
@@ -268,8 +265,8 @@ class Session:
             raise TooManySegments(f"the rollout has {len(self.segments)} segments already, and no more are allowed")
 
     def _new_text(self, state: State, messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> str | None:
-        """Return the text that follows the turn of `state` in a prompt's `text`, or None if the template shows the history in
-        another way than the engine saw it."""
+        """Return what follows the turn of `state` in a prompt's `text`, or None if the template shows the history in another
+        way than the engine saw it."""
         turn_end, seen = self._chat.turn_end, state.segment.text[: state.num_characters]
         history = self._chat.render(messages[: state.num_messages], tools, generate=False)
         if not (history.startswith(seen) and history.endswith(turn_end) and text.startswith(history)):
