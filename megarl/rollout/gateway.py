@@ -151,8 +151,8 @@ class Gateway:
         self._socket.close()
 
     def open(self, sample: Sample) -> OpenSession:
-        """Register a session, whose turns `sample` completes. `sample` gets the whole prompt, int32. If it raises, the client
-        gets 503, and `fault` has the message."""
+        """Register a session, whose turns `sample` completes: it gets the whole prompt, int32. If it raises, the client gets
+        503, and `fault` has the message."""
         name = secrets.token_hex(16)
         session = Session(self._chat, self._limits.session)
         opened = OpenSession(name, f"{self.url}/s/{name}", secrets.token_urlsafe(32), session, sample)
