@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment import SHORT_ERROR, load_environment
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.groups import EpisodeFacts, GroupResult
+from megarl.rollout.session import Segment, Session, SessionLimits
 from megarl.telemetry.run_directory import RunDirectory
 
 ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's environments
@@ -31,38 +32,31 @@ ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's
 
 @dataclass
 class Episode:
-    """One sample in progress. `ids`, `own`, `logprobs` and `versions` follow the prompt, with one piece per turn and per
-    observation; `ended` is the finish reason."""
+    """One sample in progress: its session has the turns so far, and `observed` is what its next prompt adds to them (the
+    first one: all of it). `ended` is the finish reason."""
 
     prompt: Prompt
     member: int
     temperature: float | None
-    prompt_ids: np.ndarray
+    observed: np.ndarray
     number: int  # among all episodes of the run
+    session: Session
     begun: bool = False  # whether its environment was reset
-    ids: list[np.ndarray] = field(default_factory=list)
-    own: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
-    turns: int = 0
     malformed: int = 0
     reward: float = 0.0
     failure: str = ""
     cause: str = ""  # of the failure, if the policy's turn can be the cause
     ended: str = ""
-    routing: np.ndarray | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens after the prompt."""
-        return sum(map(len, self.ids))
+    def turns(self) -> int:
+        return self.session.num_turns
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
-        """Append a turn of the policy, or an observation, which has no `logprobs`, and the version of the turn before."""
-        self.ids.append(ids)
-        self.versions.append(np.full(len(ids), self.versions[-1][-1]) if versions is None else versions)
-        self.own.append(np.full(len(ids), logprobs is not None))
-        self.logprobs.append(np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs)
+    @property
+    def segment(self) -> Segment:
+        """All tokens of the episode."""
+        (segment,) = self.session.segments
+        return segment
 
 
 Generate = Callable[[GroupRequest, Episode], Awaitable[GroupResult]]
@@ -124,7 +118,12 @@ class Episodes:
         """`draw` as in `Sampling`."""
         self._environments, self._draw = environments, draw
         ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        self.episodes = [Episode(prompt, member, temperature, ids, next(environments.numbers)) for member in range(size)]
+        limits = SessionLimits(environments.recipe.data.max_prompt_tokens, environments.recipe.max_completion_tokens)
+        chat = environments.observations.chat
+        self.episodes = [
+            Episode(prompt, member, temperature, ids, next(environments.numbers), Session(chat, limits))
+            for member in range(size)
+        ]
 
     async def play(self, generate: Generate) -> None:
         """Play all episodes; `generate` samples a turn. Raises RolloutError for a failure under
@@ -139,27 +138,28 @@ class Episodes:
                     self._fail(episode, reply.failure, reply.cause)
                 else:
                     self._reset(episode, reply)
-            begun = [episode.prompt_ids for episode in self.episodes if episode.begun]
+            begun = [episode.observed for episode in self.episodes if episode.begun]
             for episode in self.episodes:
                 if not episode.begun:  # its sample counts for nothing, and still has the prompt of its group
-                    episode.prompt_ids = begun[0] if begun else episode.prompt_ids
+                    episode.observed = begun[0] if begun else episode.observed
             await asyncio.gather(*(self._play(episode, generate) for episode in self.episodes))
         finally:
             workers.end(episode.number for episode in self.episodes)
 
     def result(self) -> GroupResult:
         """Return all tokens of the group."""
-        routing = [episode.routing for episode in self.episodes if episode.routing is not None]
+        completions = [episode.segment.completion for episode in self.episodes]
+        routing = [completion.routing for completion in completions if completion.routing is not None]
         return GroupResult(
             group=self.episodes[0].prompt.index,
-            prompt_ids=self.episodes[0].prompt_ids,
-            token_ids=np.concatenate([piece for episode in self.episodes for piece in episode.ids]),
-            logprobs=np.concatenate([piece for episode in self.episodes for piece in episode.logprobs]),
-            lengths=np.array([episode.num_tokens for episode in self.episodes], dtype=np.int32),
+            prompt_ids=self.episodes[0].segment.prompt_ids,
+            token_ids=np.concatenate([completion.token_ids for completion in completions]),
+            logprobs=np.concatenate([completion.logprobs for completion in completions]),
+            lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
             finish_reasons=tuple(episode.ended for episode in self.episodes),
-            versions=np.concatenate([piece for episode in self.episodes for piece in episode.versions]),
+            versions=np.concatenate([completion.versions for completion in completions]),
             routing=np.concatenate(routing) if routing else None,
-            own=np.concatenate([piece for episode in self.episodes for piece in episode.own]),
+            own=np.concatenate([completion.own for completion in completions]),
         )
 
     def facts(self) -> EpisodeFacts:
@@ -185,18 +185,15 @@ class Episodes:
         while not episode.ended:
             index = episode.prompt.index
             seed = request_seed(environments.seed, self._draw, index, episode.member, episode.turns)
-            left = environments.recipe.max_completion_tokens - episode.num_tokens
-            max_new_tokens = min(environments.recipe.rollout.max_new_tokens, left)
-            ids = np.concatenate([episode.prompt_ids, *episode.ids])
-            request = GroupRequest(0, index, ids, (seed,), episode.temperature, max_new_tokens)
-            turn = await generate(request, episode)
-            episode.turns += 1
-            episode.append(turn.token_ids, turn.logprobs, turn.versions)
-            episode.routing = turn.routing  # of the whole sequence so far, as the turn's prompt includes it
+            turn = episode.session.after(episode.observed)
+            max_new_tokens = min(environments.recipe.rollout.max_new_tokens, turn.max_new_tokens)
+            request = GroupRequest(0, index, turn.prompt_ids, (seed,), episode.temperature, max_new_tokens)
+            sampled = (await generate(request, episode)).sample(0).completion
+            episode.session.record(turn, sampled)
             if not episode.begun:  # its environment failed in reset: the sample has one turn, which does not count
                 episode.ended = "failed"
                 break
-            ids = turn.token_ids.tolist()
+            ids = sampled.token_ids.tolist()
             text = environments.tokenizer.decode(ids[:-1] if ids[-1] in environments.stops else ids)
             reply = await environments.workers.ask(episode.number, Step(text))
             if reply.failure:
@@ -206,7 +203,7 @@ class Episodes:
 
     def _reset(self, episode: Episode, reply: Reply) -> None:
         """Begin an episode with the prompt of its environment, or of the data."""
-        ids = episode.prompt_ids
+        ids = episode.observed
         if reply.messages is not None:
             try:
                 ids = self._environments.observations.prompt(reply.messages)
@@ -214,10 +211,10 @@ class Episodes:
                 self._fail(episode, f"what reset returned cannot be used: {error}")
                 return
         others = [member for member in self.episodes if member.begun]
-        if others and not np.array_equal(others[0].prompt_ids, ids):
+        if others and not np.array_equal(others[0].observed, ids):
             self._fail(episode, "reset returned another prompt than for others of its group, with the same row and seed")
             return
-        episode.prompt_ids, episode.begun = ids, True
+        episode.observed, episode.begun = ids, True
 
     def _step(self, episode: Episode, reply: Reply) -> None:
         """Append the observation after a turn, or end the episode."""
@@ -230,7 +227,7 @@ class Episodes:
         if episode.turns == section.max_turns:
             episode.ended = "length"
             return
-        last, limit = int(episode.ids[-1][-1]), section.max_observation_tokens
+        last, limit = int(episode.segment.ids[-1][-1]), section.max_observation_tokens
         messages = reply.messages or []
         try:
             ids = observations.behind(last, messages)
@@ -243,10 +240,10 @@ class Episodes:
         if len(ids) > limit:
             rule = f"environment.max_observation_tokens = {limit}"
             self._fail(episode, f"Observation.content has {len(ids)} tokens with its template, more than {rule}", "error")
-        elif episode.num_tokens + len(ids) >= self._environments.recipe.max_completion_tokens:
+        elif episode.segment.num_tokens + len(ids) >= self._environments.recipe.max_completion_tokens:
             episode.ended = "length"
         else:
-            episode.append(ids, None)
+            episode.observed = ids
 
     def _fail(self, episode: Episode, reason: str, cause: str = "") -> None:
         """Record the failure of an environment; it has a `cause` if it followed a turn of the policy."""
