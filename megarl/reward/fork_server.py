@@ -288,6 +288,7 @@ class ForkServer:
         return [key for key, child in self._children.items() if child.question is not None]
 
     def _check_children(self) -> None:
+        self._end_orphans()
         for key in self._checked_keys():
             child = self._children[key]
             # What a dead child has started may hold its pipe open, which then never ends.
@@ -355,14 +356,17 @@ class ForkServer:
         child.pipe.close()
         kill_tree(child.process)
         _, status = os.waitpid(child.process, 0)
-        # What a child that ended by itself has left is below the server now, and belongs to no other child.
-        expected = self._module_processes | {other.process for other in self._children.values()}
+        self._end_orphans()
+        code = os.waitstatus_to_exitcode(status)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _end_orphans(self) -> None:
+        """Kill what children have left: it is below the server once its parents have ended, and belongs to no child."""
+        expected = self._module_processes | {child.process for child in self._children.values()}
         for orphan in set(below(self._process, deep=False)) - expected:
             kill_tree(orphan)
             with suppress(ChildProcessError):
                 os.waitpid(orphan, 0)
-        code = os.waitstatus_to_exitcode(status)
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def serve(client: Connection) -> None:
@@ -483,15 +487,26 @@ def _shared(rollup: dict[str, int]) -> int:
 
 def kill_tree(process: int, itself: bool = True) -> None:
     """Kill all processes below a process, which may go on to start others meanwhile, and the process `itself`. Waits for
-    none of them: they are stopped first, so that the tree no longer grows."""
-    root = {process} if itself else set()
+    none of them: they are stopped first, each before its children are looked up, so that the tree no longer grows."""
     for sent in (signal.SIGSTOP, signal.SIGKILL):
-        deadline, reached = time.monotonic() + STOP_TIMEOUT_S, set[int]()
-        while time.monotonic() < deadline and (new := (root | set(below(process))) - reached):
-            for member in new:
-                with suppress(ProcessLookupError):
-                    os.kill(member, sent)
-            reached |= new
+        deadline, reached, new = time.monotonic() + STOP_TIMEOUT_S, set[int](), [process]
+        while time.monotonic() < deadline and new:
+            new, waiting = [], [process]
+            while waiting:
+                member = waiting.pop()
+                if member not in reached and (itself or member != process):
+                    new.append(member)
+                    if sent == signal.SIGSTOP:
+                        _send(member, sent)
+                waiting += below(member, deep=False)
+            for member in reversed(new if sent == signal.SIGKILL else []):  # children first: orphans would leave the tree
+                _send(member, sent)
+            reached.update(new)
+
+
+def _send(process: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 if __name__ == "__main__":
