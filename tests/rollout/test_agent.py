@@ -152,7 +152,7 @@ COMMANDS = {
 BAD_COMMANDS = {
     "echo 1; exit 3": ("error", "exited with status 3"),
     "echo no such board >&2; exit 1": ("error", "exited with status 1: no such board"),
-    "nobody-has-this": ("error", "exited with status 127: sh: 1: nobody-has-this: not found"),
+    "nobody-has-this": ("error", "exited with status 127: sh"),
     "true": ("error", "'' (str) is the last line of its output, and there is no file $MEGARL_REWARD"),
     "echo well done": ("error", "'well done' (str) is the last line"),
     "echo 1 2": ("error", "'1 2' (str) is the last line"),
