@@ -245,7 +245,7 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
-        updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
+        updates = recipe.num_rollouts // schedule.mini_batch * schedule.epochs
         training = Training(critic.optimizer, recipe.run.steps, updates, frozen=critic.freeze)
         roles["critic"] = build("critic", recipe.path("critic"), training=training, memory=critic.memory)
     if recipe.reward_model is not None:
@@ -356,10 +356,10 @@ def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
     syncs = (REPORT_WAITS + scored) * recipe.weight_sync.timeout_s * recipe.rollout.engines
     # An engine has `timeout_s` for each group or turn, of which many may come one after the other.
     ahead, turns = 1 + recipe.rollout.max_staleness, 1 if recipe.environment is None else recipe.environment.max_turns
-    at_a_time = recipe.rollout.engines * (recipe.phases.rollout.max_concurrent or recipe.num_sequences)
-    rounds = -(-ahead * recipe.num_sequences // at_a_time) * turns
+    at_a_time = recipe.rollout.engines * (recipe.phases.rollout.max_concurrent or recipe.num_rollouts)
+    rounds = -(-ahead * recipe.num_rollouts // at_a_time) * turns
     rollouts = (rounds * recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
-    tasks = -(-ahead * recipe.num_sequences // recipe.phases.reward.sequences)
+    tasks = -(-ahead * recipe.num_rollouts // recipe.phases.reward.sequences)
     return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s
 
 

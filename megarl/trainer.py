@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.algorithm.control import KLControl, RatioDrift, moved_too_far
-from megarl.algorithm.estimate import StepRewards, greedy_baselines, step_advantages
+from megarl.algorithm.estimate import greedy_baselines, step_advantages
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
 from megarl.data.sample import Sample
@@ -200,7 +200,8 @@ class Trainer:
                     rollouts = self.parts.rollouts.next_part(num_groups, self._sync_restarted_from_first)
             rollouts = self._broadcast_from_engines(rollouts)
             assert rollouts is not None
-            batch = self._empty_batch(rollouts, np.zeros(len(rollouts), np.float32), np.ones(len(rollouts), bool))
+            unknown = np.zeros(len(rollouts.last_segments), np.float32)
+            batch = self._empty_batch(rollouts, unknown, unknown == 0)
         part = Part(rollouts.groups)
         for phase in phases:
             with self._phase(phase):
@@ -210,15 +211,18 @@ class Trainer:
         return part
 
     def _empty_batch(self, rollouts: RolloutBatch, rewards: np.ndarray, valid: np.ndarray) -> Batch:
-        """Make a batch without tokens."""
+        """Make a batch without tokens, from what each rollout got."""
+        of = rollouts.rollouts
         return Batch(
             prompt_lengths=rollouts.prompt_lengths,
             completion_lengths=rollouts.completion_lengths,
             groups=rollouts.groups,
-            rewards=rewards,
-            valid=valid,
-            truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
+            rewards=rewards[of],
+            valid=valid[of],
+            truncated=rollouts.truncated[of],
             own_lengths=rollouts.own_lengths,
+            rollouts=of,
+            prefixes=rollouts.prefixes,
             version=self.version,
             max_staleness=self.recipe.rollout.max_staleness,
         )
@@ -229,13 +233,13 @@ class Trainer:
         with self._phase("reward"):
             batch = self._empty_batch(rollouts, rewards.rewards, rewards.valid)
             batch = self.guard.rewards(batch)
-            metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid).metrics()
+            metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid[batch.ends]).metrics()
             metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
                 assert greedy is not None, "what was sampled was scored"
                 scored = greedy.valid & np.isfinite(greedy.rewards)
-                baselines, valid = greedy_baselines(greedy.rewards, scored, batch.valid)
-                batch = replace(batch, baselines=baselines, valid=valid)
+                baselines, valid = greedy_baselines(greedy.rewards, scored, batch.valid[batch.ends])
+                batch = replace(batch, baselines=baselines[batch.rollouts], valid=valid[batch.rollouts])
                 metrics |= {
                     "rollout/greedy_tokens": int(rollouts.greedy.own_lengths.sum()),
                     "reward/greedy_mean": float(greedy.rewards[scored].mean()),
@@ -271,17 +275,19 @@ class Trainer:
             cost=self.costs[role],
             groups=batch.groups.tolist(),
             prompts=batch.prompt_lengths.tolist(),
+            rollouts=batch.rollouts.tolist(),
+            prefixes=batch.prefixes.tolist(),
         )
 
     def _reward_model(self, plan: Plan, batch: Batch) -> tuple[Batch, Metrics]:
         """Add the reward model's scores to the verifiers' rewards. Masked samples stay masked."""
         with self._phase("reward_model"):
             results, batch, metrics = self._accept(plan, batch, "scores", self._forward(plan, batch, "scores"))
-            scores = torch.cat(results).numpy()
-            rewards = (batch.rewards + self.recipe.reward_model_weight * scores).astype(np.float32)
-            counted = rewards[batch.valid]
-            return replace(batch, rewards=rewards), metrics | {
-                "reward/model_mean": float(scores[batch.valid].mean()),
+            scores, valid = torch.cat(results).numpy()[batch.ends], batch.valid[batch.ends]  # [rollouts]
+            rewards = (batch.rewards[batch.ends] + self.recipe.reward_model_weight * scores).astype(np.float32)
+            counted = rewards[valid]
+            return replace(batch, rewards=rewards[batch.rollouts]), metrics | {
+                "reward/model_mean": float(scores[valid].mean()),
                 "reward/mean": float(counted.mean()),
                 "reward/deviation": float(counted.std()),
             }
@@ -309,21 +315,10 @@ class Trainer:
         limit = f"{self.recipe.completion_key} = {self.recipe.max_completion_tokens}"
         if self.recipe.environment is not None:
             limit = f"environment.max_turns = {self.recipe.environment.max_turns}, or {limit}"
-        truncated = np.zeros(len(batch.valid), bool) if batch.truncated is None else batch.truncated
-        step = StepRewards(
-            rewards=torch.from_numpy(batch.rewards),
-            valid=torch.from_numpy(batch.valid),
-            groups=torch.from_numpy(batch.groups),
-            lengths=torch.from_numpy(batch.own_lengths),
-            truncated=torch.from_numpy(truncated),
-            results=batch.fields,
-            baselines=None if batch.baselines is None else torch.from_numpy(batch.baselines),
-            longest=self.recipe.max_own_tokens,
-            limit=limit,
-        )
+        step = batch.step_rewards(self.recipe.max_own_tokens, limit)
         advantages, returns, valid, metrics = step_advantages(self.kl.settings, step)
         learned = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
-        return replace(batch.with_fields(**learned), valid=valid.numpy()), metrics
+        return replace(batch.with_fields(**learned), valid=valid.numpy()[batch.rollouts]), metrics
 
     def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
         """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""

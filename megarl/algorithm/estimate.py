@@ -1,8 +1,13 @@
-"""The advantages of a step: overlong penalty, KL penalty, then the estimator that `algorithm.advantage` names."""
+"""The advantages of a step: overlong penalty, KL penalty, then the estimator that `algorithm.advantage` names.
+
+They are those of rollouts, whose segments count as one sequence, end to end, here and in `loss_weights`. So they do not
+depend on how a rollout's history fell into segments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def advantage(function: Function) -> Function:
-    """Mark a user's advantage: f(rewards [n], groups [n] ids, valid [n] bool) -> advantages [n], one a sequence.
+    """Mark a user's advantage: f(rewards [n], groups [n] ids, valid [n] bool) -> advantages [n], one a rollout.
 
     Rewards that are not valid are 0, and their advantages are ignored. In the recipe: `advantage: "my_advantages:mine"`.
     """
@@ -27,18 +32,18 @@ def advantage(function: Function) -> Function:
 
 
 class Scored(NamedTuple):
-    """The rewards of all sequences of a step, and what an estimator may need besides."""
+    """The rewards of all rollouts of a step, and what an estimator may need besides."""
 
-    rewards: Tensor  # [sequences], 0 where not valid
-    groups: Tensor  # [sequences] ids
-    valid: Tensor  # [sequences] bool
-    penalties: Sequence[Tensor]  # KL [own tokens] of each sequence; zeros unless the KL term is in the reward
-    values: Sequence[Tensor] | None = None  # the critic's, [own tokens] of each sequence
-    baselines: Tensor | None = None  # [sequences], the reward of the prompt's greedy completion
+    rewards: Tensor  # [rollouts], 0 where not valid
+    groups: Tensor  # [rollouts] ids
+    valid: Tensor  # [rollouts] bool
+    penalties: Sequence[Tensor]  # KL [own tokens] of each rollout; zeros unless the KL term is in the reward
+    values: Sequence[Tensor] | None = None  # the critic's, [own tokens] of each rollout
+    baselines: Tensor | None = None  # [rollouts], the reward of the prompt's greedy completion
 
 
 class Estimated(NamedTuple):
-    """[own tokens] of each sequence."""
+    """[own tokens] of each rollout."""
 
     advantages: list[Tensor]
     returns: list[Tensor] | None = None  # the critic's targets
@@ -47,16 +52,17 @@ class Estimated(NamedTuple):
 class StepRewards(NamedTuple):
     """What the advantages of a step are computed from. A token is one that the policy sampled."""
 
-    rewards: Tensor  # [sequences]
-    valid: Tensor  # [sequences] bool
-    groups: Tensor  # [sequences] ids
+    rewards: Tensor  # [rollouts]
+    valid: Tensor  # [rollouts] bool
+    groups: Tensor  # [rollouts] ids
+    truncated: Tensor  # [rollouts] bool
+    segments: Sequence[int]  # sequences of each rollout, which follow each other
     lengths: Tensor  # [sequences] own tokens
-    truncated: Tensor  # [sequences] bool
     # By name, [own tokens] of each sequence: "logprobs" and "reference_logprobs" for a KL term in the reward, "values".
     results: Mapping[str, Sequence[Tensor]]
-    baselines: Tensor | None  # [sequences], the reward of the prompt's greedy completion
-    longest: int  # the most own tokens that a sequence may have
-    limit: str  # the recipe key and value that truncate a sequence, for messages
+    baselines: Tensor | None  # [rollouts], the reward of the prompt's greedy completion
+    longest: int  # the most own tokens that a rollout may have
+    limit: str  # the recipe key and value that truncate a rollout, for messages
 
 
 class StepAdvantages(NamedTuple):
@@ -64,12 +70,30 @@ class StepAdvantages(NamedTuple):
 
     advantages: list[Tensor]  # [own tokens] of each sequence
     returns: list[Tensor] | None  # [own tokens] of each sequence, for the critic
-    valid: Tensor  # [sequences] bool, without the sequences that algorithm.overlong masks
+    valid: Tensor  # [rollouts] bool, without the rollouts that algorithm.overlong masks
     metrics: dict[str, float]
 
 
 def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
-    """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no sequence."""
+    """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no rollout."""
+    segments = list(step.segments)
+    own = [part.tolist() for part in step.lengths.split(segments)]  # of the segments of each rollout
+    joined: dict[str, Sequence[Tensor]] = {}
+    for name, values in step.results.items():
+        rows = iter(values)
+        joined[name] = [torch.cat(list(islice(rows, count))) for count in segments]
+    lengths = torch.tensor([sum(part) for part in own])
+    learned = _rollout_advantages(settings, step._replace(lengths=lengths, results=joined))
+
+    def split(rows: Sequence[Tensor]) -> list[Tensor]:
+        return [piece for row, part in zip(rows, own, strict=True) for piece in row.split(part)]
+
+    returns = None if learned.returns is None else split(learned.returns)
+    return learned._replace(advantages=split(learned.advantages), returns=returns)
+
+
+def _rollout_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
+    """`step_advantages` of rollouts that are one sequence each."""
     metrics: dict[str, float] = {}
     rewards, valid = step.rewards.float(), step.valid
     if settings.overlong is not None:
@@ -92,9 +116,9 @@ def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvant
 
 
 def _apply_overlong(section: OverlongSection, step: StepRewards) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return the penalties to add to the rewards [sequences], the sequences that still count, and metrics.
+    """Return the penalties to add to the rewards [rollouts], the rollouts that still count, and metrics.
 
-    Raises ValueError if the mask leaves no sequence: an empty update would still move weights by its momentum.
+    Raises ValueError if the mask leaves no rollout: an empty update would still move weights by its momentum.
     """
     penalties = overlong_penalties(step.lengths, step.longest, section.buffer, section.penalty).float()
     metrics = {"reward/overlong_penalty_mean": float(penalties.mean())}
@@ -122,10 +146,10 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: int, penalty: floa
 
 
 def greedy_baselines(rewards: np.ndarray, scored: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the baseline of each sequence, and which sequences still count: those with a baseline.
+    """Return the baseline of each rollout, and which rollouts still count: those with a baseline.
 
-    rewards [groups] of the prompts' greedy completions, scored [groups] bool; valid [sequences] bool, by group; returns
-    fp32 and bool [sequences]. Raises ValueError if no sequence is left.
+    rewards [groups] of the prompts' greedy completions, scored [groups] bool; valid [rollouts] bool, by group; returns
+    fp32 and bool [rollouts]. Raises ValueError if no rollout is left.
     """
     group_size = len(valid) // len(rewards)
     valid = valid & np.repeat(scored, group_size)
@@ -135,7 +159,7 @@ def greedy_baselines(rewards: np.ndarray, scored: np.ndarray, valid: np.ndarray)
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], valid: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the tokens of valid sequences; 0 where returns do not vary.
+    """1 - Var(returns - values) / Var(returns) over the tokens of valid rollouts; 0 where returns do not vary.
 
     A perfect critic has 1, one that always predicts the mean 0, a worse one less than 0."""
     kept = [sample for sample, counts in enumerate(valid.tolist()) if counts]
@@ -160,18 +184,18 @@ def estimate(scored: Scored, coefficient: float, settings: AlgorithmSection) -> 
     if settings.advantage in ADVANTAGES:
         return ADVANTAGES[settings.advantage](scored, coefficient, settings)
     function = load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
-    scores = torch.where(scored.valid, _sequence_scores(scored, coefficient), 0.0)
+    scores = torch.where(scored.valid, _scores(scored, coefficient), 0.0)
     advantages = function(scores, scored.groups, scored.valid)
     if advantages.shape != scored.rewards.shape or not torch.isfinite(advantages[scored.valid]).all():
         raise ValueError(
             f"algorithm.advantage = {settings.advantage} gave {tuple(advantages.shape)} advantages for "
-            f"{len(scored.rewards)} sequences, or some that are not finite; return one finite number a sequence"
+            f"{len(scored.rewards)} rollouts, or some that are not finite; return one finite number a rollout"
         )
     return _spread(torch.where(scored.valid, advantages, 0.0), scored)
 
 
 def _group_relative(scored: Scored, coefficient: float, deviation: bool, leave_one_out: bool) -> Estimated:
-    scores = _sequence_scores(scored, coefficient)
+    scores = _scores(scored, coefficient)
     return _spread(group_advantages(scores, scored.groups, scored.valid, deviation, leave_one_out), scored)
 
 
@@ -223,8 +247,8 @@ ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = 
 }
 
 
-def _sequence_scores(scored: Scored, coefficient: float) -> Tensor:
-    """The reward of each sequence minus the KL of its tokens: [sequences]."""
+def _scores(scored: Scored, coefficient: float) -> Tensor:
+    """The reward of each rollout minus the KL of its tokens: [rollouts]."""
     return scored.rewards - coefficient * torch.stack([penalty.sum() for penalty in scored.penalties])
 
 
@@ -234,13 +258,13 @@ def _token_rewards(scored: Scored, rewards: Tensor, coefficient: float) -> list[
 
 
 def _spread(advantages: Tensor, scored: Scored) -> Estimated:
-    """Give every token the advantage of its sequence."""
+    """Give every token the advantage of its rollout."""
     pairs = zip(advantages, scored.penalties, strict=True)
     return Estimated([advantage.expand(len(tokens)) for advantage, tokens in pairs])
 
 
 def _whitened(advantages: Sequence[Tensor], valid: Tensor) -> list[Tensor]:
-    """Whiten over the tokens of valid sequences; the other sequences stay as they are."""
+    """Whiten over the tokens of valid rollouts; the other rollouts stay as they are."""
     whitened = list(advantages)
     counted = [sample for sample, counts in enumerate(valid.tolist()) if counts]
     for sample, white in zip(counted, whiten([whitened[sample] for sample in counted]), strict=True):

@@ -76,10 +76,8 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A prompt with one of its group's completions.
-
-    Sample s of a batch is member `s % group_size` of the group at position `s // group_size`, whose id is `group`.
-    """
+    """One sequence to train on: a segment of a rollout, whose group has the id `group`. A batch has the segments of each
+    rollout side by side, in their order."""
 
     group: int
     prompt_ids: np.ndarray

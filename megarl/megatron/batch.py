@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithm.estimate import StepRewards
 from megarl.data.sample import Sample
 from megarl.models.attention import Parts
 from megarl.models.layout import Layout
@@ -32,14 +33,16 @@ class Batch:
 
     Own tokens are the completion tokens that the policy sampled: all but an environment's observations. The head predicts
     only these, and losses, advantages, KL, entropy and metrics have only these.
+
+    The segments of a rollout follow each other, and what is of a rollout is the same for each of them.
     """
 
     prompt_lengths: np.ndarray  # [sequences]
     completion_lengths: np.ndarray  # [sequences]
     groups: np.ndarray  # [sequences] explicit group ids
-    rewards: np.ndarray  # [sequences] fp32
-    valid: np.ndarray  # [sequences] bool: False if the reward could not be computed
-    truncated: np.ndarray | None = None  # [sequences] bool: True if the completion reached the limit of its length
+    rewards: np.ndarray  # [sequences] fp32, of the rollout
+    valid: np.ndarray  # [sequences] bool: False if the rollout's reward could not be computed
+    truncated: np.ndarray | None = None  # [sequences] bool: True if the rollout reached the limit of its length
     baselines: np.ndarray | None = None  # [sequences] fp32, the reward of the prompt's greedy completion
     samples: dict[int, Sample] = field(default_factory=dict)
     fields: dict[str, Sequence[Tensor]] = field(default_factory=dict)
@@ -47,23 +50,31 @@ class Batch:
     own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens
     version: int = 0  # the weight version that is trained
     max_staleness: int = 0  # by how many versions a token may be older; above 0 metrics follow the staleness of tokens
+    rollouts: np.ndarray = None  # type: ignore[assignment]  # [sequences], as in `RolloutBatch`; None: one sequence each
+    prefixes: np.ndarray = None  # type: ignore[assignment]  # [sequences], as in `RolloutBatch`; None: the groups
 
     def __post_init__(self) -> None:
-        if self.own_lengths is None:
-            object.__setattr__(self, "own_lengths", self.completion_lengths)
+        defaults = {"own_lengths": self.completion_lengths, "prefixes": self.groups, "rollouts": np.arange(len(self.groups))}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """The last sequence of each rollout, int [rollouts]."""
+        return np.flatnonzero(np.diff(self.rollouts, append=-1))
 
     def with_fields(self, **fields: Sequence[Tensor]) -> Batch:
         """Return this batch with further per-token results."""
         return replace(self, fields={**self.fields, **fields})
 
     def without(self, samples: Collection[int]) -> Batch:
-        """Return this batch with `samples` masked: they no longer count.
+        """Return this batch with `samples` and all other segments of their rollouts masked: they no longer count.
 
         The plan still has them, so they stay with dummy tokens; their real tokens could make the gradients of a whole
         micro-batch NaN.
         """
-        valid = self.valid.copy()
-        valid[list(samples)] = False
+        valid = self.valid & ~np.isin(self.rollouts, self.rollouts[list(samples)])
         fields: dict[str, Sequence[Tensor]] = {
             name: [torch.zeros_like(result) if number in samples else result for number, result in enumerate(results)]
             for name, results in self.fields.items()
@@ -81,6 +92,24 @@ class Batch:
     @property
     def lengths(self) -> np.ndarray:
         return self.prompt_lengths + self.completion_lengths
+
+    def step_rewards(self, longest: int, limit: str) -> StepRewards:
+        """Return what the advantages are computed from; `longest` and `limit` as there."""
+        truncated = np.zeros(len(self.valid), bool) if self.truncated is None else self.truncated
+        columns = self.rewards, self.valid, self.groups, truncated
+        rewards, valid, groups, cut = (torch.from_numpy(column[self.ends]) for column in columns)
+        return StepRewards(
+            rewards=rewards,
+            valid=valid,
+            groups=groups,
+            truncated=cut,
+            segments=np.bincount(self.rollouts).tolist(),
+            lengths=torch.from_numpy(self.own_lengths),
+            results=self.fields,
+            baselines=None if self.baselines is None else torch.from_numpy(self.baselines[self.ends]),
+            longest=longest,
+            limit=limit,
+        )
 
     def gather(self, name: str, samples: Iterable[int]) -> Tensor:
         """Concatenate a per-token result of some sequences: [their own tokens]."""
@@ -162,7 +191,7 @@ class PackedMicroBatch:
     def num_sequences(self) -> int:
         if self.continues:
             return sum(stop > start for start, stop in self.continues)
-        return len(self.bounds) - 1 - bool(self.padding and self.context == 1)
+        return len(self.bounds) - 1 - bool(self.padding and (self.context == 1 or not self.num_tokens))
 
 
 def pack(
@@ -180,7 +209,8 @@ def pack(
     sequence is padded at its end. No token attends to padding.
 
     With `ends_alone` the head sees only the last token of each sequence, and [own tokens] becomes [sequences].
-    If the plan shares prompts, each prompt comes once, before the completions that continue its positions.
+    If the plan shares prompts, each prompt comes once, before the completions that continue its positions. A micro-batch
+    without sequences is padding.
     `choices` (layers with experts, experts a token) also lays out the experts that the engine chose.
     """
     if micro_batch.sharing:
@@ -201,7 +231,9 @@ def pack(
         lengths.append(start)
 
     if padding := micro_batch.slots - start:
-        assert layout.context == 1, "under context parallelism every sequence is padded to the whole alignment"
+        assert layout.context == 1 or not micro_batch.samples, (
+            "under context parallelism every sequence is padded to the whole alignment"
+        )
         tokens.append(np.zeros(padding))
         positions.append(np.arange(padding))
         lengths.append(micro_batch.slots)
@@ -209,7 +241,7 @@ def pack(
     slots_here = own_slots(lengths, layout.context, context_rank)
     row = np.full(micro_batch.slots, -1)
     row[slots_here] = np.arange(len(slots_here))
-    rows = row[np.concatenate(heads)]  # [own tokens], -1 for a row of another context rank
+    rows = row[np.concatenate([np.zeros(0, int), *heads])]  # [own tokens], -1 for a row of another context rank
 
     routing = None
     if choices is not None:
@@ -229,7 +261,7 @@ def pack(
         position_ids=np.concatenate(positions)[slots_here],
         head_positions=rows[rows >= 0],
         heads=np.flatnonzero(rows >= 0),
-        targets=np.concatenate(targets),
+        targets=np.concatenate([np.zeros(0, int), *targets]),
     )
     return PackedMicroBatch(
         **placed,

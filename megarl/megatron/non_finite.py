@@ -192,11 +192,12 @@ class FiniteGuard:
             raise NotFinite(f"{problem}: the {role.role}'s weights are broken ({tensors}); {ADVICE}")
 
     def _mask(self, problem: str, samples: Sequence[int], batch: Batch) -> Batch:
-        if not set(np.flatnonzero(batch.valid).tolist()) - set(samples):
+        left = batch.without(samples)
+        if not left.valid.any():
             raise NotFinite(f"{problem}, and no other sample is valid; {ADVICE}")
         self._stop_or_warn(f"{problem}; masked")
         self._samples += len(samples)
-        return batch.without(samples)
+        return left
 
     def _stop_or_warn(self, problem: str) -> None:
         if not self._skips:

@@ -21,10 +21,10 @@ Sums = dict[str, Tensor]
 
 def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest: int | None = None) -> dict[int, float]:
     """Return the weight of each sequence's tokens in the loss. Denominators are over the whole mini-batch, so that the loss
-    does not depend on the micro-batches. `longest` is the most own tokens of a completion, for `fixed_length`."""
+    does not depend on the micro-batches. `longest` is the most own tokens of a rollout, for `fixed_length`."""
     order = list(mini_batch.samples)
-    lengths, valid = torch.from_numpy(batch.own_lengths[order]), torch.from_numpy(batch.valid[order])
-    weights = loss_weights(lengths, valid, aggregation, longest)
+    lengths, valid, rollouts = (torch.from_numpy(of[order]) for of in (batch.own_lengths, batch.valid, batch.rollouts))
+    weights = loss_weights(lengths, valid, aggregation, longest, rollouts)
     return dict(zip(order, weights.tolist(), strict=True))
 
 
@@ -41,24 +41,29 @@ class PolicyObjective:
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
+        lengths, order = _by_rollout(self.batch.rollouts[list(micro.samples)], micro.own_lengths)
         names = [name for name in ("advantages", "logprobs", "reference_logprobs") if name in self.batch.fields]
         sampled = [self.batch.samples[sample].completion for sample in micro.samples]
         known = {"rollout": np.concatenate([completion.logprobs[completion.own] for completion in sampled])}
         if self.batch.max_staleness:
             versions = np.concatenate([completion.versions[completion.own] for completion in sampled])
             known["staleness"] = self.batch.version - versions
-        weight, kept, *columns = _columns(self, micro, names, logprobs.device, *known.values())
+        moves = [] if order is None else [order]
+        weight, kept, *columns = _columns(self, micro, names, logprobs.device, *known.values(), *moves)
+        if order is not None:
+            place = columns.pop(len(known))
+            weight, kept, logprobs, entropy, *columns = (of[place] for of in (weight, kept, logprobs, entropy, *columns))
         fields = dict(zip([*known, *names], columns, strict=True))
         rollout = fields["rollout"]
         # With one update per batch there is no actor_logprob phase; its results would equal these.
         old = fields.get("logprobs", logprobs.detach())
-        tokens = PolicyTokens(logprobs, old, fields["advantages"], micro.own_lengths)
+        tokens = PolicyTokens(logprobs, old, fields["advantages"], lengths)
         losses, clipped = self._loss(tokens)
         difference = (old - rollout).abs() * kept
         correction: Sums = {}
         corrected = torch.zeros_like(kept)
         if (mismatch := self.settings.mismatch) is not None:
-            ratio, uncorrected = mismatch_weights(old, rollout, micro.own_lengths, mismatch)
+            ratio, uncorrected = mismatch_weights(old, rollout, lengths, mismatch)
             losses = ratio * losses
             correction = {"mismatch_weight_sum": (ratio * kept).sum(), "mismatch_weight_max": (ratio * kept).max()}
             correction["mismatch_beyond_sum"] = ((uncorrected > mismatch.cap) * kept).sum()
@@ -96,6 +101,16 @@ class PolicyObjective:
             "tokens": kept.sum(),
         }
         return loss, sums | correction
+
+
+def _by_rollout(rollouts: np.ndarray, own_lengths: Sequence[int]) -> tuple[tuple[int, ...], np.ndarray | None]:
+    """Return the own tokens of each rollout of a micro-batch, and the order of the tokens in which the segments of a rollout
+    follow each other, None where they do. `rollouts` and `own_lengths` are [sequences]."""
+    firsts = np.flatnonzero(np.diff(rollouts, prepend=-1))
+    if len(firsts) == len(set(rollouts.tolist())):
+        return tuple(np.add.reduceat(own_lengths, firsts).tolist()), None
+    of_tokens = np.repeat(rollouts, own_lengths)  # shared prompts have put the sequences into another order
+    return tuple(np.unique(of_tokens, return_counts=True)[1].tolist()), np.argsort(of_tokens, kind="stable")
 
 
 def staleness_sums(staleness: Tensor, kept: Tensor, most: int, columns: dict[str, Tensor]) -> Sums:

@@ -290,7 +290,11 @@ class Role:
             self._backward.start()
 
             def finish(micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
-                loss, sums = objective(micro, self._outputs(micro, output, entropy=True))
+                outputs = self._outputs(micro, output, entropy=True)
+                if not micro.samples:  # padding, so that all ranks run as many micro-batches
+                    loss = torch.stack([values.sum() for values in outputs.values()]).sum()
+                    return loss, ((micro.samples, loss.detach()), {})
+                loss, sums = objective(micro, outputs)
                 return loss, ((micro.samples, loss.detach()), sums)
 
             stored, executed = self._run(batch, mini_batch, finish, forward_only=False, replay=self.router_replay)

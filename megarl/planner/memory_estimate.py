@@ -118,12 +118,14 @@ class Load:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a recipe allows: sequences of a step, sequences of a group, tokens of a prompt and of a completion."""
+    """What a recipe allows: rollouts of a step, rollouts of a group, tokens of a prompt and of a completion, and segments of
+    a rollout. The prompt of a later segment has its rollout's history, so that it may have nearly the longest length."""
 
     num_sequences: int
     group_size: int
     max_prompt: int
     max_completion: int
+    segments: int = 1
 
     @property
     def longest(self) -> int:
@@ -151,16 +153,18 @@ def most_held(layout: Layout) -> int:
 
 def worst_load(role: PlannedRole, schedule: Schedule, limits: BatchLimits) -> Load:
     """What a phase runs when every micro-batch is as full as the schedule allows and the pipeline is full."""
-    size, longest_slots = schedule.mini_batch or limits.num_sequences, in_micro_batch(limits.longest, role.layout)
+    longest_slots, segments = in_micro_batch(limits.longest, role.layout), limits.segments
+    size = (schedule.mini_batch or limits.num_sequences) * segments
     if schedule.sequences is not None:
-        size = min(schedule.sequences, size // role.layout.data)
+        size = min(schedule.sequences, -(-size // role.layout.data))
         slots, head_tokens = size * longest_slots, size * limits.max_completion
     else:
         assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
         slots = head_tokens = min(schedule.max_tokens, size * longest_slots)
     copied_rows = 0
     if schedule.share_prompts:
-        copied_rows = most_rows_behind_prompts(slots, size, limits.longest, limits.group_size, limits.max_prompt)
+        longest_prompt = limits.max_prompt if segments == 1 else limits.longest - 1
+        copied_rows = most_rows_behind_prompts(slots, size, limits.longest, limits.group_size * segments, longest_prompt)
     return Load(schedule.is_update, slots, head_tokens, limits.longest, most_held(role.layout), copied_rows)
 
 
@@ -178,8 +182,8 @@ def largest_cap(
         load = worst_load(running, replace(schedule, sequences=None, max_tokens=cap), limits)
         return peak(roles, running, load).total <= budget_bytes
 
-    low = in_micro_batch(limits.longest, running.layout)
-    high = low * (schedule.mini_batch or limits.num_sequences)
+    low = in_micro_batch(limits.longest, running.layout, schedule.together)
+    high = low * (schedule.mini_batch or limits.num_sequences) * limits.segments
     if not fits(low):
         return None
     while low < high:

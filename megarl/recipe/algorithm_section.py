@@ -210,8 +210,9 @@ class AlgorithmSection(Section):
     policy_loss: PolicyLossSection = ClipLossSection(kind="clip")
     """How the policy ratio enters the loss."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "token_mean"
-    """The loss of a mini-batch: the mean over tokens; the mean over sequences of their means, or of their sums; or the sum
-    over tokens divided by sequences times rollout.max_new_tokens (in episodes the most tokens of all turns)."""
+    """The loss of a mini-batch: the mean over tokens; the mean over rollouts of their means, or of their sums; or the sum
+    over tokens divided by rollouts times rollout.max_new_tokens (in episodes the most tokens of all turns). A rollout counts
+    as one sequence, however many segments it has."""
     entropy_coefficient: Weight = 0.0
     """Factor of the entropy bonus."""
     kl: KlSection | None = None
@@ -232,6 +233,12 @@ class AlgorithmSection(Section):
     max_ratio_drift: Above = 0.1
     """Before the first update of a step every policy ratio should be 1. Warn when one is further off than this:
     `actor_logprob` and `actor_update` have different micro-batches, whose kernels may round differently."""
+
+    @property
+    def has_rollout_terms(self) -> bool:
+        """Whether the loss of a token depends on its whole rollout, whose segments then run in one micro-batch."""
+        of_rollouts = self.mismatch is not None and self.mismatch.level != "token"
+        return of_rollouts or self.policy_loss.kind in ("gspo", "gmpo", "function")
 
 
 def algorithm_rules(recipe: Recipe) -> Violations:

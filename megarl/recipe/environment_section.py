@@ -45,6 +45,9 @@ class EnvironmentSection(EpisodeSection):
     max_episode_tokens: Positive | None = None
     """Tokens of one episode after its prompt, observations included; an episode without room for a turn is truncated. null
     has room for all turns and observations at their longest."""
+    max_segments: Positive = 1
+    """Token sequences of one episode: one, and another each time its history is rewritten. Memory and micro-batches are
+    planned for so many; an episode is truncated where it would need one more."""
     timeout_s: Seconds = 30.0
     """Deadline of each reset and of each step. A worker serves 64 episodes at a time; the others' deadlines begin later."""
 

@@ -58,9 +58,9 @@ def evaluation_rules(recipe: Recipe) -> Violations:
     section = recipe.evaluation
     if section is None:
         return
-    if section.completions > recipe.num_sequences:
-        rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"
-        yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_sequences))
+    if section.completions > recipe.num_rollouts:
+        rule = f"deadlines are meant for the {recipe.num_rollouts} sequences of a step, of which a prompt takes this many"
+        yield Violation("evaluation.completions", section.completions, rule, str(recipe.num_rollouts))
     if not recipe.verifiers and recipe.environment is None:
         rule = "an evaluation is scored by the parts of `reward` that judge texts, and there is none"
         yield Violation("evaluation", GIVEN, rule, "add such a part to `reward`, or leave the section out")

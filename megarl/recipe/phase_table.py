@@ -42,13 +42,14 @@ def phase_table(recipe: Recipe) -> list[PhaseRow]:
 def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
     role = ROLE_OF[phase]
     schedule, layout = recipe.schedule(phase), recipe.layout(role)
-    count = worst_case_micro_batches(schedule, recipe.num_sequences, layout, recipe.max_sequence_tokens)
+    longest, segments = recipe.max_sequence_tokens, recipe.max_segments
+    count = worst_case_micro_batches(schedule, recipe.num_rollouts, layout, longest, segments)
     rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
     rule += ", prompts shared" if schedule.share_prompts else ""
-    mini_batch = f"{recipe.num_sequences} (whole batch)"
+    mini_batch = f"{recipe.num_rollouts} (whole batch)"
     if phase in UPDATE_PHASES:
         assert schedule.mini_batch is not None, "an update phase has a mini-batch"
-        updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
+        updates = recipe.num_rollouts // schedule.mini_batch * schedule.epochs
         mini_batch = f"{schedule.mini_batch} ({updates} update{'s' if updates > 1 else ''})"
     return PhaseRow(
         phase=phase,
@@ -125,7 +126,7 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
             batch += f", up to {recipe.algorithm.dynamic_sampling.max_rounds} times"
         return PhaseRow(phase, source, engines, concurrency(recipe), batch)
     if phase == "reward":
-        tasks, batch = f"{recipe.phases.reward.sequences} a task", f"{recipe.num_sequences} (whole batch)"
+        tasks, batch = f"{recipe.phases.reward.sequences} a task", f"{recipe.num_rollouts} (whole batch)"
         return PhaseRow(phase, "reward workers", "", tasks, batch)
     if phase == "weight_sync":
         transport: str = recipe.weight_sync.transport
@@ -138,4 +139,4 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
         if canary is not None and rollout.replay is None:
             batch = f"canary: {canary.sequences} x {canary.length(recipe.max_sequence_tokens)} tokens"
         return PhaseRow(phase, "actor to engines", engines, transport, batch)
-    return PhaseRow(phase, "", "", "", f"{recipe.num_sequences} (whole batch)")
+    return PhaseRow(phase, "", "", "", f"{recipe.num_rollouts} (whole batch)")

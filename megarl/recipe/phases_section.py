@@ -154,7 +154,7 @@ def phase_rules(recipe: Recipe) -> Violations:
     """Phases without a section, sections of phases that never run, and sizes that `schedule/schedule.py` refuses."""
     for phase in ENGINE_PHASES:
         section, key, runs = recipe.phase_section(phase), f"phases.{phase}", recipe.runs(phase)
-        if phase == "actor_logprob" and recipe.num_sequences % recipe.phases.actor_update.mini_batch:
+        if phase == "actor_logprob" and recipe.num_rollouts % recipe.phases.actor_update.mini_batch:
             continue  # whether the phase runs depends on a mini-batch size that is illegal
         if section is None or not runs:
             if runs:
@@ -169,8 +169,8 @@ def phase_rules(recipe: Recipe) -> Violations:
         if isinstance(cap, str) and recipe.device is None:
             rule = "needs device.memory_gib, the memory that the cap must fit"
             yield Violation(f"{key}.micro_batch.max_tokens", cap, rule, "device: {memory_gib: 80}")
-        schedule = recipe.schedule(phase, automatic_cap=in_micro_batch(longest, layout))
-        for fault in violations(schedule, recipe.num_sequences, layout, longest):
+        schedule = recipe.schedule(phase, automatic_cap=in_micro_batch(longest, layout, recipe.max_segments))
+        for fault in violations(schedule, recipe.num_rollouts, layout, longest):
             rule, value = fault.rule, cap if fault.field == "micro_batch.max_tokens" else fault.value
             if fault.field == "micro_batch.max_tokens":
                 made_of = f"{recipe.data.max_prompt_tokens} + {recipe.completion_key} {recipe.max_completion_tokens}"
@@ -211,14 +211,14 @@ def _early_rules(recipe: Recipe, phase: str) -> Violations:
         yield Violation(key, "early", rule, "whole")
     if not any(refused.values()):
         schedule = recipe.schedule(phase, automatic_cap=in_micro_batch(recipe.max_sequence_tokens, layout))
-        sequences = recipe.num_sequences // EARLY_PARTS
-        for fault in violations(schedule, sequences, layout, recipe.max_sequence_tokens)[:1]:
-            yield Violation(key, "early", f"a part of {sequences} sequences {fault.rule}", "whole, or more prompts")
+        rollouts = recipe.num_rollouts // EARLY_PARTS
+        for fault in violations(schedule, rollouts, layout, recipe.max_sequence_tokens)[:1]:
+            yield Violation(key, "early", f"a part of {rollouts} rollouts {fault.rule}", "whole, or more prompts")
 
 
 def batch_size(recipe: Recipe) -> Violations:
-    """Each data-parallel rank needs equally many sequences, at least one for each stage of a virtual pipeline."""
-    prompts, group, sequences = recipe.phases.rollout.prompts, recipe.algorithm.group_size, recipe.num_sequences
+    """Each data-parallel rank needs equally many rollouts, at least one for each stage of a virtual pipeline."""
+    prompts, group, rollouts = recipe.phases.rollout.prompts, recipe.algorithm.group_size, recipe.num_rollouts
     layouts = recipe.layouts
 
     def is_legal(count: int) -> bool:
@@ -229,7 +229,7 @@ def batch_size(recipe: Recipe) -> Violations:
         return
     ranks = ", ".join(f"{role} {layout.data} x {layout.micro_batch_step}" for role, layout in layouts.items())
     rule = (
-        f"{prompts} prompts x group_size {group} = {sequences} sequences must divide over the data-parallel ranks of each "
+        f"{prompts} prompts x group_size {group} = {rollouts} rollouts must divide over the data-parallel ranks of each "
         f"role, with one for each stage of a virtual pipeline: {ranks}"
     )
     sizes = [layout.data * layout.micro_batch_step for layout in layouts.values()]

@@ -119,9 +119,19 @@ class Recipe(Section):
         return {"model.path": self.model.path} | {key: path for key, path in paths.items() if path is not None}
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
+    def num_rollouts(self) -> int:
+        """Rollouts of one step."""
         return self.phases.rollout.prompts * self.algorithm.group_size
+
+    @property
+    def max_segments(self) -> int:
+        """Most sequences of one rollout."""
+        return 1 if self.environment is None else self.environment.max_segments
+
+    @property
+    def num_sequences(self) -> int:
+        """Most sequences of one step."""
+        return self.num_rollouts * self.max_segments
 
     def starts_early(self, phase: str) -> bool:
         """Return whether a phase runs on parts of the batch while the rest is sampled."""
@@ -143,9 +153,9 @@ class Recipe(Section):
 
     @property
     def max_own_tokens(self) -> int:
-        """Most tokens that the policy samples after a prompt."""
+        """Most tokens that the policy samples in a rollout."""
         turns = 1 if self.environment is None else self.environment.max_turns
-        return min(turns * self.rollout.max_new_tokens, self.max_completion_tokens)
+        return min(turns * self.rollout.max_new_tokens, self.max_segments * self.max_completion_tokens)
 
     @property
     def completion_key(self) -> str:
@@ -168,7 +178,7 @@ class Recipe(Section):
     def updates_per_batch(self) -> int:
         """Optimizer updates of the actor in one step."""
         update = self.phases.actor_update
-        return self.num_sequences // update.mini_batch * update.epochs
+        return self.num_rollouts // update.mini_batch * update.epochs
 
     @property
     def critic_warmup_steps(self) -> int:
@@ -287,5 +297,8 @@ class Recipe(Section):
                 f"phases.{phase}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
             )
         if isinstance(section, UpdatePhaseSection):
-            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, section.share_prompts)
+            # The loss of the actor alone may have terms of whole rollouts.
+            together = self.max_segments if phase == "actor_update" and self.algorithm.has_rollout_terms else 1
+            shared = section.share_prompts
+            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, shared, together)
         return Schedule(phase, rule.sequences, cap, share_prompts=section.share_prompts)

@@ -80,7 +80,8 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
 def limits_of(recipe: Recipe) -> BatchLimits:
     """What a recipe allows of a step's sequences."""
     data, group_size = recipe.data, recipe.algorithm.group_size
-    return BatchLimits(recipe.num_sequences, group_size, data.max_prompt_tokens, recipe.max_completion_tokens)
+    longest_prompt, longest_completion = data.max_prompt_tokens, recipe.max_completion_tokens
+    return BatchLimits(recipe.num_rollouts, group_size, longest_prompt, longest_completion, recipe.max_segments)
 
 
 def with_least_caps(recipe: Recipe) -> Recipe:
@@ -126,7 +127,8 @@ def _automatic_phases(recipe: Recipe) -> list[str]:
 
 
 def _least_cap(recipe: Recipe, phase: str) -> int:
-    return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]))
+    together = recipe.schedule(phase, automatic_cap=1).together
+    return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]), together)
 
 
 def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
@@ -176,7 +178,7 @@ def size_engines(
     if device is None and rollout.replay is None and not vllm_is_for_cpus():
         return recipe, []
     on_gpu = device is not None and device.kind == "gpu"
-    concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_sequences, rollout.engines, rollout.data)
+    concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_rollouts, rollout.engines, rollout.data)
     phases = recipe.phases.model_copy(update={"rollout": phase.model_copy(update={"max_concurrent": concurrent})})
     recipe = recipe.model_copy(update={"phases": phases})
     cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()

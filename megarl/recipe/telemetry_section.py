@@ -89,9 +89,9 @@ def telemetry_rules(recipe: Recipe) -> Violations:
             hidden = re.sub(r"//[^/]*@", "//***@", sink.uri)
             rule = "holds a user or a password, and the recipe is kept with every run and sent to its sinks"
             yield Violation(f"{key}.uri", hidden, rule, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
-    if section.samples_per_step > recipe.num_sequences:
-        rule = f"a step has {recipe.num_sequences} sequences (phases.rollout.prompts x algorithm.group_size)"
-        yield Violation("telemetry.samples_per_step", section.samples_per_step, rule, str(recipe.num_sequences))
+    if section.samples_per_step > recipe.num_rollouts:
+        rule = f"a step has {recipe.num_rollouts} sequences (phases.rollout.prompts x algorithm.group_size)"
+        yield Violation("telemetry.samples_per_step", section.samples_per_step, rule, str(recipe.num_rollouts))
     if section.profile is None:
         return
     for number, step in enumerate(section.profile.steps):

@@ -36,7 +36,7 @@ REASONS = {"code": sandbox.REASONS, "http": service.REASONS}
 
 @dataclass(frozen=True, eq=False)
 class RewardResult:
-    """Rewards of a batch, in sample order.
+    """Rewards of a batch, one a rollout, in their order: the score of its last segment. A sample here is a rollout.
 
     `rewards` float32 [n] and each of `parts` float32 [n] (a term's score, before its weight) are NaN where `valid` bool [n]
     is false, so that a masked reward can never be taken for a 0. `failures` explains each masked sample. `task_sequences` is
@@ -213,14 +213,14 @@ class RewardWorkers:
         self._done: list[TaskResult] = []  # since `take_tasks`
 
     def score(
-        self, payload: Any, prompts: Sequence[Prompt], num_sequences: int, group_size: int, answers: bool = False
+        self, payload: Any, prompts: Sequence[Prompt], samples: Sequence[int], group_size: int, answers: bool = False
     ) -> RewardResult:
-        """Score samples 0 … num_sequences - 1; sample s answers prompts[s // group_size]. With `answers`, also read what
-        they answer. Not to be called in an event loop. Raises as `score_group`."""
+        """Score some samples, of which the s-th answers prompts[s // group_size]. With `answers`, also read what they
+        answer. Not to be called in an event loop. Raises as `score_group`."""
 
         async def score_all() -> list[TextScore]:
             work = [
-                self.score_group(payload, range(g * group_size, min((g + 1) * group_size, num_sequences)), prompt, answers)
+                self.score_group(payload, samples[g * group_size : (g + 1) * group_size], prompt, answers)
                 for g, prompt in enumerate(prompts)
             ]
             tasks = [asyncio.ensure_future(part) for part in work]

@@ -118,7 +118,7 @@ class Judged:
     rewards: list[np.ndarray] = field(default_factory=list)
     answers: list[list[str | None]] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
+    truncated: list[np.ndarray] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)  # prompt number and reason of each masked completion
 
 
@@ -141,7 +141,7 @@ class HeldOut:
         self.num_bad_rows = held_out.num_bad_rows
         self.prompts = kept[: self.section.max_prompts]
         # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
-        self._at_a_time = max(1, recipe.num_sequences // self.section.completions)
+        self._at_a_time = max(1, recipe.num_rollouts // self.section.completions)
 
     def go_on(self, judged: Judged, stream: RolloutStream, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
@@ -155,10 +155,11 @@ class HeldOut:
         judged.failures += [(judged.num_prompts + sample // completions, why) for sample, why in scored.failures.items()]
         judged.num_prompts += len(prompts)
         judged.rewards += list(scored.rewards.reshape(len(prompts), completions))
-        judged.lengths.append(batch.completion_lengths)
-        judged.reasons += batch.finish_reasons
+        judged.lengths.append(np.bincount(batch.rollouts, batch.completion_lengths).astype(int))
+        judged.truncated.append(batch.truncated)
         if scored.answers is not None:
-            judged.answers += [scored.answers[first : first + completions] for first in range(0, len(batch), completions)]
+            answers = scored.answers
+            judged.answers += [answers[first : first + completions] for first in range(0, len(answers), completions)]
         return judged.num_prompts < len(self.prompts)
 
     def result(self, judged: Judged) -> Evaluation:
@@ -168,8 +169,7 @@ class HeldOut:
             logger.warning(
                 "evaluation: %d completions masked; one of held-out prompt %d: %s", len(judged.failures), number, why
             )
-        truncated = np.array([reason == "length" for reason in judged.reasons])
-        lengths = np.concatenate(judged.lengths)
+        truncated, lengths = np.concatenate(judged.truncated), np.concatenate(judged.lengths)
         counts = self.num_left_out, self.num_dropped, self.num_bad_rows
         return Evaluation(self.prompts, judged.rewards, judged.answers or None, lengths, truncated, *counts)
 

@@ -51,10 +51,13 @@ class Partial:
 
 @dataclass(frozen=True, eq=False)
 class GroupResult:
-    """All completions of one prompt, as flat arrays.
+    """All rollouts of one prompt, as flat arrays.
 
     `token_ids` int32, `logprobs` float32, `versions` int64 and `own` bool (as in `Completion`) are [completion tokens of all
-    members], split by `lengths` int32 [members]. `routing` has the rows of `Completion.routing`, one member after the other.
+    sequences], split by `lengths` int32 [sequences]. `routing` has the rows of `Completion.routing`, one sequence after the
+    other. The segments of a rollout follow each other: `members` int32 [sequences] has the rollout of each sequence, from 0
+    on; None for one segment each. `prompt_ids` int32 are the different prompts of the sequences, end to end, split by
+    `prompt_lengths`; `prefixes` int32 [sequences] says which prompt a sequence has. None for one prompt.
     """
 
     group: int
@@ -66,6 +69,16 @@ class GroupResult:
     versions: np.ndarray
     routing: np.ndarray | None = None
     own: np.ndarray | None = None  # None: the policy sampled all tokens
+    members: np.ndarray = None  # type: ignore[assignment]
+    prompt_lengths: np.ndarray = None  # type: ignore[assignment]
+    prefixes: np.ndarray = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.members is None:
+            object.__setattr__(self, "members", np.arange(len(self.lengths), dtype=np.int32))
+        if self.prefixes is None:
+            object.__setattr__(self, "prompt_lengths", np.array([len(self.prompt_ids)], dtype=np.int32))
+            object.__setattr__(self, "prefixes", np.zeros(len(self.lengths), dtype=np.int32))
 
     @classmethod
     def of(cls, group: int, prompt_ids: np.ndarray, members: Sequence[Partial]) -> GroupResult:
@@ -83,28 +96,33 @@ class GroupResult:
             routing=np.concatenate(routing) if routing else None,
         )
 
-    def sample(self, member: int) -> Sample:
-        start = int(self.lengths[:member].sum())
-        part = slice(start, start + int(self.lengths[member]))
-        rows = len(self.prompt_ids) + self.lengths - 1  # [members]: the last token of a sequence chose no experts
-        first_row = int(rows[:member].sum())
+    def sample(self, sequence: int) -> Sample:
+        start = int(self.lengths[:sequence].sum())
+        part = slice(start, start + int(self.lengths[sequence]))
+        # [sequences]: the last token of a sequence chose no experts
+        rows = self.prompt_lengths[self.prefixes] + self.lengths - 1
+        first_row = int(rows[:sequence].sum())
         completion = Completion(
             token_ids=self.token_ids[part],
             logprobs=self.logprobs[part],
-            finish_reason=self.finish_reasons[member],
+            finish_reason=self.finish_reasons[sequence],
             versions=self.versions[part],
-            routing=None if self.routing is None else self.routing[first_row : first_row + int(rows[member])],
+            routing=None if self.routing is None else self.routing[first_row : first_row + int(rows[sequence])],
             own=None if self.own is None else self.own[part],  # type: ignore[arg-type]
         )
-        return Sample(self.group, self.prompt_ids, completion)
+        prompt = int(self.prefixes[sequence])
+        first_id = int(self.prompt_lengths[:prompt].sum())
+        return Sample(self.group, self.prompt_ids[first_id : first_id + int(self.prompt_lengths[prompt])], completion)
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The metadata of one group, for rank 0."""
+    """The metadata of one group, for rank 0: of each sequence, as in `GroupResult`."""
 
     group: int
-    prompt_length: int
+    members: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
     lengths: tuple[int, ...]
     own_lengths: tuple[int, ...]
     finish_reasons: tuple[str, ...]
@@ -113,10 +131,12 @@ class GroupFacts:
 
     @classmethod
     def of(cls, result: GroupResult) -> GroupFacts:
-        completions = [result.sample(member).completion for member in range(len(result.lengths))]
+        completions = [result.sample(sequence).completion for sequence in range(len(result.lengths))]
         return cls(
             result.group,
-            len(result.prompt_ids),
+            tuple(result.members.tolist()),
+            tuple(result.prefixes.tolist()),
+            tuple(result.prompt_lengths[result.prefixes].tolist()),
             tuple(len(completion.token_ids) for completion in completions),
             tuple(int(completion.own.sum()) for completion in completions),
             result.finish_reasons,
@@ -124,10 +144,20 @@ class GroupFacts:
             tuple(completion.last_version for completion in completions),
         )
 
+    @property
+    def last_segments(self) -> list[int]:
+        """The last sequence of each rollout, which says how it ended and is scored."""
+        return last_segments(np.array(self.members)).tolist()
+
+
+def last_segments(rollouts: np.ndarray) -> np.ndarray:
+    """Return the last sequence of each rollout, int [rollouts], from the rollout of each sequence."""
+    return np.flatnonzero(np.diff(rollouts, append=-1))
+
 
 @dataclass(frozen=True, eq=False)
 class EpisodeFacts:
-    """How each sample's episode ended; every array is [samples].
+    """How each rollout's episode ended; every array is [rollouts].
 
     `rewards` float32 is the sum of the environment's rewards. If the environment failed, `failures` has the message (else
     empty). If it failed after a turn of the policy, which may be the cause, `causes` has the kind of failure (else empty),
@@ -190,18 +220,19 @@ class StoredPayload:
 
     store: str
     batch: str
-    group_size: int
+    sizes: tuple[int, ...]  # sequences of each group
     timeout_s: float
 
     def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
         """Raises ray.exceptions.GetTimeoutError at the deadline, KeyError for a batch that was dropped."""
-        samples = list(sample_ids)
-        positions = sorted({s // self.group_size for s in samples})
+        ends = np.cumsum(self.sizes)
+        places = {s: int(np.searchsorted(ends, s, side="right")) for s in sample_ids}
+        positions = sorted(set(places.values()))
         store = ray.get_actor(self.store, namespace=NAMESPACE)
         references = ray.get(store.references.remote(self.batch, positions), timeout=self.timeout_s)
         results: list[GroupResult] = ray.get(references, timeout=self.timeout_s)
         groups = dict(zip(positions, results, strict=True))
-        return {s: groups[s // self.group_size].sample(s % self.group_size) for s in samples}
+        return {s: groups[place].sample(s - int(ends[place]) + self.sizes[place]) for s, place in places.items()}
 
 
 @dataclass(frozen=True)
@@ -214,11 +245,12 @@ class GroupPayload:
     def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
         """Raises ray.exceptions.GetTimeoutError at the deadline."""
         result: GroupResult = ray.get(self.tokens, timeout=self.timeout_s)
-        return {member: result.sample(member) for member in sample_ids}
+        return {sequence: result.sample(sequence) for sequence in sample_ids}
 
 
-COLUMNS = ("groups", "prompt_lengths", "completion_lengths", "own_lengths", "first_version", "last_version")
-"""The arrays of a `RolloutBatch`, each int [samples]."""
+COLUMNS = ("groups", "rollouts", "prefixes", "prompt_lengths", "completion_lengths", "own_lengths", "first_version",
+           "last_version")  # fmt: skip
+"""The arrays of a `RolloutBatch`, each int [sequences]."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +264,10 @@ class RolloutExecuted:
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """One step's rollouts; every array is [samples], and sample s is member s % group_size of prompt s // group_size.
+    """One step's rollouts; every array is [sequences]. Rollout r is attempt r % group_size at prompt r // group_size.
 
+    `rollouts` has the rollout of each sequence, 0, 1, ... with the segments of a rollout side by side (default: one each).
+    Sequences with the same number in `prefixes` have the same prompt tokens (default: those of a group).
     `own_lengths` counts the completion tokens that the policy sampled (default: all). `greedy` has one greedy completion of
     each prompt, for advantages that compare with them. `episodes` is None without an environment.
     """
@@ -250,17 +284,33 @@ class RolloutBatch:
     greedy: RolloutBatch | None = None
     own_lengths: np.ndarray = None  # type: ignore[assignment]
     episodes: EpisodeFacts | None = None
+    rollouts: np.ndarray = None  # type: ignore[assignment]
+    prefixes: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.own_lengths is None:
             object.__setattr__(self, "own_lengths", self.completion_lengths)
+        if self.rollouts is None:
+            object.__setattr__(self, "rollouts", np.arange(len(self.groups)))
+        if self.prefixes is None:
+            object.__setattr__(self, "prefixes", self.groups)
 
     def __len__(self) -> int:
         return len(self.groups)
 
     @property
+    def last_segments(self) -> np.ndarray:
+        """The last sequence of each rollout, int [rollouts]."""
+        return last_segments(self.rollouts)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Whether each rollout reached the limit of its length, bool [rollouts]."""
+        return np.array([self.finish_reasons[sequence] == "length" for sequence in self.last_segments])
+
+    @property
     def lengths(self) -> np.ndarray:
-        """Prompt and completion tokens of each sample, int [samples]."""
+        """Prompt and completion tokens of each sequence, int [sequences]."""
         return self.prompt_lengths + self.completion_lengths
 
     @classmethod
@@ -268,15 +318,22 @@ class RolloutBatch:
         cls, facts: Sequence[GroupFacts], payload: Payload, executed: RolloutExecuted, metrics: dict[str, float]
     ) -> RolloutBatch:
         """Join groups in the order of their prompts."""
-        members = [len(group.lengths) for group in facts]
+        sizes = [len(group.lengths) for group in facts]
 
         def flat(values: Iterable[tuple[int, ...]]) -> np.ndarray:
             return np.array([value for group in values for value in group], dtype=np.int64)
 
+        def numbered(values: list[tuple[int, ...]]) -> np.ndarray:
+            """Number what each group numbers from 0 on through the batch."""
+            counts = [max(group) + 1 for group in values]
+            return flat(values) + np.repeat(np.cumsum(counts) - counts, sizes)
+
         return cls(
             payload=payload,
-            groups=np.repeat([group.group for group in facts], members),
-            prompt_lengths=np.repeat([group.prompt_length for group in facts], members),
+            groups=np.repeat([group.group for group in facts], sizes),
+            rollouts=numbered([group.members for group in facts]),
+            prefixes=numbered([group.prefixes for group in facts]),
+            prompt_lengths=flat(group.prompt_lengths for group in facts),
             completion_lengths=flat(group.lengths for group in facts),
             finish_reasons=[reason for group in facts for reason in group.finish_reasons],
             first_version=flat(group.first_versions for group in facts),
@@ -295,7 +352,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/completion_length_max": int(lengths.max()),
         **{f"rollout/completion_length_p{q:02d}": float(np.percentile(lengths, q)) for q in QUANTILES},
         "rollout/prompt_length_mean": float(rollouts.prompt_lengths.mean()),
-        "rollout/truncated_share": float(np.mean([reason == "length" for reason in rollouts.finish_reasons])),
+        "rollout/truncated_share": float(rollouts.truncated.mean()),
         "rollout/version": int(rollouts.last_version.min()),
         "tokens/prompt": int(rollouts.prompt_lengths.sum()),
         "tokens/completion": int(lengths.sum()),
@@ -306,18 +363,26 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     if rollouts.episodes is None:
         return metrics
     observed = int(lengths.sum() - rollouts.own_lengths.sum())
+    segments = np.bincount(rollouts.rollouts)
     return metrics | rollouts.episodes.metrics() | {
-        "rollout/own_length_mean": float(rollouts.own_lengths.mean()),
+        "rollout/segments_mean": float(segments.mean()),
+        "rollout/segments_max": int(segments.max()),
+        "rollout/num_sealed": len(rollouts) - len(segments),
+        "rollout/own_length_mean": float(np.bincount(rollouts.rollouts, rollouts.own_lengths).mean()),
         "rollout/observation_tokens": observed,
         "rollout/observation_share": observed / int(lengths.sum()),
     }  # fmt: skip
 
 
 def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
-    """Raise ValueError for a sequence that is longer than the recipe allows: memory caps were proved without it."""
+    """Raise ValueError for a sequence that is longer than the recipe allows, and for a rollout of too many segments: memory
+    caps were proved without them."""
+    is_first = np.diff(rollouts.rollouts, prepend=-1) > 0  # the prompt of a later segment has its rollout's history
+    limit_key = f"data.max_prompt_tokens and {recipe.completion_key} together"
     for part, lengths, key, limit in (
-        ("prompt", rollouts.prompt_lengths, "data.max_prompt_tokens", recipe.data.max_prompt_tokens),
+        ("prompt", rollouts.prompt_lengths * is_first, "data.max_prompt_tokens", recipe.data.max_prompt_tokens),
         ("completion", rollouts.completion_lengths, recipe.completion_key, recipe.max_completion_tokens),
+        ("sequence", rollouts.lengths, limit_key, recipe.max_sequence_tokens),
     ):
         sample = int(np.argmax(lengths))
         if lengths[sample] > limit:
@@ -325,3 +390,9 @@ def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
                 f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has a {part} of {lengths[sample]} "
                 f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
             )
+    segments = np.bincount(rollouts.rollouts)
+    if segments.max() > recipe.max_segments:
+        raise ValueError(
+            f"phase rollout: rollout {int(segments.argmax())} has {segments.max()} segments, and environment.max_segments = "
+            f"{recipe.max_segments}; whatever made it does not keep to the recipe"
+        )

@@ -124,14 +124,15 @@ class EnginePool:
     async def store_batch(self, facts: Sequence[GroupFacts], tokens: Sequence[Any]) -> RolloutBatch:
         """Return a batch of groups of one size; their tokens stay in the object store."""
         self._num_batches += 1
-        name, size = str(self._num_batches), len(facts[0].lengths)
+        name, size = str(self._num_batches), len(facts[0].last_segments)
         await asyncio.wait_for(self._store.add.remote(name, list(tokens)), self._recipe.rollout.timeout_s)
         # A dead engine has no process, and all engines run the same number of sequences.
         self._max_concurrent = max(
             [self._max_concurrent, *(engine.process.max_concurrent for engine in self.engines if engine.process is not None)]
         )
         executed = RolloutExecuted(len(facts), size, self._max_concurrent)
-        payload = StoredPayload(self._store_name, name, size, self._recipe.rollout.timeout_s)
+        sizes = tuple(len(group.lengths) for group in facts)
+        payload = StoredPayload(self._store_name, name, sizes, self._recipe.rollout.timeout_s)
         metrics: dict[str, float] = {"rollout/num_restarts": sum(engine.restarts for engine in self.engines)}
         return RolloutBatch.of(facts, payload, executed, metrics)
 

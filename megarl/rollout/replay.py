@@ -166,17 +166,18 @@ class ReplayPool:
 
     def _check(self, file: Path, columns: dict[str, np.ndarray], prompts: Sequence[Prompt]) -> None:
         self._check_columns(file, columns)
-        size = int(columns["group_size"])
-        if size != self._group_size or len(columns["groups"]) != size * len(prompts):
+        size, num_rollouts = int(columns["group_size"]), int(columns["rollouts"][-1]) + 1
+        if size != self._group_size or num_rollouts != size * len(prompts):
             raise ValueError(
-                f"{file}: {len(columns['groups'])} samples in groups of {size}; the recipe asks for "
+                f"{file}: {num_rollouts} rollouts in groups of {size}; the recipe asks for "
                 f"{len(prompts)} groups of {self._group_size} (phases.rollout.prompts, algorithm.group_size)"
             )
         if self._played:
             return  # environments may have given other prompts than the data
         starts = np.cumsum(columns["prompt_lengths"]) - columns["prompt_lengths"]
         for position, prompt in enumerate(prompts):
-            start, length = int(starts[position * size]), int(columns["prompt_lengths"][position * size])
+            first = int(np.searchsorted(columns["rollouts"], position * size))
+            start, length = int(starts[first]), int(columns["prompt_lengths"][first])
             if not np.array_equal(columns["prompt_ids"][start : start + length], prompt.token_ids):
                 raise ValueError(
                     f"{file}: prompt {position} is not the prompt of this step by the recipe; "
@@ -224,5 +225,6 @@ class ReplayStream:
         return self._prompts.metrics()
 
     def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
-        rewards = self._rewards.score(rollouts.payload, prompts, len(rollouts), rollouts.executed.group_size)
+        samples, size = rollouts.last_segments.tolist(), rollouts.executed.group_size
+        rewards = self._rewards.score(rollouts.payload, prompts, samples, size)
         return add_episodes(rewards, rollouts.episodes)

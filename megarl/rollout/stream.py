@@ -97,13 +97,13 @@ class Taken:
         """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
         are too long or if no completion could be scored."""
         section, rollouts, rewards = recipe.phases.rollout, self.rollouts, self.rewards
-        planned = (section.prompts, recipe.num_sequences, section.max_concurrent)
-        ran = (rollouts.executed.prompts, len(rollouts), rollouts.executed.max_concurrent)
+        planned = (section.prompts, recipe.num_rollouts, section.max_concurrent)
+        ran = (rollouts.executed.prompts, len(rollouts.last_segments), rollouts.executed.max_concurrent)
         if ran != planned:
-            raise PlanMismatch(f"phase rollout: planned (prompts, sequences, max_concurrent) {planned}, executed {ran}")
+            raise PlanMismatch(f"phase rollout: planned (prompts, rollouts, max_concurrent) {planned}, executed {ran}")
         refuse_overlong(rollouts, recipe)
         if recipe.algorithm.advantage == "remax":
-            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy)
+            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy.last_segments)
             if rollouts.greedy is None or num_greedy != section.prompts:
                 raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
             refuse_overlong(rollouts.greedy, recipe)
@@ -380,9 +380,12 @@ class RolloutStream:
         timeout_s = self._recipe.rollout.timeout_s
         scored = [
             asyncio.ensure_future(
-                self._rewards.score_group(GroupPayload(part.tokens, timeout_s), range(part.size), part.prompt, answers)
+                self._rewards.score_group(
+                    GroupPayload(part.tokens, timeout_s), part.facts.last_segments, part.prompt, answers
+                )
             )
             for part in group.parts
+            if part.facts is not None
         ]
         await asyncio.sleep(0)  # now they wait in the workers' queue
         self._num_sampling -= 1
@@ -437,7 +440,9 @@ class RolloutStream:
         # Metrics cover the groups that were passed over, too.
         ordered = sorted([*chosen, *passed_over], key=lambda group: group.number)
         rewards = _rewards_of(self._rewards, ordered)
-        samples = [n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)]
+        taken_rollouts = [
+            n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)
+        ]
         rollouts, _ = await self._join(chosen)
         greedy = [group.greedy for group in chosen if group.greedy is not None]
         greedy_rewards = None
@@ -447,7 +452,7 @@ class RolloutStream:
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
         if not self._is_synchronous:
             metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
-        return Taken(rollouts, rewards.select(samples), greedy_rewards, metrics)
+        return Taken(rollouts, rewards.select(taken_rollouts), greedy_rewards, metrics)
 
     async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
         """Return finished groups as one batch, with their rewards if they were scored for an evaluation."""
@@ -498,7 +503,7 @@ class RolloutStream:
         rewards = self._rewards_in(group)
         counted = np.isfinite(rewards)
         if self._masks_truncated:
-            counted &= np.array([reason != "length" for reason in group.facts.finish_reasons])
+            counted &= np.array([group.facts.finish_reasons[last] != "length" for last in group.facts.last_segments])
         return bool(informative_groups(torch.from_numpy(rewards)[None], torch.from_numpy(counted)[None])[0])
 
     def _learn(self, in_order: bool = True) -> None:

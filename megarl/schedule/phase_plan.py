@@ -1,9 +1,10 @@
 """From a schedule and the lengths of one batch to a plan: a pure function of its arguments.
 
 What a plan promises (each is a property in tests/schedule/test_plan.py):
-every sample once per epoch; no micro-batch above `max_tokens`, padding included; no empty micro-batch; the same number
-of micro-batches on every data-parallel rank, and one that the pipeline can run; the same plan for the same arguments,
-whatever was planned before.
+every sample once per epoch; all segments of a rollout in one mini-batch; no micro-batch above `max_tokens`, padding
+included; the same number of micro-batches on every data-parallel rank, and one that the pipeline can run; no empty
+micro-batch, unless rollouts have several segments, so that their number divides over nothing; the same plan for the same
+arguments, whatever was planned before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class MicroBatch:
     `tokens` is the sum of their lengths; `slots` adds the alignment padding and is what the role executes.
 
     With shared prompts, `sharing` has the number of consecutive samples for each prompt, which `tokens` counts once. Empty:
-    no prompt is shared.
+    no prompt is shared. A micro-batch without samples runs padding only.
     """
 
     samples: tuple[int, ...]
@@ -110,12 +111,12 @@ def join_plans(plans: Sequence[Plan], positions: Sequence[Sequence[int]]) -> Pla
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Prompts that run once for the sequences of a group in a micro-batch: the sequences have the same tokens at the same
-    positions, for which a causal model computes the same. Sample i has `lengths[i]` tokens, of which the first `prompts[i]`
-    are the prompt of group `groups[i]`."""
+    """Prompts that run once for sequences of a micro-batch: the sequences have the same tokens at the same positions, for
+    which a causal model computes the same. Sample i has `lengths[i]` tokens, of which the first `prompts[i]` are a prompt;
+    samples with the same `prefixes[i]` have the same one."""
 
     lengths: Sequence[int]
-    groups: Sequence[int]
+    prefixes: Sequence[int]
     prompts: Sequence[int]
 
     @classmethod
@@ -124,25 +125,25 @@ class SharedPrompts:
         schedule: Schedule,
         lengths: Sequence[int],
         layout: Layout,
-        groups: Sequence[int] | None,
+        prefixes: Sequence[int] | None,
         prompts: Sequence[int] | None,
     ) -> SharedPrompts | None:
-        """None for a schedule that shares no prompts. Raises ValueError without groups, prompts, or with context ranks."""
+        """None for a schedule that shares no prompts. Raises ValueError without prefixes, prompts, or with context ranks."""
         if not schedule.share_prompts:
             return None
-        if groups is None or prompts is None or layout.context > 1:
+        if prefixes is None or prompts is None or layout.context > 1:
             raise ValueError(
                 f"phases.{schedule.phase}.share_prompts needs the groups of a batch, the lengths of its prompts, and a "
                 "layout without context parallelism; set it to false"
             )
-        return cls(lengths, [int(group) for group in groups], [int(prompt) for prompt in prompts])
+        return cls(lengths, [int(prefix) for prefix in prefixes], [int(prompt) for prompt in prompts])
 
     def runs(self, samples: Sequence[int]) -> list[list[int]]:
-        """Samples by group, groups and samples in the order they come."""
-        by_group: dict[int, list[int]] = {}
+        """Samples by prompt, prompts and samples in the order they come."""
+        by_prefix: dict[int, list[int]] = {}
         for sample in samples:
-            by_group.setdefault(self.groups[sample], []).append(sample)
-        return list(by_group.values())
+            by_prefix.setdefault(self.prefixes[sample], []).append(sample)
+        return list(by_prefix.values())
 
     def tokens(self, run: Sequence[int]) -> int:
         """Tokens of samples that share a prompt."""
@@ -154,7 +155,7 @@ class SharedPrompts:
         return sum(cost.sequence(self.lengths[sample]) for sample in run) - spared
 
     def micro_batch(self, samples: Sequence[int], multiple: int) -> MicroBatch:
-        """Sequences of one group follow each other, groups in the order of their first sequence."""
+        """Sequences with one prompt follow each other, prompts in the order of their first sequence."""
         runs = self.runs(samples)
         tokens, in_order = sum(map(self.tokens, runs)), tuple(sample for run in runs for sample in run)
         return MicroBatch(in_order, tokens, ceil(tokens, multiple) * multiple, tuple(map(len, runs)))
@@ -179,59 +180,127 @@ def plan_phase(
     cost: Cost = Cost(),  # noqa: B008 (frozen)
     groups: Sequence[int] | None = None,
     prompts: Sequence[int] | None = None,
+    rollouts: Sequence[int] | None = None,
+    prefixes: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan one phase for a batch whose sample i has `lengths[i]` tokens and belongs to the group with id `groups[i]`; the
-    first `prompts[i]` tokens are the group's prompt, which a schedule that shares prompts needs.
+    """Plan one phase for a batch whose sample i has `lengths[i]` tokens, belongs to the group with id `groups[i]` and is a
+    segment of rollout `rollouts[i]`: 0, 1, ... with the segments of a rollout side by side; None for one segment each.
 
-    More than one mini-batch per epoch draws a new order of the samples for each epoch from `seed`, the phase and the
+    A schedule that shares prompts needs the length `prompts[i]` of each sample's prompt. Samples with the same
+    `prefixes[i]` (None: of the same group) have the same prompt.
+    More than one mini-batch per epoch draws a new order of the rollouts for each epoch from `seed`, the phase and the
     epoch; a single one keeps batch order. Groups stay whole in a mini-batch where they have equal sizes that fit.
     Raises ValueError for sizes that do not divide, for counts the pipeline cannot run and for a sequence above the cap.
     """
     lengths = [int(length) for length in lengths]
-    _refuse_impossible(schedule, lengths, layout)
-    multiple, slots = layout.micro_batch_multiple, padded(lengths, layout)
-    work = SequenceCosts(slots, [cost.sequence(length) for length in slots])
-    shared = SharedPrompts.of(schedule, lengths, layout, groups, prompts)
+    segments = _segments(range(len(lengths)) if rollouts is None else rollouts)
+    has_segments = len(segments) < len(lengths)
+    # What one micro-batch runs whole, by its first sample.
+    whole = {unit[0]: unit for unit in segments} if schedule.together > 1 else {s: (s,) for s in range(len(lengths))}
+    _refuse_impossible(schedule, lengths, layout, list(whole.values()), len(segments))
+    slots = padded(lengths, layout)
+    costs = [cost.sequence(length) for length in slots]
+    units = [whole.get(sample, ()) for sample in range(len(lengths))]
+    work = SequenceCosts([sum(slots[s] for s in unit) for unit in units], [sum(costs[s] for s in unit) for unit in units])
+    shared = SharedPrompts.of(schedule, lengths, layout, groups if prefixes is None else prefixes, prompts)
+    by_rollout = None if groups is None else [groups[held[0]] for held in segments]
     mini_batches = []
     for epoch in range(schedule.epochs):
-        for samples in _draw_mini_batches(schedule, len(lengths), groups, f"{seed}/{schedule.phase}/{epoch}"):
-            if schedule.sequences is not None:  # fixed counts in mini-batch order
-                share, size = len(samples) // layout.data, schedule.sequences
-                parts = [samples[rank * share : (rank + 1) * share] for rank in range(layout.data)]
-                ranks = [[list(part[start : start + size]) for start in range(0, share, size)] for part in parts]
-            elif shared is not None:
-                ranks = _balance_shared(schedule, samples, shared, layout, cost)
+        for drawn in _draw_mini_batches(schedule, len(segments), by_rollout, f"{seed}/{schedule.phase}/{epoch}"):
+            samples = tuple(sample for rollout in drawn for sample in segments[rollout])
+            firsts = [sample for sample in samples if sample in whole]
+            if schedule.sequences is not None:  # in mini-batch order
+                ranks = _in_order(schedule.sequences, [whole[first] for first in firsts], layout)
+            elif shared is not None and len(firsts) == len(samples):
+                ranks = _balance_shared(schedule, samples, shared, layout, cost, has_segments)
             else:
-                ranks = balance(schedule, samples, work, layout, cost)
-            if shared is None:
-                micro_batches = tuple(tuple(_micro_batch(part, lengths, slots, multiple) for part in rank) for rank in ranks)
-            else:
-                micro_batches = tuple(tuple(shared.micro_batch(part, multiple) for part in rank) for rank in ranks)
+                ranks = _balance(schedule, firsts, work, layout, cost, has_segments)
+                ranks = [[[sample for first in held for sample in whole[first]] for held in rank] for rank in ranks]
+            micro_batches = tuple(
+                tuple(_micro_batch(part, lengths, slots, layout, shared) for part in rank) for rank in ranks
+            )
             mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase))
     return Plan(schedule.phase, tuple(mini_batches), layout)
 
 
+def _segments(rollouts: Sequence[int]) -> list[tuple[int, ...]]:
+    """The samples of each rollout. Raises ValueError where they are not side by side."""
+    segments: list[list[int]] = []
+    for sample, rollout in enumerate(rollouts):
+        if rollout == len(segments):
+            segments.append([])
+        elif rollout != len(segments) - 1:
+            raise ValueError(f"sample {sample} is of rollout {rollout}, behind one of rollout {len(segments) - 1}")
+        segments[-1].append(sample)
+    return [tuple(held) for held in segments]
+
+
+def _in_order(size: int, units: Sequence[tuple[int, ...]], layout: Layout) -> Ranks:
+    """Units of samples in their order, whole, in micro-batches of up to `size` samples."""
+    data, step, ranks = layout.data, layout.micro_batch_step, []
+    for rank in range(data):
+        held: list[list[int]] = []
+        for unit in units[rank * len(units) // data : (rank + 1) * len(units) // data]:
+            if held and len(held[-1]) + len(unit) <= size:
+                held[-1] += unit
+            else:
+                held.append(list(unit))
+        ranks.append(held)
+    count = ceil(max(map(len, ranks)), step) * step
+    return [[*held, *([] for _ in range(count - len(held)))] for held in ranks]
+
+
+def _balance(
+    schedule: Schedule, units: Sequence[int], work: SequenceCosts, layout: Layout, cost: Cost, may_be_empty: bool
+) -> Ranks:
+    """`balance`, and where no number of micro-batches is legal and they `may_be_empty`, as few as one unit each needs."""
+    try:
+        return balance(schedule, units, work, layout, cost)
+    except ValueError:
+        if not may_be_empty:
+            raise
+    # Fillers of one token make the units divide, and are left out of the plan.
+    step, real = layout.micro_batch_step, len(work.slots)
+    missing = ceil(ceil(len(units), layout.data), step) * step * layout.data - len(units)
+    filled = SequenceCosts([*work.slots, *[1] * missing], [*work.costs, *[1.0] * missing])
+    ranks = balance(schedule, [*units, *range(real, real + missing)], filled, layout, cost)
+    return [[[unit for unit in held if unit < real] for held in rank] for rank in ranks]
+
+
 def _draw_mini_batches(schedule: Schedule, count: int, groups: Sequence[int] | None, seed: str) -> list[tuple[int, ...]]:
-    """The samples of each mini-batch of one epoch."""
+    """The rollouts of each mini-batch of one epoch."""
     size = schedule.mini_batch or count
     if size == count:
         return [tuple(range(count))]
     members: dict[int, list[int]] = {}
-    for sample in range(count):
-        members.setdefault(sample if groups is None else int(groups[sample]), []).append(sample)
+    for rollout in range(count):
+        members.setdefault(rollout if groups is None else int(groups[rollout]), []).append(rollout)
     sizes = {len(held) for held in members.values()}
-    units = list(members.values()) if len(sizes) == 1 and size % max(sizes) == 0 else [[sample] for sample in range(count)]
+    units = list(members.values()) if len(sizes) == 1 and size % max(sizes) == 0 else [[number] for number in range(count)]
     random.Random(seed).shuffle(units)
-    order = [sample for unit in units for sample in unit]
+    order = [rollout for unit in units for rollout in unit]
     return [tuple(order[start : start + size]) for start in range(0, count, size)]
 
 
-def _micro_batch(samples: Sequence[int], lengths: Sequence[int], slots: Sequence[int], multiple: int) -> MicroBatch:
-    filled = sum(slots[sample] for sample in samples)
+def _micro_batch(
+    samples: Sequence[int], lengths: Sequence[int], slots: Sequence[int], layout: Layout, shared: SharedPrompts | None
+) -> MicroBatch:
+    if not samples:
+        return MicroBatch((), 0, in_micro_batch(1, layout))
+    multiple, filled = layout.micro_batch_multiple, sum(slots[sample] for sample in samples)
+    if shared is not None:
+        return shared.micro_batch(samples, multiple)
     return MicroBatch(tuple(samples), sum(lengths[sample] for sample in samples), ceil(filled, multiple) * multiple)
 
 
-def _balance_shared(schedule: Schedule, samples: Sequence[int], shared: SharedPrompts, layout: Layout, cost: Cost) -> Ranks:
+def _balance_shared(
+    schedule: Schedule,
+    samples: Sequence[int],
+    shared: SharedPrompts,
+    layout: Layout,
+    cost: Cost,
+    may_be_empty: bool,
+) -> Ranks:
     """Samples of each micro-batch of each data-parallel rank, groups whole as far as cap and number of micro-batches allow.
 
     Groups are split into ever smaller parts until there is a plan; the last attempt has parts of one sequence, which has a
@@ -247,7 +316,7 @@ def _balance_shared(schedule: Schedule, samples: Sequence[int], shared: SharedPr
             continue
         work = SequenceCosts([shared.tokens(part) for part in parts], [shared.cost(part, cost) for part in parts])
         try:
-            ranks = balance(schedule, range(len(parts)), work, layout, cost)
+            ranks = _balance(schedule, range(len(parts)), work, layout, cost, may_be_empty and size == 1)
         except ValueError:
             if size == 1:
                 raise
@@ -269,7 +338,9 @@ def _parts(group: Sequence[int], size: int, shared: SharedPrompts, cap: int | No
     return parts
 
 
-def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layout) -> None:
+def _refuse_impossible(
+    schedule: Schedule, lengths: Sequence[int], layout: Layout, units: Sequence[tuple[int, ...]], num_rollouts: int
+) -> None:
     if not lengths:
         raise ValueError(f"phase {schedule.phase}: the batch is empty")
     shortest, longest = min(lengths), max(lengths)
@@ -282,8 +353,16 @@ def _refuse_impossible(schedule: Schedule, lengths: Sequence[int], layout: Layou
             f"phases.{schedule.phase}.micro_batch.max_tokens = {cap}, but sample {lengths.index(longest)} has {longest} "
             f"tokens{padding}; the nearest legal value is {needed}"
         )
+    for unit in units:
+        size = len(unit) if cap is None else sum(padded([lengths[sample] for sample in unit], layout))
+        if size > (schedule.sequences or (cap or 0) // layout.micro_batch_multiple * layout.micro_batch_multiple):
+            key = "sequences" if cap is None else "max_tokens"
+            raise ValueError(
+                f"phases.{schedule.phase}.micro_batch.{key} = {schedule.sequences or cap} is below the {size} that samples "
+                f"{unit}, the segments of one rollout, take together; their tokens share one loss"
+            )
     # With one token a sequence: only packing shows whether these lengths need more micro-batches than a rank has sequences.
-    faults = violations(schedule, len(lengths), layout, max_sequence_tokens=1)
+    faults = violations(replace(schedule, together=1), num_rollouts, layout, max_sequence_tokens=1)
     if faults:
         raise ValueError("; ".join(map(str, faults)))
 

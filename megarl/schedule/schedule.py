@@ -13,9 +13,10 @@ from megarl.models.layout import Layout
 class Schedule:
     """How one phase splits its batch: exactly one of `sequences` and `max_tokens` per micro-batch.
 
-    `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts sequences over all
-    data-parallel ranks; None (a forward phase) takes the whole batch. With `share_prompts` a prompt runs once for the
-    sequences of its group in a micro-batch.
+    `max_tokens` is per data-parallel rank and counts alignment padding. `mini_batch` counts rollouts over all data-parallel
+    ranks; None (a forward phase) takes the whole batch. With `share_prompts` a prompt runs once for the sequences of a
+    micro-batch that begin with it. `together`: a rollout has at most so many segments, which one micro-batch must hold; with
+    1 the segments of a rollout may run in different micro-batches.
     """
 
     phase: str
@@ -24,6 +25,7 @@ class Schedule:
     mini_batch: int | None = None
     epochs: int = 1
     share_prompts: bool = False
+    together: int = 1
 
     def __post_init__(self) -> None:
         if (self.sequences is None) == (self.max_tokens is None):
@@ -48,20 +50,24 @@ def padded(lengths: Sequence[int], layout: Layout) -> list[int]:
     return [ceil(length, multiple) * multiple for length in lengths]
 
 
-def in_micro_batch(tokens: int, layout: Layout) -> int:
-    """Slots of a micro-batch that holds one sequence of `tokens`."""
-    return ceil(padded([tokens], layout)[0], layout.micro_batch_multiple) * layout.micro_batch_multiple
+def in_micro_batch(tokens: int, layout: Layout, num: int = 1) -> int:
+    """Slots of a micro-batch that holds `num` sequences of `tokens`."""
+    return ceil(num * padded([tokens], layout)[0], layout.micro_batch_multiple) * layout.micro_batch_multiple
 
 
-def worst_case_micro_batches(schedule: Schedule, num_sequences: int, layout: Layout, max_sequence_tokens: int) -> int:
-    """Most micro-batches that one data-parallel rank can get for one mini-batch (forward phases: for the batch).
+def worst_case_micro_batches(
+    schedule: Schedule, num_rollouts: int, layout: Layout, max_sequence_tokens: int, segments: int = 1
+) -> int:
+    """Most micro-batches that one data-parallel rank can get for one mini-batch (forward phases: for the batch) of rollouts
+    with at most `segments` segments.
 
-    Under `sequences` that is their exact number. Under `max_tokens` it is what sequences of `max_sequence_tokens` need and
-    one more, which may balance better; with a pipeline one for each sequence, as small ones shorten the bubble.
+    Under `sequences` that is their exact number if every rollout has all its segments. Under `max_tokens` it is what
+    sequences of `max_sequence_tokens` need and one more, which may balance better; with a pipeline one for each sequence, as
+    small ones shorten the bubble.
     """
-    share, step = (schedule.mini_batch or num_sequences) // layout.data, layout.micro_batch_step
+    share, step = (schedule.mini_batch or num_rollouts) // layout.data * segments, layout.micro_batch_step
     if schedule.sequences is not None:
-        return ceil(share, schedule.sequences)
+        return ceil(ceil(share, schedule.sequences), step) * step
     if layout.pipeline > 1:
         return share // step * step
     return min(share, _fewest_for_longest(schedule, share, layout, max_sequence_tokens) + 1)
@@ -71,7 +77,7 @@ def _fewest_for_longest(schedule: Schedule, share: int, layout: Layout, longest:
     """Micro-batches of a rank that always suffice: those for sequences that are all of the longest length."""
     assert schedule.max_tokens is not None, "a schedule has one of sequences and max_tokens"
     cap = schedule.max_tokens // layout.micro_batch_multiple * layout.micro_batch_multiple
-    per_micro_batch = max(1, cap // padded([longest], layout)[0])
+    per_micro_batch = max(1, cap // (padded([longest], layout)[0] * schedule.together))
     return ceil(ceil(share, per_micro_batch), layout.micro_batch_step) * layout.micro_batch_step
 
 
@@ -97,27 +103,28 @@ class ScheduleFault(NamedTuple):
         key = (
             f"phases.{self.phase}.{self.field} = {self.value}"
             if self.field
-            else f"phases.{self.phase}: a batch of {self.value} sequences"
+            else f"phases.{self.phase}: a batch of {self.value} rollouts"
         )
         return f"{key} {self.rule}" + (f"; the nearest legal value is {self.nearest}" if self.nearest else "")
 
 
-def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_sequence_tokens: int) -> list[ScheduleFault]:
-    """List what keeps a batch of `num_sequences` sequences of up to `max_sequence_tokens` from being planned.
+def violations(schedule: Schedule, num_rollouts: int, layout: Layout, max_sequence_tokens: int) -> list[ScheduleFault]:
+    """List what keeps a batch of `num_rollouts` rollouts from being planned, whose segments have up to
+    `max_sequence_tokens`.
 
     An empty list means that `plan_phase` plans every such batch.
     """
     phase, data, step = schedule.phase, layout.data, layout.micro_batch_step
-    size, share = schedule.mini_batch or num_sequences, (schedule.mini_batch or num_sequences) // data
+    size, share = schedule.mini_batch or num_rollouts, (schedule.mini_batch or num_rollouts) // data
     field = "mini_batch" if schedule.mini_batch else ""
     runs_by = f"the virtual pipeline runs micro-batches by its {step} stages"
     if schedule.mini_batch:
-        legal = [n for n in range(data * step, num_sequences + 1, data) if num_sequences % n == 0]
+        legal = [n for n in range(data * step, num_rollouts + 1, data) if num_rollouts % n == 0]
     else:
         legal = [max(step, share) * data, max(step, share + 1) * data]
     faults = []
-    if num_sequences % size:
-        rule = f"must divide the {num_sequences} sequences of a step"
+    if num_rollouts % size:
+        rule = f"must divide the {num_rollouts} rollouts of a step"
         faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
     elif size % data:
         rule = f"must be a multiple of the data-parallel size {data}"
@@ -126,6 +133,9 @@ def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_seque
     elif share < step:
         rule = f"gives each of {data} data-parallel ranks {share}, and {runs_by}"
         faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
+    elif schedule.sequences is not None and schedule.sequences < schedule.together:
+        rule = f"is below the {schedule.together} segments of a rollout, whose tokens share one loss"
+        faults.append(ScheduleFault(phase, "micro_batch.sequences", schedule.sequences, rule, str(schedule.together)))
     elif schedule.sequences is not None and ceil(share, schedule.sequences) % step:
         legal = [n for n in range(1, share + 1) if ceil(share, n) % step == 0]
         rule = f"divides {share} sequences a rank into {ceil(share, schedule.sequences)} micro-batches, and {runs_by}"
@@ -133,14 +143,17 @@ def violations(schedule: Schedule, num_sequences: int, layout: Layout, max_seque
         rule += "" if nearest else "; no number of sequences gives a legal count: use max_tokens"
         faults.append(ScheduleFault(phase, "micro_batch.sequences", schedule.sequences, rule, nearest))
     elif schedule.max_tokens is not None:
-        cap, needed, most = schedule.max_tokens, in_micro_batch(max_sequence_tokens, layout), share // step * step
+        together, most = schedule.together, share // step * step
+        cap, needed = schedule.max_tokens, in_micro_batch(max_sequence_tokens, layout, together)
         if cap < needed:
-            padding = f", padded to {needed}" if needed > max_sequence_tokens else ""
+            padding = f", padded to {needed}" if needed > max_sequence_tokens * together else ""
             rule = f"is below the longest sequence of {max_sequence_tokens} tokens{padding}"
+            if together > 1:
+                rule = f"is below the {together} segments of a rollout, whose tokens share one loss, {needed} tokens in all"
             faults.append(ScheduleFault(phase, "micro_batch.max_tokens", cap, rule, str(needed)))
         elif _fewest_for_longest(schedule, share, layout, max_sequence_tokens) > most:
             rule = f"can need more than {most} micro-batches for {share} sequences a rank, and {runs_by}"
-            each = ceil(share, most) * padded([max_sequence_tokens], layout)[0]
+            each = ceil(share, most) * padded([max_sequence_tokens], layout)[0] * together
             faults.append(ScheduleFault(phase, "micro_batch.max_tokens", cap, rule, str(in_micro_batch(each, layout))))
     return faults
 

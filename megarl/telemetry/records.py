@@ -93,15 +93,17 @@ class SampleTable:
     step's."""
 
     def __init__(self, run: Path, num_samples: int, decode: Callable[[Sequence[int]], str]) -> None:
-        """Keep `num_samples` of each step, spread evenly over its groups; `decode` turns token ids into text."""
+        """Keep `num_samples` rollouts of each step, spread evenly over its groups; `decode` turns token ids into text."""
         self._folder, self._num_samples, self._decode = run / "samples", num_samples, decode
         self.rows: list[dict[str, Any]] = []
 
     def write(self, step: int, rollouts: Any, scored: Any, batch: Any) -> None:
-        """Write a step's table from a RolloutBatch, a RewardResult, and a batch with rewards, `valid` and advantages."""
-        total = len(rollouts)
+        """Write a step's table from a RolloutBatch, a RewardResult, and a batch with rewards, `valid` and advantages; a row
+        for each segment of a rollout."""
+        total = int(batch.rollouts[-1]) + 1
         num = min(self._num_samples, total)
-        chosen = [number * total // num for number in range(num)]
+        wanted = {number * total // num for number in range(num)}
+        chosen = [sample for sample, rollout in enumerate(batch.rollouts.tolist()) if rollout in wanted]
         fetched = rollouts.payload.fetch(chosen)
         self.rows = [self._row(step, sample, fetched[sample], scored, batch) for sample in chosen]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows)
@@ -110,20 +112,21 @@ class SampleTable:
     def _row(self, step: int, sample: int, rollout: Any, scored: Any, batch: Any) -> dict[str, Any]:
         """Return a row. Masked rewards and values that are not finite are null; `advantage` is the mean over the completion;
         `version` and `first_version` sampled its last and its first token."""
-        completion = rollout.completion
+        completion, number = rollout.completion, int(batch.rollouts[sample])
         is_valid = bool(batch.valid[sample])
         advantages = batch.fields["advantages"][sample]
         return {
             "step": step,
             "sample": sample,
+            "rollout": number,
             "group": int(rollout.group),
             "prompt": self._decode(rollout.prompt_ids.tolist()),
             "completion": self._decode(completion.token_ids.tolist()),
             "reward": _finite(batch.rewards[sample]) if is_valid else None,
-            "parts": {name: _finite(rewards[sample]) for name, rewards in scored.parts.items()},
+            "parts": {name: _finite(rewards[number]) for name, rewards in scored.parts.items()},
             "advantage": _finite(advantages.mean()) if is_valid and len(advantages) else None,
             "valid": is_valid,
-            "reason": scored.failures.get(sample),
+            "reason": scored.failures.get(number),
             "prompt_tokens": len(rollout.prompt_ids),
             "completion_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,

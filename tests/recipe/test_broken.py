@@ -132,7 +132,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     "batch does not divide over the ranks": (
         edited(("trainer.ranks", 32), ("phases.rollout.prompts", 6), ("phases.critic_update.mini_batch", 12)),
         {
-            "phases.rollout.prompts": "12 sequences must divide over", "phases.actor_update.mini_batch": "divide the 12",
+            "phases.rollout.prompts": "12 rollouts must divide over", "phases.actor_update.mini_batch": "divide the 12",
             "phases.critic_update.mini_batch": "multiple of the data-parallel size 8",
         },
     ),

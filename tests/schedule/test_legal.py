@@ -40,7 +40,7 @@ REFUSED = [
         Layout(data=3),
         "= 4 must be .* size 3; .* is 3",
     ),
-    (Schedule("critic_value", sequences=1), [1] * 5, Layout(data=2), "a batch of 5 sequences must be .* size 2; .* is [46]"),
+    (Schedule("critic_value", sequences=1), [1] * 5, Layout(data=2), "a batch of 5 rollouts must be .* size 2; .* is [46]"),
     (Schedule("critic_value", sequences=1), [1, 0], Layout(), "sample 1 has 0 tokens"),
     (Schedule("critic_value", sequences=1), [], Layout(), "empty"),
     (

@@ -116,14 +116,16 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     rewards = np.arange(16, dtype=np.float32)
     rewards[12] = np.nan
     scored = SimpleNamespace(parts={"exact": rewards}, failures={12: "the verifier took longer than 5 s"})
-    batch = SimpleNamespace(rewards=rewards, valid=np.isfinite(rewards), fields={"advantages": [torch.ones(2)] * 16})
+    batch = SimpleNamespace(
+        rewards=rewards, valid=np.isfinite(rewards), rollouts=np.arange(16), fields={"advantages": [torch.ones(2)] * 16}
+    )
     table = SampleTable(tmp_path, 4, lambda ids: "\u2028".join(map(str, ids)))  # a line separator, but none of JSON's
     for step in (1, 2, 3):
         table.write(step, Rollouts(), scored, batch)
     rows = read_lines(tmp_path / "samples" / "step-000002.jsonl")
     assert [row["sample"] for row in rows] == [0, 4, 8, 12], "spread over the groups"
     assert rows[1] == {
-        "step": 2, "sample": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0, "parts": {"exact": 4.0},
+        "step": 2, "sample": 4, "rollout": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0, "parts": {"exact": 4.0},
         "advantage": 1.0, "valid": True, "reason": None, "prompt_tokens": 1, "completion_tokens": 2,
         "finish_reason": "length", "version": 4, "first_version": 3,
     }  # fmt: skip

@@ -172,7 +172,7 @@ def train_with_other_sizes(recipe, where):
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("max_concurrent", r"rollout: planned \(prompts, sequences, max_concurrent\) \(4, 16, 9\), executed \(4, 16, 7\)"),
+        ("max_concurrent", r"rollout: planned \(prompts, rollouts, max_concurrent\) \(4, 16, 9\), executed \(4, 16, 7\)"),
         ("prompts", r"rollout: planned .* \(4, 16, 9\), executed \(3, 16, 9\)"),
         ("reward", r"reward: planned tasks of \(6, 6, 4\) sequences, executed \(5, 5, 5, 1\)"),
     ],
