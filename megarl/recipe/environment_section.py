@@ -45,9 +45,6 @@ class EnvironmentSection(EpisodeSection):
     max_episode_tokens: Positive | None = None
     """Tokens of one episode after its prompt, observations included; an episode without room for a turn is truncated. null
     has room for all turns and observations at their longest."""
-    max_segments: Positive = 1
-    """Token sequences of one episode: one, and another each time its history is rewritten. Memory and micro-batches are
-    planned for so many; an episode is truncated where it would need one more."""
     timeout_s: Seconds = 30.0
     """Deadline of each reset and of each step. A worker serves 64 episodes at a time; the others' deadlines begin later."""
 
@@ -61,14 +58,24 @@ class ClientSection(EpisodeSection):
     """What both kinds have whose code asks the policy through the endpoint."""
 
     max_episode_tokens: Positive
-    """Tokens of one conversation after its first messages, which `data.max_prompt_tokens` limits; a request that has no room
-    for an answer is refused, and the episode is truncated."""
+    """Tokens of one segment after its first messages, which `data.max_prompt_tokens` limits. A request without room for an
+    answer is refused, and the episode is truncated."""
+    max_segments: Positive = 4
+    """Token sequences of one episode: one, and another each time its history is rewritten, branches, or is a sub-agent's.
+    Memory and micro-batches are planned for so many; an episode is truncated where it would need one more."""
     timeout_s: Seconds = 600.0
     """Time of an episode, without the time in which the policy answers it."""
     idle_s: Seconds = 120.0
     """Longest time of an episode between two requests, before the first and after the last."""
     max_concurrent: Positive = 64
     """Episodes that a worker runs at a time; the others wait."""
+    host: str = "127.0.0.1"
+    """Address of the endpoint, on the node of rank 0. Workers on other nodes reach only an address of that node's network,
+    where each request still needs the key of its session."""
+    tool_parser: str | None = None
+    """vLLM's parser that finds the tool calls of the policy for clients, as `hermes`; null leaves them in the text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that takes the reasoning out of the text for clients, as `qwen3`; null leaves it there."""
 
     def most_tokens(self, turn: int) -> int:
         """Most tokens after the first messages of a conversation, whatever a turn has."""

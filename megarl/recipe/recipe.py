@@ -126,7 +126,8 @@ class Recipe(Section):
     @property
     def max_segments(self) -> int:
         """Most sequences of one rollout."""
-        return 1 if self.environment is None else self.environment.max_segments
+        section = self.environment
+        return 1 if section is None or section.kind == "class" else section.max_segments
 
     @property
     def num_sequences(self) -> int:

@@ -117,7 +117,7 @@ def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable
     if section.kind == "agent":
         import openai  # noqa: F401  # once for all agents: it takes seconds
 
-        start = partial(_run_coroutine, load_agent(section.target, section.options), section.options)
+        start: Callable[[Run], None] = partial(_run_coroutine, load_agent(section.target, section.options), section.options)
     else:
         checked = subprocess.run(["sh", "-nc", section.run], capture_output=True, text=True, check=False)
         if checked.returncode:

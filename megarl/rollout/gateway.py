@@ -68,7 +68,8 @@ class GatewayLimits:
 @dataclass(eq=False)
 class OpenSession:
     """A session that clients can reach. OpenAI's clients take `openai_url` and `token`, Anthropic's `url` and `token`.
-    `fault` is the first error that no client caused, as one of `sample`."""
+    `fault` is the first error that no client caused, as one of `sample`; `is_exhausted` says that a request was refused
+    because the rollout has reached its turns, tokens or segments."""
 
     name: str
     url: str
@@ -76,6 +77,7 @@ class OpenSession:
     session: Session
     sample: Sample
     fault: str = ""
+    is_exhausted: bool = False
     num_sampled: int = 0  # completions that were asked for
     num_requests: int = 0  # under way
     work: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -247,6 +249,7 @@ class Gateway:
         """Return the prompt of a request, and count its completions."""
         limit = self._limits.max_turns
         if limit is not None and opened.num_sampled + request.num_completions > limit:
+            opened.is_exhausted = True
             raise RequestError(429, f"the rollout has had its {limit} turns", "insufficient_quota")
         try:
             if request.messages is not None:
@@ -256,9 +259,11 @@ class Gateway:
             else:
                 turn = opened.session.next_tokens(request.prompt or [])
         except ContextTooLong as error:
+            opened.is_exhausted = True
             # Anthropic's clients look for these words.
             raise RequestError(400, f"prompt is too long: {error}", "context_length_exceeded", "messages") from None
         except TooManySegments as error:
+            opened.is_exhausted = True
             raise RequestError(429, str(error), "insufficient_quota") from None
         except ValueError as error:
             raise RequestError(400, str(error), "invalid_value", "messages") from None

@@ -37,7 +37,7 @@ from megarl.rollout import RolloutError
 from megarl.rollout.admission import Admission
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
-from megarl.rollout.episodes import Environments, Episode, Episodes
+from megarl.rollout.episodes import Environments, Episode, Episodes, GroupEpisodes
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
@@ -158,7 +158,7 @@ class RolloutStream:
         self._thread.start()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._router = self._call(self._make_router())
+        self._router = self._call(self._begin())
 
     # For the trainer --------------------------------------------------------------------------------------------------
 
@@ -262,6 +262,8 @@ class RolloutStream:
 
         async def cancel() -> None:
             await self._router.close()
+            if self._environments is not None and self._environments.gateway is not None:
+                await self._environments.gateway.close()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
@@ -303,7 +305,10 @@ class RolloutStream:
             self._has_ended = True
             self._wakes.put(True)
 
-    async def _make_router(self) -> Router:
+    async def _begin(self) -> Router:
+        """Serve agents, and return the router."""
+        if self._environments is not None and self._environments.gateway is not None:
+            self._environments.gateway.serve()
         rollout = self._recipe.rollout
         max_concurrent = self._recipe.phases.rollout.max_concurrent
         depth = None if self._is_synchronous or max_concurrent is None else int(QUEUED * max_concurrent)
@@ -357,7 +362,11 @@ class RolloutStream:
             request = GroupRequest(0, prompt.index, ids, seeds, group.temperature, partials=group.partials)
             group.facts, group.tokens = await self._router.sample(request, group.step, send, owner=group, is_last=is_last)
             return
-        episodes = Episodes(self._environments, group.prompt, group.size, group.temperature, group.step)
+        if self._environments.gateway is None:
+            kind: type[GroupEpisodes] = Episodes
+        else:  # whose import takes long
+            from megarl.rollout.agent_episodes import AgentEpisodes as kind
+        episodes = kind(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
             continues = episode.turns > 0
