@@ -115,8 +115,7 @@ def load_agent(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable[[Make | Run], Reply]]:
     """In the fork server: import what all agents share, and make the folder of their folders. Raises RecipeError."""
     if section.kind == "agent":
-        import openai  # noqa: F401  # once for all agents: it takes seconds
-
+        asyncio.run(_warm_up())
         start: Callable[[Run], None] = partial(_run_coroutine, load_agent(section.target, section.options), section.options)
     else:
         checked = subprocess.run(["sh", "-nc", section.run], capture_output=True, text=True, check=False)
@@ -224,17 +223,33 @@ def _run_command(command: str, question: Run) -> NoReturn:
 
 
 def _run_coroutine(function: Callable[..., Any], options: Mapping[str, Any], question: Run) -> None:
-    import openai
-
     async def run() -> Any:
-        # Without a time limit: a request that is held while weights change is no failure. Rank 0 ends the episode.
-        async with openai.AsyncOpenAI(timeout=None) as client:
+        async with _client() as client:
             return await function(Fields(question.row), client, **options)
 
     random.seed(question.seed)
     reply = checked_result(asyncio.run(run()))
     result = {"reward": reply.rewards or reply.reward, "metrics": reply.metrics}
     Path(os.environ["MEGARL_REWARD"]).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _client(**options: Any) -> Any:
+    """Return a client of the endpoint. It has no time limit, since a request that is held while weights change is no failure
+    and rank 0 ends an episode; and it reads no certificates, since the endpoint has none."""
+    import openai
+
+    return openai.AsyncOpenAI(
+        timeout=None, http_client=openai.DefaultAsyncHttpxClient(verify=False, timeout=None), **options
+    )
+
+
+async def _warm_up() -> None:
+    """Import what a client imports up to its first request, once for all agents: that takes longer than an agent."""
+    import openai
+
+    async with _client(base_url="http://127.0.0.1:9", api_key="none", max_retries=0) as client:
+        with suppress(openai.OpenAIError):
+            await client.chat.completions.create(model="policy", messages=[])
 
 
 def _watch(process: int, streams: list[int]) -> list[str]:
