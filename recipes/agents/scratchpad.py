@@ -1,7 +1,7 @@
 """An agent that rewrites its history: it shows one number after another, and keeps nothing but the policy's last note.
 
-Each request begins a conversation of its own, which is a segment of the rollout; the rollout has one reward, here the mean of
-those of its notes. A note should have digits that are odd where the number is odd, and else even.
+Each request begins a conversation of its own, which is a segment of the rollout; the rollout has one reward, here the mean
+of those of its notes. A note should have digits that are odd where the number is odd, and else even.
 """
 
 from megarl.rollout.agent import Result
