@@ -67,7 +67,7 @@ ADD = {
 def chat_tokenizer(template: str) -> Any:
     """One token a byte, but for the roles and the ends of turns, and for `ab`, which a policy may write as two tokens."""
     tokenizer = byte_tokenizer(template)
-    tokenizer.add_tokens(["ab"])
+    tokenizer.add_tokens(["ab", "<think>", "</think>"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn_end|>", "<|tool|>"]})
     return tokenizer
 

@@ -3,10 +3,8 @@ tokens of the turn that it continues."""
 
 from __future__ import annotations
 
-import functools
 import json
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,61 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.sample import Completion
 from megarl.data.tokenizer import ChatRenderer
 from megarl.rollout.gateway_messages import tool_call
-from megarl.rollout.session import ContextTooLong, Segment, Session, SessionLimits, TooManySegments, Turn
-from tests.chat_templates import ADD, DROPPING, KEEPING, TEMPLATES, chat_tokenizer, squashed
+from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, Turn
+from tests.chat_templates import ADD, DROPPING, KEEPING, TEMPLATES, squashed
+from tests.session_cases import LIMITS, Policy, check_trained, renderer
 
 pytestmark = pytest.mark.agent
-LIMITS = SessionLimits(max_prompt_tokens=100_000, max_completion_tokens=100_000)
 WORDS = st.text("abcdefg 012.é\n", min_size=1, max_size=12)
-
-
-@functools.cache
-def renderer(name: str) -> ChatRenderer:
-    tokenizer = chat_tokenizer(TEMPLATES.get(name, name))
-    return ChatRenderer(tokenizer, len(tokenizer))
-
-
-class Policy:
-    """Samples texts by bytes, which is not how the tokenizer splits them; each token has a log-probability of its own."""
-
-    def __init__(self, chat: ChatRenderer) -> None:
-        self.tokenizer = chat.tokenizer
-        self.end = int(self.tokenizer.convert_tokens_to_ids("<|turn_end|>"))
-        self.sampled: list[Completion] = []
-        self.num_tokens = 0
-
-    def write(self, text: str, is_cut: bool = False) -> Completion:
-        ids = [int(token) for letter in text for token in self.tokenizer(letter, add_special_tokens=False)["input_ids"]]
-        ids += [] if is_cut else [self.end]
-        logprobs = -np.arange(self.num_tokens, self.num_tokens + len(ids), dtype=np.float32)
-        self.num_tokens += len(ids)
-        versions = np.full(len(ids), len(self.sampled) // 2)
-        self.sampled.append(Completion(np.array(ids, np.int32), logprobs, "length" if is_cut else "stop", versions))
-        return self.sampled[-1]
-
-
-def check_trained(segments: Sequence[Segment], sampled: Sequence[Completion]) -> None:
-    """Each sampled token is trained once, as it was sampled; the log-probabilities name it."""
-    trained = {}
-    for segment in segments:
-        completion = segment.completion
-        assert completion.own.any(), "a segment that trains nothing"
-        own = zip(*(array[completion.own].tolist() for array in vars_of(completion)), strict=True)
-        for token, logprob, version in own:
-            assert logprob not in trained, "a token is trained twice"
-            trained[logprob] = (token, version)
-        assert not completion.logprobs[~completion.own].any()
-    told = {}
-    for completion in sampled:
-        told |= {p: (t, v) for t, p, v in zip(*(array.tolist() for array in vars_of(completion)), strict=True)}
-    assert trained == told
-
-
-def vars_of(completion: Completion) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return completion.token_ids, completion.logprobs, completion.versions
 
 
 def sent_back(reply: dict[str, Any], drops_thoughts: bool) -> dict[str, Any]:
