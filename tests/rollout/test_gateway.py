@@ -309,7 +309,8 @@ def test_lengths_are_those_of_the_request_and_of_the_limits(served: Served) -> N
 REFUSED: dict[str, Any] = {
     "temperature": 0.3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
     "repetition_penalty": 1.1, "logit_bias": {"5": 100}, "response_format": {"type": "json_object"},
-    "tool_choice": "required", "parallel_tool_calls": False, "guided_json": {}, "top_logprobs": 3, "n": 99, "stop": [1], "max_tokens": 0, "best_of": 2,
+    "tool_choice": "required", "parallel_tool_calls": False, "guided_json": {}, "top_logprobs": 3, "n": 99,
+    "stop": [1], "max_tokens": 0, "best_of": 2,
     "chat_template": "x", "min_tokens": 4, "prediction": {},
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A conversation of eight turns with a real engine: the trainer gives its tokens the log-probabilities that the engine did."""
+"""Eight turns with a real engine: the trainer gives their tokens the log-probabilities that the engine gave."""
 
 from __future__ import annotations
 
