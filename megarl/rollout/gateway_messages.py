@@ -361,7 +361,12 @@ def write_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, a
             pairs = _tokens(tokenizer, answer)
             offsets = np.cumsum([0, *(len(token) for token, _ in pairs)])[:-1].tolist()
             tokens, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
-            choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+            choice["logprobs"] = {
+                "tokens": tokens,
+                "token_logprobs": logprobs,
+                "top_logprobs": [{t: p} for t, p in pairs],
+                "text_offset": offsets,
+            }
         choices.append(choice)
     return _head("text_completion", "cmpl", request.model) | {
         "choices": choices,

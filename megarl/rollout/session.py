@@ -177,7 +177,7 @@ class Session:
     def next_text(self, text: str) -> Turn:
         """Return the prompt for a completion of text that is no chat. Text that follows a prompt and its completion, as the
         client got it, continues that turn. Raises as `next_turn`."""
-        segments = [s for s in self.segments if not s.messages and s.text and text.startswith(s.text) and text != s.text]
+        segments = [s for s in self.segments if not s.messages and s.text and text.startswith(s.text)]
         if segments:
             segment = max(segments, key=lambda one: len(one.text))
             ids = self._chat.ids(text[len(segment.text) :])
@@ -193,7 +193,7 @@ class Session:
         best: tuple[Segment, int] | None = None
         for segment in self.segments:
             length = len(segment.prompt_ids) + segment.num_tokens
-            is_longer = not segment.messages and length < len(prompt) and (best is None or length > best[1])
+            is_longer = not segment.messages and length <= len(prompt) and (best is None or length > best[1])
             if is_longer and np.array_equal(segment.tokens, prompt[:length]):
                 best = segment, length
         if best is None:
