@@ -74,7 +74,7 @@ class ForwardPhaseSection(Section):
 
 class UpdatePhaseSection(Section):
     mini_batch: Positive
-    """Sequences of one optimizer update, over all data-parallel ranks."""
+    """Rollouts of one optimizer update, over all data-parallel ranks."""
     micro_batch: MicroBatchSection
     """How a mini-batch is divided into forward and backward passes."""
     epochs: Positive = 1

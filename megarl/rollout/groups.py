@@ -415,7 +415,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
     """Raise ValueError for a sequence that is longer than the recipe allows, and for a rollout of too many segments: memory
-    caps were proved without them."""
+    caps were proved without them. Also for a sequence without a token to train."""
     is_first = np.diff(rollouts.rollouts, prepend=-1) > 0  # the prompt of a later segment has its rollout's history
     limit_key = f"data.max_prompt_tokens and {recipe.completion_key} together"
     for part, lengths, key, limit in (
@@ -429,6 +429,11 @@ def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
                 f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has a {part} of {lengths[sample]} "
                 f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
             )
+    if not rollouts.own_lengths.all():
+        raise ValueError(
+            f"phase rollout: sequence {int(rollouts.own_lengths.argmin())} has no token that the policy sampled; whatever "
+            "made it must leave it out"
+        )
     segments = np.bincount(rollouts.rollouts)
     if segments.max() > recipe.max_segments:
         raise ValueError(

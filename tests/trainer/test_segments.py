@@ -1,0 +1,161 @@
+"""Runs that train on rollouts of several segments, from groups over dumps to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from megarl.data.sample import Sample
+from megarl.recipe import load_recipe
+from megarl.rollout import groups
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, StoredPayload
+from megarl.rollout.replay import FilePayload, dump_rollout
+from megarl.telemetry.disk import read_lines
+from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.segment_cases import Span, cut
+
+STEPS, PROMPTS, SIZE, LONGEST = 2, 4, 4, 12
+
+
+def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
+    """A group of rollouts, each a list of segments."""
+    flat = [sample for of in samples for sample in of]
+    prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in flat}
+    places = {content: place for place, content in enumerate(prompts)}
+    completions = [sample.completion for sample in flat]
+    return GroupResult(
+        group=number,
+        prompt_ids=np.concatenate(list(prompts.values())),
+        token_ids=np.concatenate([completion.token_ids for completion in completions]),
+        logprobs=np.concatenate([completion.logprobs for completion in completions]),
+        lengths=np.array([len(completion.token_ids) for completion in completions], np.int32),
+        finish_reasons=tuple(completion.finish_reason for completion in completions),
+        versions=np.concatenate([completion.versions for completion in completions]),
+        own=np.concatenate([completion.own for completion in completions]),
+        members=np.repeat(np.arange(len(samples)), [len(of) for of in samples]),
+        prompt_lengths=np.array([len(prompt) for prompt in prompts.values()]),
+        prefixes=np.array([places[sample.prompt_ids.tobytes()] for sample in flat]),
+    )
+
+
+def played(count: int, step: int) -> EpisodeFacts:
+    """Rewards of each rollout that no text explains."""
+    rewards = np.random.default_rng(step).normal(size=count).astype(np.float32)
+    ones, none = np.ones(count, int), np.array([""] * count)
+    return EpisodeFacts(rewards, ones, 0 * ones, ones > 0, none, none)
+
+
+def spans_of(rollout: int, length: int) -> list[Span]:
+    """Every third rollout is whole, the others fall into two or three segments of unlike histories."""
+    if rollout % 3 == 0 or length < 4:
+        return [(0, 0, length)]
+    if rollout % 3 == 1:
+        return [(0, 0, length // 2), (length // 2, length // 2, length)]
+    return [(0, 0, 1), (0, 1, 3), (2, 3, length)]
+
+
+def dump_in_groups(source: Path, into: Path, split: bool) -> int:
+    """Dump the rollouts of `source` as an environment's, split or not. Returns how many sequences the last step has."""
+    for step in range(1, STEPS + 1):
+        samples = FilePayload(str(source / f"step-{step:06d}.npz")).fetch(range(PROMPTS * SIZE))
+        pieces = [
+            cut(sample, spans_of(number, len(sample.completion.own)) if split else [(0, 0, len(sample.completion.own))])
+            for number, sample in sorted(samples.items())
+        ]
+        results = [group_of(pieces[first : first + SIZE], samples[first].group) for first in range(0, len(pieces), SIZE)]
+        flat = [result.sample(number) for result in results for number in range(len(result.lengths))]
+        payload: Any = SimpleNamespace(fetch=lambda wanted, flat=flat: {number: flat[number] for number in wanted})
+        facts = [GroupFacts.of(result) for result in results]
+        batch = RolloutBatch.of(facts, payload, RolloutExecuted(PROMPTS, SIZE, 64), {})
+        dump_rollout(into, step, RolloutBatch(**{**vars(batch), "episodes": played(len(pieces), step)}))
+    return len(flat)
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("ppo", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["grpo", "ppo"])
+def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Path, ppo: bool) -> None:
+    """On two ranks, with shared prompts, several mini-batches, and micro-batches whose number does not divide."""
+    tiny_run(tmp_path)
+    source = fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST)
+    changes: dict[str, Any] = {
+        "environment": {"target": "tests.environments:Counting", "max_turns": 1, "max_observation_tokens": 4,
+                        "max_segments": 3},
+        "reward": [],
+        "telemetry__samples_per_step": PROMPTS * SIZE,
+        "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "share_prompts": True},
+        "phases__actor_logprob": {"micro_batch": {"sequences": 3}},
+    }  # fmt: skip
+    if not ppo:
+        changes |= {"algorithm__aggregation": "sequence_mean", "algorithm__policy_loss": {"kind": "gspo"}}
+    for name in ("whole", "split"):
+        num_sequences = dump_in_groups(source, tmp_path / name, split=name == "split")
+        train_on_ranks(
+            tiny_recipe(tmp_path, f"of-{name}", ppo, 2, 1, 1, STEPS, **changes, rollout__replay=str(tmp_path / name))
+        )
+    assert num_sequences > PROMPTS * SIZE
+    for whole, split in zip(*(metrics_of(tmp_path, f"of-{name}") for name in ("whole", "split")), strict=True):
+        assert whole["rollout/segments_max"] == 1 and whole["rollout/num_sealed"] == 0
+        assert split["rollout/segments_max"] == 3 and split["rollout/num_sealed"] > 0
+        for key in ("reward/mean", "reward/deviation", "rollout/own_length_mean", "rollout/turns_mean"):
+            assert split[key] == whole[key], key
+        for key in ("actor/grad_norm", "actor/loss", "actor/entropy", "mismatch/logprob_mean"):
+            assert split[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
+        assert whole["actor/grad_norm"] > 0
+        if ppo:
+            assert split["critic/grad_norm"] == pytest.approx(whole["critic/grad_norm"], rel=2e-3)
+    tables = [read_lines(tmp_path / "runs" / f"of-{name}" / "samples" / "step-000001.jsonl") for name in ("whole", "split")]
+    assert [row["sample"] for row in tables[1]] == list(range(len(tables[1])))
+    rewards = {row["rollout"]: row["reward"] for row in tables[0]}
+    assert all(row["reward"] == rewards[row["rollout"]] for row in tables[1]) and len(rewards) == PROMPTS * SIZE
+
+
+def test_rollouts_of_more_segments_than_the_recipe_has_memory_for_are_refused(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    dump_in_groups(fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST), tmp_path / "split", split=True)
+    changes = {"environment": {"target": "tests.environments:Counting", "max_turns": 1, "max_observation_tokens": 4,
+                               "max_segments": 2}, "reward": []}  # fmt: skip
+    recipe = load_recipe(tiny_recipe(tmp_path, "few", False, 1, 1, 1, STEPS, **changes))
+    with np.load(tmp_path / "split" / "step-000001.npz") as dump:
+        columns = {name: dump[name] for name in (*groups.COLUMNS, "finish_reasons")}
+    payload: Any = None
+    batch = RolloutBatch(payload=payload, executed=RolloutExecuted(PROMPTS, SIZE, 64), **columns)
+    with pytest.raises(ValueError, match=r"rollout \d+ has 3 segments, and environment.max_segments = 2"):
+        groups.refuse_overlong(batch, recipe)
+    columns["completion_lengths"] = columns["completion_lengths"].copy()
+    last = int(np.flatnonzero(np.diff(columns["rollouts"]) == 0)[0]) + 1  # a later segment
+    columns["completion_lengths"][last] = recipe.max_sequence_tokens - columns["prompt_lengths"][last] + 1
+    with pytest.raises(ValueError, match=rf"sample {last} .* has a (completion|sequence) of"):
+        groups.refuse_overlong(RolloutBatch(payload=payload, executed=batch.executed, **columns), recipe)
+
+
+def test_a_stored_payload_finds_each_sequence_of_groups_of_unlike_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And prompts that segments share are stored once."""
+
+    def sample(prompt: list[int], token: int) -> Sample:
+        completion = groups.Completion(np.array([token], np.int32), np.zeros(1, np.float32), "stop", np.zeros(1, np.int64))
+        return Sample(0, np.array(prompt, np.int32), completion)
+
+    results = [
+        group_of([[sample([1, 2], 3), sample([1, 2, 3], 4)], [sample([1, 2], 5)]], 7),
+        group_of([[sample([6], 7)], [sample([6], 8), sample([6, 8], 9), sample([6], 10)]], 9),
+    ]
+    assert [len(result.prompt_ids) for result in results] == [5, 3]
+    store = SimpleNamespace(references=SimpleNamespace(remote=lambda batch, positions: [results[at] for at in positions]))
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: store)
+    monkeypatch.setattr(ray, "get", lambda references, timeout: references)
+    facts = [GroupFacts.of(result) for result in results]
+    payload = StoredPayload("store", "1", tuple(len(group.lengths) for group in facts), 1.0)
+    found = payload.fetch([6, 1, 2, 3])
+    shown = {
+        number: (one.group, one.prompt_ids.tolist(), one.completion.token_ids.tolist()) for number, one in found.items()
+    }
+    assert shown == {6: (9, [6], [10]), 1: (7, [1, 2, 3], [4]), 2: (7, [1, 2], [5]), 3: (9, [6], [7])}
+    batch = RolloutBatch.of(facts, payload, RolloutExecuted(2, 2, 4), {})
+    assert batch.rollouts.tolist() == [0, 0, 1, 2, 3, 3, 3] and batch.prefixes.tolist() == [0, 1, 0, 2, 2, 3, 2]
+    assert batch.last_segments.tolist() == [1, 2, 3, 6] and [group.last_segments for group in facts] == [[1, 2], [0, 3]]
