@@ -43,7 +43,7 @@ from megarl.recipe.violation import Violation
 from megarl.recipe.weight_sync_section import BUCKET_BYTES
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
-from megarl.rollout.environment import load_environment
+from megarl.rollout.environment_workers import check_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.pool import EnginePool, takes_turns
 from megarl.rollout.replay import ReplayPool, ReplayStream, dump_rollout
@@ -212,7 +212,7 @@ def check_functions(recipe: Recipe) -> None:
     """Load the user's functions once, before any process group is made. Raises RecipeError."""
     check_advantage(recipe.algorithm)
     if recipe.environment is not None:
-        load_environment(recipe.environment.target, recipe.environment.options)
+        check_environment(recipe.environment)
     load_policy_loss(recipe.algorithm.policy_loss)
 
 

@@ -245,6 +245,27 @@ def report(
 
 
 @app.command()
+def samples(
+    run_dir: RunArgument,
+    step: Annotated[int | None, typer.Option(help="The step; the last one with samples if not given.")] = None,
+    rollout: Annotated[int | None, typer.Option(help="The rollout of that step; all that were kept if not given.")] = None,
+) -> None:
+    """Show sampled rollouts as conversations: segments, tokens, weight versions, rewards and masks."""
+    _need_run(run_dir)
+    from megarl.telemetry.samples import conversations, read_samples
+
+    try:
+        rows = read_samples(run_dir, step)
+        kept = sorted({row["rollout"] for row in rows})
+        if rollout is not None and rollout not in kept:
+            raise ValueError(f"--rollout = {rollout}: the step kept {', '.join(map(str, kept))}")
+    except (ValueError, OSError) as error:
+        _fail(f"error: {error}")
+    for text in conversations([row for row in rows if rollout in (None, row["rollout"])]):
+        _console().print(text + "\n", soft_wrap=True)
+
+
+@app.command()
 def trace(
     run_dir: RunArgument,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; RUN/trace.json if not given.")] = None,

@@ -106,7 +106,7 @@ def save_tiny_tokenizer(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<pad>")
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"  # noqa: E501
+    fast.chat_template = "{% for message in messages %}{% if message['role'] == 'assistant' %}={% endif %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"  # noqa: E501
     fast.save_pretrained(directory)
 
 

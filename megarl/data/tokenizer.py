@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +194,55 @@ def _chat_end(tokenizer: Any) -> list[int]:
     return ids[:1] if ids and ids[0] in special else []
 
 
-Message = dict[str, str]
+Message = dict[str, Any]
 # Stands for a turn of the policy; no template has a reason to change it.
 TURN = "forty-two"
+
+
+class ChatRenderer:
+    """Renders messages with the tokenizer's chat template, and tokenizes text that the template has written."""
+
+    def __init__(self, tokenizer: Any, num_tokens: int) -> None:
+        """`num_tokens` is the size of the model's vocabulary."""
+        self.tokenizer, self._num_tokens = tokenizer, num_tokens
+
+    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, generate: bool = True) -> str:
+        """Return the text of messages; with `generate`, up to where the policy's next turn begins. Raises ValueError for
+        messages that the template refuses."""
+        check_template(self.tokenizer)
+        given = {} if tools is None else {"tools": tools}  # `data.template_options` may hold some
+        with rendering_errors():
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generate, tokenize=False, **given)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """The text that the template writes after a turn of the policy. Raises ValueError if it omits such turns."""
+        _, turn, end = self.render(_conversation([]), generate=False).rpartition(TURN)
+        if not turn:
+            raise ValueError("data.chat_template is true, and the model's chat template omits the assistant's turns")
+        return end
+
+    def ids(self, text: str) -> np.ndarray:
+        """Return int32 token ids of text that holds its special tokens already. Lone surrogates, which no tokenizer accepts,
+        are replaced. Raises ValueError for a token without an
+        embedding, which would end the engine's process."""
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self.known(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def ids_after(self, last: int, text: str) -> np.ndarray:
+        """Return the token ids of text that follows a turn, which ended with the token `last`. If the text begins with that
+        token, it is not repeated."""
+        ids = self.ids(text)
+        return ids[1:] if ids[:1].tolist() == [last] else ids
+
+    def known(self, ids: Sequence[int]) -> np.ndarray:
+        """Return token ids as int32. Raises ValueError for a token that the model does not have."""
+        tokens = np.asarray(ids, dtype=np.int64)
+        unknown = tokens[(tokens < 0) | (tokens >= self._num_tokens)]
+        if len(unknown):
+            raise ValueError(f"its text has token {unknown[0]}, and the model knows tokens 0 to {self._num_tokens - 1}")
+        return tokens.astype(np.int32)
 
 
 class Observations:
@@ -209,13 +255,9 @@ class Observations:
 
     def __init__(self, tokenizer: Any, data: DataSection, num_tokens: int) -> None:
         """Raises ValueError naming `data.chat_template` if the model's chat template cannot continue after a turn."""
-        self._tokenizer, self._data, self._num_tokens = tokenizer, data, num_tokens
+        self._data, self.chat = data, ChatRenderer(tokenizer, num_tokens)
         if data.chat_template:
-            check_template(tokenizer)
-            with rendering_errors():
-                shown = tokenizer.apply_chat_template(_conversation([]), tokenize=False)
-            if TURN not in shown:
-                raise ValueError("data.chat_template is true, and the model's chat template omits the assistant's turns")
+            _ = self.chat.turn_end
 
     def behind(self, last: int, messages: list[Message]) -> np.ndarray:
         """Return the int32 token ids between a turn of the policy, which ended with the token `last`, and its next turn.
@@ -223,37 +265,22 @@ class Observations:
         If the template ends a turn with that token it is not repeated. Raises ValueError for messages that cannot be
         rendered.
         """
-        messages = _whole(messages)
         if not self._data.chat_template:
-            return self._known(self._ids(_plain(messages)))
-        with rendering_errors():
-            text = self._tokenizer.apply_chat_template(_conversation(messages), add_generation_prompt=True, tokenize=False)
-        ids = self._ids(text.partition(TURN)[2])
-        return self._known(ids[1:] if ids[:1] == [last] else ids)
+            return self.chat.ids(_plain(messages))
+        return self.chat.ids_after(last, self.chat.render(_conversation(messages)).partition(TURN)[2])
 
     def prompt(self, messages: list[Message]) -> np.ndarray:
         """Return the int32 token ids of a prompt. Raises ValueError for messages that cannot be rendered, or too many
         tokens."""
         messages = _whole(messages)
         if self._data.chat_template:
-            ids = render_chat(self._tokenizer, messages, self._data.system_prompt)
+            ids = render_chat(self.chat.tokenizer, messages, self._data.system_prompt)
         else:
-            (ids,) = render_questions(self._tokenizer, [_plain(messages)], self._data.system_prompt, None, False)
+            (ids,) = render_questions(self.chat.tokenizer, [_plain(messages)], self._data.system_prompt, None, False)
         if not 0 < len(ids) <= self._data.max_prompt_tokens:
             limit = self._data.max_prompt_tokens
             raise ValueError(f"the prompt has {len(ids)} tokens; 1 to data.max_prompt_tokens = {limit} are allowed")
-        return self._known(ids)
-
-    def _ids(self, text: str) -> list[int]:
-        # The template has written the special tokens already.
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _known(self, ids: list[int]) -> np.ndarray:
-        """Refuse a token without an embedding, which would end the engine's process."""
-        wrong = next((token for token in ids if not 0 <= token < self._num_tokens), None)
-        if wrong is not None:
-            raise ValueError(f"its text has token {wrong}, and the model knows tokens 0 to {self._num_tokens - 1}")
-        return np.asarray(ids, dtype=np.int32)
+        return self.chat.known(ids)
 
 
 def _conversation(messages: list[Message]) -> list[Message]:

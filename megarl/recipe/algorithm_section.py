@@ -268,7 +268,8 @@ def algorithm_rules(recipe: Recipe) -> Violations:
                 f"penalises the last tokens before {longest} of the policy's own, which an episode may never have where "
                 f"environment.max_episode_tokens = {episodes.max_episode_tokens} counts observations, too"
             )
-            yield Violation("algorithm.overlong.buffer", section.buffer, rule, "0, or environment.max_episode_tokens: null")
+            nearest = "0, or environment.max_episode_tokens: null" if episodes.kind == "class" else "0"
+            yield Violation("algorithm.overlong.buffer", section.buffer, rule, nearest)
     updates = recipe.updates_per_batch
     if algorithm.early_stop is not None and updates < 3:
         # A mini-batch measures the KL of the policy that it updates: 0 at the first update of a step.

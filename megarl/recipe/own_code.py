@@ -55,7 +55,7 @@ def modules_exist(recipe: Recipe) -> Violations:
         targets["algorithm.policy_loss.target"] = recipe.algorithm.policy_loss.target
     if ":" in recipe.algorithm.advantage:
         targets["algorithm.advantage"] = recipe.algorithm.advantage
-    if recipe.environment is not None:
+    if recipe.environment is not None and recipe.environment.kind != "command":
         targets["environment.target"] = recipe.environment.target
     for key, target in targets.items():
         outermost = target.split(":")[0].split(".")[0]

@@ -10,7 +10,7 @@ from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
 from megarl.recipe.data_section import DataSection
 from megarl.recipe.device_section import DeviceSection
-from megarl.recipe.environment_section import EnvironmentSection
+from megarl.recipe.environment_section import AnyEnvironment
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.layout_section import LayoutSection
 from megarl.recipe.model_section import ModelSection
@@ -48,8 +48,8 @@ class Recipe(Section):
     reward: Annotated[tuple[RewardSection, ...], Field(strict=False)] = ()
     """Parts of the reward, which is their weighted sum plus the rewards of an environment. Of an episode they see the last
     message of the policy."""
-    environment: EnvironmentSection | None = None
-    """What answers the policy, turn by turn; null for completions of one turn."""
+    environment: AnyEnvironment | None = None
+    """What answers the policy, turn by turn, or the agent that asks it; null for completions of one turn."""
     trainer: TrainerSection
     """Trainer processes."""
     actor: ActorSection
@@ -126,7 +126,8 @@ class Recipe(Section):
     @property
     def max_segments(self) -> int:
         """Most sequences of one rollout."""
-        return 1 if self.environment is None else self.environment.max_segments
+        section = self.environment
+        return 1 if section is None or section.kind == "class" else section.max_segments
 
     @property
     def num_sequences(self) -> int:
@@ -149,8 +150,7 @@ class Recipe(Section):
         section, turn = self.environment, self.rollout.max_new_tokens
         if section is None:
             return turn
-        longest = section.most_tokens(turn)
-        return longest if section.max_episode_tokens is None else min(longest, section.max_episode_tokens)
+        return section.most_tokens(turn)
 
     @property
     def max_own_tokens(self) -> int:
@@ -164,7 +164,7 @@ class Recipe(Section):
         section = self.environment
         if section is None:
             return "rollout.max_new_tokens"
-        if section.max_episode_tokens == self.max_completion_tokens:
+        if section.kind != "class" or section.max_episode_tokens == self.max_completion_tokens:
             return "environment.max_episode_tokens"
         turns = f"environment.max_turns {section.max_turns} x rollout.max_new_tokens {self.rollout.max_new_tokens}"
         between = f"{section.max_turns - 1} x environment.max_observation_tokens {section.max_observation_tokens}"

@@ -40,6 +40,7 @@ from megarl.telemetry.stacks import mark_from_environment
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 CHECK_INTERVAL_S = 0.05  # between two checks of the children's limits, and at most that long after the client has gone ...
+CHECK_PAUSE = 10  # ... or this many times as long as the last check took: checks of many children take a tenth of a core ...
 IDLE_CHECK_INTERVAL_S = 1.0  # ... or this while no child is checked
 # With at most this many children all are checked, since what a child has left running may grow between two questions; with
 # more only those that answer a question.
@@ -105,9 +106,9 @@ class ForkServerClient:
         """Process id of the server."""
         return self._server.pid
 
-    async def ask(self, key: Any, question: Any, timeout_s: float, starts: bool = False) -> Any:
-        """Return the answer of a key's child, or a ChildDeath if there is none within `timeout_s` of sending the question.
-        With `starts` a new child is forked for the key first."""
+    async def ask(self, key: Any, question: Any, timeout_s: float | None, starts: bool = False) -> Any:
+        """Return the answer of a key's child, or a ChildDeath if there is none within `timeout_s` of sending the question,
+        or however long it takes. With `starts` a new child is forked for the key first."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
         self._waiting[number] = answer
@@ -116,7 +117,7 @@ class ForkServerClient:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
             await self.end([key])
-            return ChildDeath("wall_time", f"had no answer within {timeout_s:.3g} s")
+            return ChildDeath("wall_time", f"had no answer within {timeout_s or 0:.3g} s")
         except OSError:
             return ChildDeath("", "is gone with its fork server")
         finally:
@@ -235,8 +236,10 @@ class ForkServer:
                     elif ready.data in self._children:  # otherwise it has just been ended
                         self._pass_answer_on(ready.data)
                 if time.monotonic() >= self._next_check:
+                    begun = time.monotonic()
                     self._check_children()
-                    self._next_check = time.monotonic() + CHECK_INTERVAL_S
+                    now = time.monotonic()
+                    self._next_check = now + max(CHECK_INTERVAL_S, CHECK_PAUSE * (now - begun))
         except (EOFError, ConnectionError):
             return
         finally:
@@ -247,7 +250,10 @@ class ForkServer:
         if starts or number is None:
             self._deaths.pop(key, None)
             if key in self._children:
+                child = self._children[key]
                 self._end(key)
+                if child.question is not None:  # who asked may still wait
+                    self._client.send((child.question, ChildDeath("", "was ended")))
         if number is None:
             return
         if starts:
@@ -282,6 +288,7 @@ class ForkServer:
         return [key for key, child in self._children.items() if child.question is not None]
 
     def _check_children(self) -> None:
+        self._end_orphans()
         for key in self._checked_keys():
             child = self._children[key]
             # What a dead child has started may hold its pipe open, which then never ends.
@@ -324,6 +331,7 @@ class ForkServer:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what it starts stays below it, and can be killed
                 os.setsid()
+                os.register_at_fork(after_in_child=pipe.close)  # what it forks may write to whatever it holds
                 mark_from_environment(self._name)
                 for other in others:
                     other.close()
@@ -348,14 +356,17 @@ class ForkServer:
         child.pipe.close()
         kill_tree(child.process)
         _, status = os.waitpid(child.process, 0)
-        # What a child that ended by itself has left is below the server now, and belongs to no other child.
-        expected = self._module_processes | {other.process for other in self._children.values()}
+        self._end_orphans()
+        code = os.waitstatus_to_exitcode(status)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _end_orphans(self) -> None:
+        """Kill what children have left: it is below the server once its parents have ended, and belongs to no child."""
+        expected = self._module_processes | {child.process for child in self._children.values()}
         for orphan in set(below(self._process, deep=False)) - expected:
             kill_tree(orphan)
             with suppress(ChildProcessError):
                 os.waitpid(orphan, 0)
-        code = os.waitstatus_to_exitcode(status)
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def serve(client: Connection) -> None:
@@ -476,15 +487,26 @@ def _shared(rollup: dict[str, int]) -> int:
 
 def kill_tree(process: int, itself: bool = True) -> None:
     """Kill all processes below a process, which may go on to start others meanwhile, and the process `itself`. Waits for
-    none of them: they are stopped first, so that the tree no longer grows."""
-    root = {process} if itself else set()
+    none of them: they are stopped first, each before its children are looked up, so that the tree no longer grows."""
     for sent in (signal.SIGSTOP, signal.SIGKILL):
-        deadline, reached = time.monotonic() + STOP_TIMEOUT_S, set[int]()
-        while time.monotonic() < deadline and (new := (root | set(below(process))) - reached):
-            for member in new:
-                with suppress(ProcessLookupError):
-                    os.kill(member, sent)
-            reached |= new
+        deadline, reached, new = time.monotonic() + STOP_TIMEOUT_S, set[int](), [process]
+        while time.monotonic() < deadline and new:
+            new, waiting = [], [process]
+            while waiting:
+                member = waiting.pop()
+                if member not in reached and (itself or member != process):
+                    new.append(member)
+                    if sent == signal.SIGSTOP:
+                        _send(member, sent)
+                waiting += below(member, deep=False)
+            for member in reversed(new if sent == signal.SIGKILL else []):  # children first: orphans would leave the tree
+                _send(member, sent)
+            reached.update(new)
+
+
+def _send(process: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 if __name__ == "__main__":

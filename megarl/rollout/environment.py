@@ -12,7 +12,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import jsonschema
@@ -59,6 +59,28 @@ class Observation:
     content: Messages = ""
     reward: float = 0.0
     done: bool = False
+
+
+@dataclass(frozen=True)
+class Make:
+    """Construct an environment that nobody plays, to see whether it takes `environment.options`."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's answer: messages (None if reset keeps the row's prompt), the turn's reward, and whether the episode
+    is over. Or what an agent returned: its reward, which is the sum of `rewards` if it has one for each turn, and its
+    metrics. Or the failure: with a `cause`, one of ZERO_CAUSES, if a turn of the policy can be the cause. `malformed`: the
+    turn held a tool call that cannot be answered."""
+
+    messages: list[dict[str, str]] | None = None
+    reward: float = 0.0
+    done: bool = False
+    malformed: bool = False
+    failure: str = ""
+    cause: str = ""
+    rewards: tuple[float, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Environment(ABC):
@@ -122,28 +144,29 @@ def checked_messages(value: Any, name: str) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence) or not value:
-        raise TypeError(f"{name} is {_shown(value)}; a text is needed, or a list of messages")
+        raise TypeError(f"{name} is {shown(value)}; a text is needed, or a list of messages")
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise TypeError(f"{name}: message {number} is {_shown(message)}; role and content, two texts, are needed")
+            raise TypeError(f"{name}: message {number} is {shown(message)}; role and content, two texts, are needed")
     return [dict(message) for message in value]
 
 
 def checked_observation(value: Any) -> tuple[list[dict[str, str]], float, bool]:
     """Return messages, reward and whether the episode is over. Raises TypeError or ValueError naming the wrong field."""
     if not isinstance(value, Observation):
-        raise TypeError(f"step returned {_shown(value)}; an Observation is needed")
+        raise TypeError(f"step returned {shown(value)}; an Observation is needed")
     if not isinstance(value.reward, numbers.Real):
-        raise TypeError(f"Observation.reward is {_shown(value.reward)}; a number is needed")
+        raise TypeError(f"Observation.reward is {shown(value.reward)}; a number is needed")
     if not math.isfinite(value.reward):
         raise ValueError(f"Observation.reward is {value.reward}; a finite number is needed")
     if not isinstance(value.done, bool):
-        raise TypeError(f"Observation.done is {_shown(value.done)}; True or False is needed")
+        raise TypeError(f"Observation.done is {shown(value.done)}; True or False is needed")
     messages = [] if value.done else checked_messages(value.content, "Observation.content")
     return messages, float(value.reward), value.done
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as errors show it."""
     return f"{_shortened(repr(value), 60)} ({type(value).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""Play environments off the trainer: Ray actors with one process per episode, and a deadline for each call.
+"""Play environments and run agents off the trainer: Ray actors with one process per episode, and limits for each.
 
 An environment that hangs, crashes or leaks takes no other episode along (megarl/reward/fork_server.py).
 """
@@ -8,20 +8,25 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.recipe.environment_section import EnvironmentSection
+from megarl.recipe.environment_section import AnyEnvironment, ClientSection
 from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout import environment as interface
+from megarl.rollout.agent import Run, load_agent, load_agents
 from megarl.rollout.environment import (
     Environment,
     Fields,
+    Make,
     MalformedCall,
+    Reply,
     Turn,
     checked_messages,
     checked_observation,
@@ -33,11 +38,6 @@ from megarl.telemetry.stacks import mark_from_environment, watched_environment
 MAX_WORKER_RESTARTS = 2
 # Episodes that are asked of a worker at the same time: more would wait for cores, and for each other's deadlines.
 AT_A_TIME = 64
-
-
-@dataclass(frozen=True)
-class Make:
-    """Construct an environment that nobody plays, to see whether it takes `environment.options`."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,21 @@ class Step:
     text: str
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An environment's answer: messages (None if reset keeps the row's prompt), the turn's reward, and whether the episode
-    is over. Or the failure: with a `cause`, one of ZERO_CAUSES, if a turn of the policy can be the cause. `malformed`: the
-    turn held a tool call that cannot be answered."""
-
-    messages: list[dict[str, str]] | None = None
-    reward: float = 0.0
-    done: bool = False
-    malformed: bool = False
-    failure: str = ""
-    cause: str = ""
-
-
 # In an episode's process -----------------------------------------------------------------------------------------------
 
 
-def load_episodes(section: EnvironmentSection) -> Callable[[], Callable[[Make | Reset | Step], Reply]]:
-    """In the fork server: import the environment's class once for all episodes. Raises RecipeError."""
+def check_environment(section: AnyEnvironment) -> None:
+    """Import the user's code on a trainer rank, and run nothing of it. Raises RecipeError."""
+    if section.kind == "class":
+        load_environment(section.target, section.options)
+    elif section.kind == "agent":
+        load_agent(section.target, section.options)
+
+
+def load_episodes(section: AnyEnvironment) -> Callable[[], Callable[[Any], Reply]]:
+    """In the fork server: import the environment's class or the agent once for all episodes. Raises RecipeError."""
+    if section.kind != "class":
+        return load_agents(section)
     return partial(_EpisodePlayer, load_environment(section.target, section.options), section.options)
 
 
@@ -120,10 +116,11 @@ class EnvironmentWorker:
     server does not start.
     """
 
-    def __init__(self, section: EnvironmentSection, import_path: Sequence[str]) -> None:
+    def __init__(self, section: AnyEnvironment, import_path: Sequence[str]) -> None:
         mark_from_environment()
         self._section = section
-        limits = ChildLimits(section.memory_mib << 20)
+        own = 0 if section.kind == "class" else 1  # the process that waits for the agent
+        limits = ChildLimits(section.memory_mib << 20, section.max_processes + own)
         self._server = ForkServerClient("environments", load_episodes, section, limits, import_path)
         self._played: set[Any] = set()  # episodes that have had a turn
 
@@ -132,12 +129,14 @@ class EnvironmentWorker:
         section = self._section
         reply = await self._ask(None, Make())
         await self._server.end([None])
-        if reply.failure:
+        if reply.failure:  # of a class: an agent is not tried
+            assert section.kind == "class"
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
         return os.getpid()
 
-    async def ask(self, episode: Any, question: Reset | Step) -> Reply:
-        """Return the answer of an episode's environment, or why there is none; then its process is killed."""
+    async def ask(self, episode: Any, question: Reset | Step | Run) -> Reply:
+        """Return the answer of an episode's environment or agent, or why there is none; then its process is killed.
+        `environment.timeout_s` begins when the question is sent; rank 0 ends an agent that exceeds it."""
         return await self._ask(episode, question)
 
     async def end(self, episodes: Iterable[Any]) -> None:
@@ -150,9 +149,12 @@ class EnvironmentWorker:
         """Stop all processes, and everything that they have started."""
         self._server.close()
 
-    async def _ask(self, episode: Any, question: Make | Reset | Step) -> Reply:
-        is_step = isinstance(question, Step)
-        reply = await self._server.ask(episode, question, self._section.timeout_s, starts=not is_step)
+    async def _ask(self, episode: Any, question: Make | Reset | Step | Run) -> Reply:
+        is_step, is_run = isinstance(question, Step), isinstance(question, Run)
+        timeout_s = None if is_run else self._section.timeout_s
+        reply = await self._server.ask(episode, question, timeout_s, starts=not is_step)
+        if is_run:
+            await self._server.end([episode])
         had_turn = episode in self._played
         if is_step:
             self._played.add(episode)
@@ -165,6 +167,8 @@ class EnvironmentWorker:
                 failure = f"{call} gave no answer within environment.timeout_s = {self._section.timeout_s:g}"
             case "memory":
                 failure = f"its processes held more than environment.memory_mib = {self._section.memory_mib}"
+            case "processes":
+                failure = f"it had more processes than environment.max_processes = {self._section.max_processes}"
             case "crash":
                 failure = f"crashed: its process {reply.description}"
             case "fork":
@@ -173,20 +177,62 @@ class EnvironmentWorker:
                 )
             case _:
                 failure = f"its process {reply.description}"
-        # A process that died between two turns was killed by something that the turn before had started.
-        is_caused = had_turn if reply.was_idle else is_step
+        # A process that died between two turns was killed by something that the turn before had started. Rank 0 knows
+        # whether an agent has had a turn.
+        is_caused = had_turn if reply.was_idle else is_step or is_run
         return Reply(failure=failure, cause=reply.cause if is_caused else "")
+
+
+class AgentClock:
+    """The time of an agent, which stands still while one of its requests is answered."""
+
+    def __init__(self, section: ClientSection) -> None:
+        self._section = section
+        self._spent_s = 0.0
+        self._num_requests = 0
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        """Note that the agent starts now."""
+        self._since = time.monotonic()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock for a request."""
+        self._spent_s += self._idle_s()
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            self._since = time.monotonic()
+
+    def left_s(self) -> float:
+        """Seconds until a limit can have been passed."""
+        section, idle_s = self._section, self._idle_s()
+        return max(0.0, min(section.idle_s - idle_s, section.timeout_s - self._spent_s - idle_s))
+
+    def passed(self) -> str:
+        """Return which limit has been passed, or ""."""
+        section, idle_s = self._section, self._idle_s()
+        if self._spent_s + idle_s >= section.timeout_s:
+            return f"it took longer than environment.timeout_s = {section.timeout_s:g}"
+        return f"it asked nothing for environment.idle_s = {section.idle_s:g}" if idle_s >= section.idle_s else ""
+
+    def _idle_s(self) -> float:
+        return 0.0 if self._num_requests else time.monotonic() - self._since
 
 
 class EnvironmentWorkers:
     """`environment.workers` actors of the connected Ray cluster, which share the episodes."""
 
-    def __init__(self, section: EnvironmentSection, max_calls: int, timeout_s: float) -> None:
+    def __init__(self, section: AnyEnvironment, max_calls: int, timeout_s: float) -> None:
         """Each actor takes up to `max_calls` calls at a time. Raises RolloutError if a worker does not start."""
         import ray
 
         self._timeout_s = timeout_s
-        self._places = [asyncio.Semaphore(AT_A_TIME) for _ in range(section.workers)]
+        at_a_time = AT_A_TIME if section.kind == "class" else section.max_concurrent
+        self._places = [asyncio.Semaphore(at_a_time) for _ in range(section.workers)]
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
         remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
@@ -199,13 +245,30 @@ class EnvironmentWorkers:
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # with what the worker raised
             raise RolloutError(f"phase rollout: a worker of environments did not start: {error}") from error
 
-    async def ask(self, episode: int, question: Reset | Step) -> Reply:
+    async def run(self, episode: int, question: Run, clock: AgentClock) -> Reply:
+        """Run an agent as soon as its worker has room, and end it when its `clock` has passed a limit. Raises as `ask`."""
+        async with self._places[episode % len(self._places)]:
+            clock.begin()
+            asked = asyncio.ensure_future(self.ask(episode, question))
+            try:
+                while not (await asyncio.wait({asked}, timeout=clock.left_s()))[0]:
+                    if passed := clock.passed():
+                        return Reply(failure=passed, cause="wall_time")
+                return asked.result()
+            finally:
+                self.end([episode])
+                asked.cancel()
+
+    async def ask(self, episode: int, question: Reset | Step | Run) -> Reply:
         """Ask an episode's environment. If a worker is lost, its episodes have failed and Ray starts it again. Raises
-        RolloutError if it is gone for good, EngineSilent if it does not answer within `rollout.timeout_s`."""
+        RolloutError if it is gone for good, EngineSilent if an environment's worker does not answer within
+        `rollout.timeout_s`."""
         import ray
 
         try:
             worker = episode % len(self._actors)
+            if isinstance(question, Run):  # `run` holds a place, and ends an agent that takes too long
+                return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]
             async with self._places[worker], asyncio.timeout(self._timeout_s):
                 return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]
         except TimeoutError as error:

@@ -10,59 +10,59 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.data.sample import Prompt
+from megarl.data.sample import Completion, Prompt
 from megarl.data.tokenizer import Observations, prompt_tokenizer
 from megarl.recipe import Recipe
-from megarl.recipe.environment_section import EnvironmentSection
+from megarl.recipe.environment_section import AnyEnvironment, ClientSection, EnvironmentSection
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment import SHORT_ERROR, load_environment
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
 from megarl.rollout.groups import EpisodeFacts, GroupResult
+from megarl.rollout.session import Segment, Session, SessionLimits
 from megarl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from megarl.rollout.gateway import Gateway
 
 ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's environments
 
 
 @dataclass
 class Episode:
-    """One sample in progress. `ids`, `own`, `logprobs` and `versions` follow the prompt, with one piece per turn and per
-    observation; `ended` is the finish reason."""
+    """One sample in progress: its session has the turns so far, and `observed` is what its next prompt adds to them (the
+    first one: all of it). `ended` is the finish reason."""
 
     prompt: Prompt
     member: int
     temperature: float | None
-    prompt_ids: np.ndarray
+    observed: np.ndarray
     number: int  # among all episodes of the run
-    begun: bool = False  # whether its environment was reset
-    ids: list[np.ndarray] = field(default_factory=list)
-    own: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
-    turns: int = 0
+    session: Session
     malformed: int = 0
     reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)  # of its turns, if there are any
+    metrics: dict[str, float] = field(default_factory=dict)  # of its agent
     failure: str = ""
     cause: str = ""  # of the failure, if the policy's turn can be the cause
     ended: str = ""
-    routing: np.ndarray | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens after the prompt."""
-        return sum(map(len, self.ids))
+    def turns(self) -> int:
+        return self.session.num_turns
 
-    def append(self, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
-        """Append a turn of the policy, or an observation, which has no `logprobs`, and the version of the turn before."""
-        self.ids.append(ids)
-        self.versions.append(np.full(len(ids), self.versions[-1][-1]) if versions is None else versions)
-        self.own.append(np.full(len(ids), logprobs is not None))
-        self.logprobs.append(np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs)
+    @property
+    def segment(self) -> Segment:
+        """All tokens of the episode."""
+        (segment,) = self.session.segments
+        return segment
 
 
 Generate = Callable[[GroupRequest, Episode], Awaitable[GroupResult]]
@@ -75,16 +75,31 @@ class Environments:
         """Raises RolloutError for an environment that does not load, ValueError for a chat template that cannot continue a
         conversation, or not with the environment's tools."""
         assert recipe.environment is not None
-        self.section: EnvironmentSection = recipe.environment
+        self.section: AnyEnvironment = recipe.environment
         self.recipe, self.seed, self.stops = recipe, seed, frozenset(int(token) for token in stop_token_ids)
         first_start = RunDirectory.of(recipe).first_start
         self.tokenizer = prompt_tokenizer(model_path, recipe.data.template_options, first_start)
         self.observations = Observations(self.tokenizer, recipe.data, num_tokens)
-        check_tool_role(self.section, self.observations)
+        self.gateway: Gateway | None = None
+        if self.section.kind == "class":
+            check_tool_role(self.section, self.observations)
+        else:
+            self.gateway = self._open_gateway(self.section)
         # A reset or a step of each episode, greedy episodes included, and the end of those of the last rollout.
         most = (1 + recipe.rollout.max_staleness) * 4 * recipe.num_sequences + 16
         self.workers = EnvironmentWorkers(self.section, most, recipe.rollout.timeout_s)
         self.numbers = itertools.count()
+
+    def _open_gateway(self, section: ClientSection) -> Gateway:
+        """Make the endpoint, which the stream's loop is to serve. Raises ValueError for parsers that vLLM does not have."""
+        from megarl.rollout.gateway import Gateway, GatewayLimits  # takes long, and only agents need it
+        from megarl.rollout.gateway_messages import AnswerReader
+
+        recipe = self.recipe
+        session = SessionLimits(recipe.data.max_prompt_tokens, recipe.max_completion_tokens, recipe.max_segments)
+        limits = GatewayLimits(session, recipe.rollout.max_new_tokens, section.max_turns)
+        reader = AnswerReader(self.tokenizer, self.stops, section.tool_parser, section.reasoning_parser)
+        return Gateway(self.observations.chat, reader, limits, recipe.rollout.temperature, host=section.host)
 
     def close(self) -> None:
         """End all environments."""
@@ -117,59 +132,63 @@ def check_tool_role(section: EnvironmentSection, observations: Observations) -> 
         )
 
 
-class Episodes:
+class GroupEpisodes:
     """The episodes of one group: they begin with one prompt and row, and each goes on as fast as it can."""
 
     def __init__(self, environments: Environments, prompt: Prompt, size: int, temperature: float | None, draw: int) -> None:
         """`draw` as in `Sampling`."""
-        self._environments, self._draw = environments, draw
-        ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        self.episodes = [Episode(prompt, member, temperature, ids, next(environments.numbers)) for member in range(size)]
+        self.environments, self.prompt, self.draw = environments, prompt, draw
+        recipe, ids = environments.recipe, np.asarray(prompt.token_ids, dtype=np.int32)
+        self.limits = SessionLimits(recipe.data.max_prompt_tokens, recipe.max_completion_tokens, recipe.max_segments)
+        chat = environments.observations.chat
+        self.episodes = [
+            Episode(prompt, member, temperature, ids, next(environments.numbers), Session(chat, self.limits))
+            for member in range(size)
+        ]
+        # All members have the same, so that their episodes begin alike.
+        self.seed = request_seed(environments.seed, draw, prompt.index, ENVIRONMENT_MEMBER)
 
     async def play(self, generate: Generate) -> None:
         """Play all episodes; `generate` samples a turn. Raises RolloutError for a failure under
         `environment.on_error: stop`."""
-        workers = self._environments.workers
-        prompt = self.episodes[0].prompt
-        seed = request_seed(self._environments.seed, self._draw, prompt.index, ENVIRONMENT_MEMBER)
         try:
-            replies = await asyncio.gather(*(workers.ask(e.number, Reset(prompt.row, seed)) for e in self.episodes))
-            for episode, reply in zip(self.episodes, replies, strict=True):
-                if reply.failure:
-                    self._fail(episode, reply.failure, reply.cause)
-                else:
-                    self._reset(episode, reply)
-            begun = [episode.prompt_ids for episode in self.episodes if episode.begun]
-            for episode in self.episodes:
-                if not episode.begun:  # its sample counts for nothing, and still has the prompt of its group
-                    episode.prompt_ids = begun[0] if begun else episode.prompt_ids
-            await asyncio.gather(*(self._play(episode, generate) for episode in self.episodes))
+            await asyncio.gather(*(self.play_one(episode, generate) for episode in self.episodes))
         finally:
-            workers.end(episode.number for episode in self.episodes)
+            self.environments.workers.end(episode.number for episode in self.episodes)
+
+    async def play_one(self, episode: Episode, generate: Generate) -> None:
+        """Play an episode to its end."""
+        raise NotImplementedError
+
+    async def sample(self, episode: Episode, ids: np.ndarray, number: int, most: int, generate: Generate) -> Completion:
+        """Let an engine complete a prompt with up to `most` tokens; `number` is that of the turn."""
+        index = episode.prompt.index
+        seed = request_seed(self.environments.seed, self.draw, index, episode.member, number)
+        most = min(self.environments.recipe.rollout.max_new_tokens, most)
+        request = GroupRequest(0, index, ids, (seed,), episode.temperature, most)
+        return (await generate(request, episode)).sample(0).completion
+
+    async def fill(self, episode: Episode, generate: Generate) -> None:
+        """Sample one turn that counts for nothing: every rollout has tokens, and this one's code failed before its first."""
+        turn = episode.session.after(np.asarray(episode.prompt.token_ids, dtype=np.int32))
+        episode.session.record(turn, await self.sample(episode, turn.prompt_ids, 0, turn.max_new_tokens, generate))
+        episode.ended = "failed"
 
     def result(self) -> GroupResult:
         """Return all tokens of the group."""
-        routing = [episode.routing for episode in self.episodes if episode.routing is not None]
-        return GroupResult(
-            group=self.episodes[0].prompt.index,
-            prompt_ids=self.episodes[0].prompt_ids,
-            token_ids=np.concatenate([piece for episode in self.episodes for piece in episode.ids]),
-            logprobs=np.concatenate([piece for episode in self.episodes for piece in episode.logprobs]),
-            lengths=np.array([episode.num_tokens for episode in self.episodes], dtype=np.int32),
-            finish_reasons=tuple(episode.ended for episode in self.episodes),
-            versions=np.concatenate([piece for episode in self.episodes for piece in episode.versions]),
-            routing=np.concatenate(routing) if routing else None,
-            own=np.concatenate([piece for episode in self.episodes for piece in episode.own]),
-        )
+        rollouts = [episode.session.segments for episode in self.episodes]
+        return GroupResult.of_segments(self.prompt.index, rollouts, [episode.ended for episode in self.episodes])
 
     def facts(self) -> EpisodeFacts:
         """Return how the episodes ended."""
-        rewards = []
+        rewards, notes = [], []
         for episode in self.episodes:
             if not episode.failure:
                 rewards.append(episode.reward)
             else:  # a failed episode loses what it gained, and keeps what it lost
                 rewards.append(min(0.0, episode.reward) if episode.cause else np.nan)
+            note = {"rewards": episode.rewards, "metrics": episode.metrics, "segments": episode.session.counts}
+            notes.append(json.dumps(note))
         return EpisodeFacts(
             rewards=np.array(rewards, dtype=np.float32),
             turns=np.array([episode.turns for episode in self.episodes]),
@@ -177,52 +196,74 @@ class Episodes:
             done=np.array([episode.ended == "stop" for episode in self.episodes]),
             failures=np.array([episode.failure for episode in self.episodes], dtype=np.str_),
             causes=np.array([episode.cause for episode in self.episodes], dtype=np.str_),
+            notes=np.array(notes, dtype=np.str_),
         )
 
-    async def _play(self, episode: Episode, generate: Generate) -> None:
+    def fail(self, episode: Episode, reason: str, cause: str = "") -> None:
+        """Record the failure of an environment; it has a `cause` if it followed a turn of the policy."""
+        section = self.environments.section
+        where = f"{episode.prompt.where}: " if episode.prompt.where else ""
+        turn = f", behind turn {episode.turns}" if episode.turns else ""
+        name = f"member {episode.member} of prompt {episode.prompt.index}{turn}"
+        episode.cause = cause
+        episode.failure = (
+            f"{where}environment {section.target if section.kind != 'command' else section.run}, {name}: {reason}"
+        )
+        if section.on_error == "stop":
+            raise RolloutError(f"{episode.failure}; environment.on_error: mask goes on without it")
+        if episode.turns:
+            episode.ended = "failed"
+
+
+class Episodes(GroupEpisodes):
+    """Episodes in which environments answer the policy."""
+
+    _first_prompt: np.ndarray | None = None
+
+    async def play_one(self, episode: Episode, generate: Generate) -> None:
         """Sample turns and step the environment until the episode has ended."""
-        environments = self._environments
+        environments = self.environments
+        reply = await environments.workers.ask(episode.number, Reset(self.prompt.row, self.seed))
+        if reply.failure:
+            self.fail(episode, reply.failure, reply.cause)
+        else:
+            self._reset(episode, reply)
+        if episode.failure:
+            await self.fill(episode, generate)
         while not episode.ended:
-            index = episode.prompt.index
-            seed = request_seed(environments.seed, self._draw, index, episode.member, episode.turns)
-            left = environments.recipe.max_completion_tokens - episode.num_tokens
-            max_new_tokens = min(environments.recipe.rollout.max_new_tokens, left)
-            ids = np.concatenate([episode.prompt_ids, *episode.ids])
-            request = GroupRequest(0, index, ids, (seed,), episode.temperature, max_new_tokens)
-            turn = await generate(request, episode)
-            episode.turns += 1
-            episode.append(turn.token_ids, turn.logprobs, turn.versions)
-            episode.routing = turn.routing  # of the whole sequence so far, as the turn's prompt includes it
-            if not episode.begun:  # its environment failed in reset: the sample has one turn, which does not count
-                episode.ended = "failed"
-                break
-            ids = turn.token_ids.tolist()
+            turn = episode.session.after(episode.observed)
+            sampled = await self.sample(episode, turn.prompt_ids, episode.turns, turn.max_new_tokens, generate)
+            episode.session.record(turn, sampled)
+            ids = sampled.token_ids.tolist()
             text = environments.tokenizer.decode(ids[:-1] if ids[-1] in environments.stops else ids)
             reply = await environments.workers.ask(episode.number, Step(text))
             if reply.failure:
-                self._fail(episode, reply.failure, reply.cause)
+                self.fail(episode, reply.failure, reply.cause)
             else:
                 self._step(episode, reply)
 
     def _reset(self, episode: Episode, reply: Reply) -> None:
         """Begin an episode with the prompt of its environment, or of the data."""
-        ids = episode.prompt_ids
+        ids = episode.observed
         if reply.messages is not None:
             try:
-                ids = self._environments.observations.prompt(reply.messages)
+                ids = self.environments.observations.prompt(reply.messages)
             except ValueError as error:
-                self._fail(episode, f"what reset returned cannot be used: {error}")
+                self.fail(episode, f"what reset returned cannot be used: {error}")
                 return
-        others = [member for member in self.episodes if member.begun]
-        if others and not np.array_equal(others[0].prompt_ids, ids):
-            self._fail(episode, "reset returned another prompt than for others of its group, with the same row and seed")
+        if self._first_prompt is None:
+            self._first_prompt = ids
+        if not np.array_equal(self._first_prompt, ids):
+            self.fail(episode, "reset returned another prompt than for others of its group, with the same row and seed")
             return
-        episode.prompt_ids, episode.begun = ids, True
+        episode.observed = ids
 
     def _step(self, episode: Episode, reply: Reply) -> None:
         """Append the observation after a turn, or end the episode."""
-        section, observations = self._environments.section, self._environments.observations
+        section, observations = self.environments.section, self.environments.observations
+        assert section.kind == "class"
         episode.reward += reply.reward
+        episode.rewards.append(reply.reward)
         episode.malformed += reply.malformed
         if reply.done:
             episode.ended = "stop"
@@ -230,7 +271,7 @@ class Episodes:
         if episode.turns == section.max_turns:
             episode.ended = "length"
             return
-        last, limit = int(episode.ids[-1][-1]), section.max_observation_tokens
+        last, limit = int(episode.segment.ids[-1][-1]), section.max_observation_tokens
         messages = reply.messages or []
         try:
             ids = observations.behind(last, messages)
@@ -238,25 +279,12 @@ class Episodes:
                 # The policy is at fault, so its sample counts. `check_tool_role` made sure that the short error fits.
                 ids = observations.behind(last, [dict(message, content=SHORT_ERROR) for message in messages])
         except ValueError as error:
-            self._fail(episode, f"Observation.content cannot be used: {error}", "error")
+            self.fail(episode, f"Observation.content cannot be used: {error}", "error")
             return
         if len(ids) > limit:
             rule = f"environment.max_observation_tokens = {limit}"
-            self._fail(episode, f"Observation.content has {len(ids)} tokens with its template, more than {rule}", "error")
-        elif episode.num_tokens + len(ids) >= self._environments.recipe.max_completion_tokens:
+            self.fail(episode, f"Observation.content has {len(ids)} tokens with its template, more than {rule}", "error")
+        elif episode.segment.num_tokens + len(ids) >= self.environments.recipe.max_completion_tokens:
             episode.ended = "length"
         else:
-            episode.append(ids, None)
-
-    def _fail(self, episode: Episode, reason: str, cause: str = "") -> None:
-        """Record the failure of an environment; it has a `cause` if it followed a turn of the policy."""
-        section = self._environments.section
-        where = f"{episode.prompt.where}: " if episode.prompt.where else ""
-        turn = f", behind turn {episode.turns}" if episode.turns else ""
-        name = f"member {episode.member} of prompt {episode.prompt.index}{turn}"
-        episode.cause = cause
-        episode.failure = f"{where}environment {section.target}, {name}: {reason}"
-        if section.on_error == "stop":
-            raise RolloutError(f"{episode.failure}; environment.on_error: mask goes on without it")
-        if episode.turns:
-            episode.ended = "failed"
+            episode.observed = ids

@@ -7,6 +7,9 @@ instead; when it drops a batch, Ray frees the tokens.
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +22,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.planner.lengths import QUANTILES
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
+from megarl.rollout.session import Segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,31 @@ class GroupResult:
         if self.prefixes is None:
             object.__setattr__(self, "prompt_lengths", np.array([len(self.prompt_ids)], dtype=np.int32))
             object.__setattr__(self, "prefixes", np.zeros(len(self.lengths), dtype=np.int32))
+
+    @classmethod
+    def of_segments(cls, group: int, rollouts: Sequence[Sequence[Segment]], ended: Sequence[str]) -> GroupResult:
+        """Join the segments of each rollout; `ended` is why each rollout ended."""
+        segments = [segment for rollout in rollouts for segment in rollout]
+        completions = [segment.completion for segment in segments]
+        prompts = {segment.prompt_ids.tobytes(): segment.prompt_ids for segment in segments}
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        routing = [completion.routing for completion in completions if completion.routing is not None]
+        reasons = [[*(segment.finish_reason for segment in rollout[:-1]), why]
+                   for rollout, why in zip(rollouts, ended, strict=True)]  # fmt: skip
+        return cls(
+            group=group,
+            prompt_ids=np.concatenate(list(prompts.values())),
+            token_ids=np.concatenate([completion.token_ids for completion in completions]),
+            logprobs=np.concatenate([completion.logprobs for completion in completions]),
+            lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
+            finish_reasons=tuple(itertools.chain.from_iterable(reasons)),
+            versions=np.concatenate([completion.versions for completion in completions]),
+            routing=np.concatenate(routing) if routing else None,
+            own=np.concatenate([completion.own for completion in completions]),
+            members=np.repeat(np.arange(len(rollouts), dtype=np.int32), [len(rollout) for rollout in rollouts]),
+            prompt_lengths=np.array([len(prompt) for prompt in prompts.values()], dtype=np.int32),
+            prefixes=np.array([numbers[segment.prompt_ids.tobytes()] for segment in segments], dtype=np.int32),
+        )
 
     @classmethod
     def of(cls, group: int, prompt_ids: np.ndarray, members: Sequence[Partial]) -> GroupResult:
@@ -164,7 +193,7 @@ class EpisodeFacts:
     empty). If it failed after a turn of the policy, which may be the cause, `causes` has the kind of failure (else empty),
     and the reward is 0, or the sum so far if that is negative; otherwise the reward is NaN. `turns` counts turns of the
     policy, `malformed` the turns with a tool call that could not be answered; `done` says whether the environment ended the
-    episode.
+    episode. `notes` is JSON: `rewards` of the turns, `metrics` of an agent, and `segments` by the reason that they began.
     """
 
     rewards: np.ndarray
@@ -173,20 +202,30 @@ class EpisodeFacts:
     done: np.ndarray
     failures: np.ndarray
     causes: np.ndarray
+    notes: np.ndarray
 
     @classmethod
     def joined(cls, parts: Sequence[EpisodeFacts]) -> EpisodeFacts:
         return cls(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
 
     def metrics(self) -> dict[str, float]:
-        """Shares of episodes; an episode that is neither done nor failed was truncated."""
-        return {
+        """Shares of episodes, where an episode that is neither done nor failed was truncated; means of what agents measured;
+        and segments by the reason that they began."""
+        notes = [json.loads(note) for note in self.notes]
+        measured = sorted({name for note in notes for name in note["metrics"]})
+        means = {
+            f"agent/{name}": float(np.mean([note["metrics"][name] for note in notes if name in note["metrics"]]))
+            for name in measured
+        }
+        reasons = sum((Counter(note["segments"]) for note in notes), Counter[str]())
+        segments = {f"rollout/segments_{reason}": number for reason, number in sorted(reasons.items())}
+        return means | segments | {
             "rollout/turns_mean": float(self.turns.mean()),
             "rollout/turns_max": int(self.turns.max()),
             "rollout/done_share": float(self.done.mean()),
             "rollout/failed_share": float((self.failures != "").mean()),
             "rollout/malformed_calls": int(self.malformed.sum()),
-        }
+        }  # fmt: skip
 
 
 class Payload(Protocol):

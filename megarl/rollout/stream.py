@@ -35,7 +35,7 @@ from megarl.reward.workers import TASK_GRACE_S, RewardResult, RewardWorkers, add
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
-from megarl.rollout.episodes import Environments, Episode, Episodes
+from megarl.rollout.episodes import Environments, Episode, Episodes, GroupEpisodes
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pool import EnginePool
@@ -155,7 +155,7 @@ class RolloutStream:
         self._loop = self._thread.loop
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._router = self._call(self._make_router())
+        self._router = self._call(self._begin())
 
     # For the trainer --------------------------------------------------------------------------------------------------
 
@@ -263,6 +263,8 @@ class RolloutStream:
 
         async def cancel() -> None:
             await self._router.close()
+            if self._environments is not None and self._environments.gateway is not None:
+                await self._environments.gateway.close()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
@@ -282,7 +284,10 @@ class RolloutStream:
 
     # In the loop ------------------------------------------------------------------------------------------------------
 
-    async def _make_router(self) -> Router:
+    async def _begin(self) -> Router:
+        """Serve agents, and return the router."""
+        if self._environments is not None and self._environments.gateway is not None:
+            self._environments.gateway.serve()
         rollout = self._recipe.rollout
         max_concurrent = self._recipe.phases.rollout.max_concurrent
         depth = None if self._is_synchronous or max_concurrent is None else int(QUEUED * max_concurrent)
@@ -346,7 +351,11 @@ class RolloutStream:
             )
             group.facts, group.tokens = await self._router.sample(request, group.step, send, owner=group, is_last=is_last)
             return
-        episodes = Episodes(self._environments, group.prompt, group.size, group.temperature, group.step)
+        if self._environments.gateway is None:
+            kind: type[GroupEpisodes] = Episodes
+        else:  # whose import takes long
+            from megarl.rollout.agent_episodes import AgentEpisodes as kind
+        episodes = kind(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
             continues, request = episode.turns > 0, replace(request, is_evaluation=group.is_evaluation)

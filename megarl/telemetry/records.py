@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -105,16 +106,18 @@ class SampleTable:
         wanted = {number * total // num for number in range(num)}
         chosen = [sample for sample, rollout in enumerate(batch.rollouts.tolist()) if rollout in wanted]
         fetched = rollouts.payload.fetch(chosen)
-        self.rows = [self._row(step, sample, fetched[sample], scored, batch) for sample in chosen]
+        self.rows = [self._row(step, sample, fetched[sample], rollouts, scored, batch) for sample in chosen]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows)
         write_whole(self._folder / f"step-{step:06d}.jsonl", text)
 
-    def _row(self, step: int, sample: int, rollout: Any, scored: Any, batch: Any) -> dict[str, Any]:
+    def _row(self, step: int, sample: int, rollout: Any, rollouts: Any, scored: Any, batch: Any) -> dict[str, Any]:
         """Return a row. Masked rewards and values that are not finite are null; `advantage` is the mean over the completion;
-        `version` and `first_version` sampled its last and its first token."""
+        `version` and `first_version` sampled its last and its first token. `turns` divides the completion into what the
+        policy sampled (`own`) and what it observed; `turn_rewards` has the rewards of all turns of the rollout, if any."""
         completion, number = rollout.completion, int(batch.rollouts[sample])
         is_valid = bool(batch.valid[sample])
         advantages = batch.fields["advantages"][sample]
+        notes = {} if rollouts.episodes is None else json.loads(rollouts.episodes.notes[number])
         return {
             "step": step,
             "sample": sample,
@@ -132,7 +135,22 @@ class SampleTable:
             "finish_reason": completion.finish_reason,
             "version": completion.last_version,
             "first_version": completion.first_version,
+            "turns": self._turns(completion),
+            "turn_rewards": notes.get("rewards", []),
         }
+
+    def _turns(self, completion: Any) -> list[dict[str, Any]]:
+        ends = [*(np.flatnonzero(np.diff(completion.own)) + 1).tolist(), len(completion.own)]
+        return [
+            {
+                "own": bool(completion.own[first]),
+                "tokens": end - first,
+                "text": self._decode(completion.token_ids[first:end].tolist()),
+                "versions": completion.versions[[first, end - 1]].tolist(),
+            }
+            for first, end in itertools.pairwise([0, *ends])
+            if end > first
+        ]
 
 
 def _finite(value: Any) -> float | None:

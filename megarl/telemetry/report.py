@@ -21,6 +21,7 @@ import jinja2
 import yaml
 from markupsafe import Markup, escape
 from rich.console import Console
+from rich.text import Text
 
 from megarl.telemetry import report_charts as charts
 from megarl.telemetry.disk import write_whole
@@ -28,6 +29,7 @@ from megarl.telemetry.metrics_file import duration, is_number, tokens_per_second
 from megarl.telemetry.report_charts import CURVES, LINES, SECONDS, Chart, line
 from megarl.telemetry.report_findings import Answer, answers, capitalized, find, plural, variance
 from megarl.telemetry.report_run import Run, read_run, show_curve, smooth
+from megarl.telemetry.samples import conversations
 
 MOST_SAMPLES = 6  # best and worst
 MOST_TEXT = 1500  # characters of a prompt or completion
@@ -134,9 +136,11 @@ def _samples(run: Run) -> PageSection:
     kept = sorted((row for row in run.samples if isinstance(row.get("reward"), int | float)), key=lambda row: -row["reward"])
     half = MOST_SAMPLES // 2
     chosen = kept if len(kept) <= MOST_SAMPLES else kept[:half] + kept[-half:]
+    shown = [Text.from_markup(text).plain for text in conversations([row for row in run.samples if "turns" in row])]
+    folded = {text.partition("\n")[0]: text for text in shown}
     rows = [(f"{row['reward']:.3g}", text(row.get("prompt")), text(row.get("completion"))) for row in chosen]
     note = f"Step {kept[0].get('step')}: the best and the worst of {len(kept)} that were kept." if kept else ""
-    return PageSection("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note)
+    return PageSection("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note, folded)
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------------

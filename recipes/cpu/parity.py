@@ -3,7 +3,11 @@
 from megarl.data.sample import Prompt
 
 
+def share(text: str, number: int) -> float:
+    """The share of digits that are odd where the number is odd, and even where it is even: at chance about one in twenty."""
+    return sum(character.isdigit() and int(character) % 2 == number % 2 for character in text) / max(1, len(text))
+
+
 def parity(text: str, prompt: Prompt) -> float:
-    """The share of digits that are odd where the answer is odd, and even where it is even: at chance about one in twenty."""
-    odd = int(prompt.answer) % 2
-    return sum(character.isdigit() and int(character) % 2 == odd for character in text) / max(1, len(text))
+    """The share for the answer."""
+    return share(text, int(prompt.answer))

@@ -64,7 +64,11 @@ def features() -> list[Feature]:
     rows.append(Feature("engine weights", "rollout.quantization", _listed(_options(_field("rollout.quantization")))))
     for area, key in OPTIONS:
         rows.append(Feature(area, key, _listed(_options(_field(key)))))
-    rows.append(Feature("episodes, with tools", "environment", _listed(_keys(Recipe.model_fields["environment"]))))
+    rows.append(
+        Feature(
+            "agents and environments", "environment", _listed(list(dict.fromkeys(_keys(Recipe.model_fields["environment"]))))
+        )
+    )
     sync = {key: _options(field) for key, field in WeightSyncSection.model_fields.items() if _options(field)}
     rows.append(Feature("weight sync", "weight_sync", "; ".join(f"`{key}`: {_listed(sync[key])}" for key in sync)))
     for key, field in TrainerSection.model_fields.items():

@@ -9,14 +9,18 @@ import select
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from openai.types.chat import ChatCompletionMessage
+from pydantic import TypeAdapter
 
-from megarl.recipe.environment_section import EnvironmentSection
+from megarl.recipe.environment_section import AgentSection, AnyEnvironment, EnvironmentSection
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
+from megarl.rollout.agent import Run, _AgentProcess, load_agent
 from megarl.rollout.calculator import Calculator, calculate
 from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
 from megarl.rollout.environment_workers import EnvironmentWorker, Reply, Reset, Step
@@ -337,17 +341,44 @@ def test_a_class_that_cannot_be_used_is_named_before_the_run(
 
 
 def test_the_page_says_what_the_code_does() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "multi-turn.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text().partition("## A class that answers turns")[2]
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (call,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     given = EnvironmentSection.model_validate(yaml.safe_load(recipe)["environment"])
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/multi-turn.md", "exec"), names)
+    exec(compile(code, "docs/agents.md", "exec"), names)
     made = names[given.target.split(":")[1]](**given.options)
     assert made.reset({"author": "Eve", "answer": 7}, 1) is None
     said = made.step(Turn(call, read_call(call, made.tools)))
     assert said == Observation([{"role": "tool", "content": "Eve"}], -0.1)
     assert made.step(Turn(" 7 ")) == Observation(reward=1.0, done=True)
-    for key in ("timeout_s", "on_error"):
-        assert f"`{key}" in page and key in EnvironmentSection.model_fields
+
+
+@pytest.mark.parametrize("told_of_the_tool", [True, False])
+def test_the_page_takes_an_agent_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_of_the_tool: bool) -> None:
+    """What a reader copies: the agent runs with a client, and the sections are legal."""
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text().partition("## A class that answers turns")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    recipes = [yaml.safe_load(block)["environment"] for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    agent, command = map(TypeAdapter(AnyEnvironment).validate_python, recipes)
+    assert (agent.kind, command.kind) == ("agent", "command")
+    (tmp_path / "my_agent.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = load_agent(agent.target, agent.options)
+    said = ["is it 7?" if told_of_the_tool else "no", "it is 7"]
+
+    async def create(model: str, messages: list[dict[str, str]]) -> Any:
+        message = ChatCompletionMessage(role="assistant", content=said[len(messages) // 2])
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    assert asyncio.run(run({"question": "3+4", "answer": "7"}, client)) == float(told_of_the_tool)
+    for name in (
+        *re.findall(r"^\| `(\w+)`[^|]* \| (?:answers|tokens|token|an agent|its)", page, re.MULTILINE),
+        "host",
+        "max_concurrent",
+    ):
+        assert name in AgentSection.model_fields, name
+    environment = _AgentProcess(lambda question: None, tmp_path, 1)._environment(Run({}, "http://127.0.0.1:1/s/1", "key", 1))
+    assert set(re.findall(r"`((?:OPENAI|ANTHROPIC|MEGARL)_\w+)`", page)) <= environment.keys()

@@ -270,8 +270,8 @@ def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) 
     given = environments(tokenizer, answer)
     (episodes,) = play(given, [(prompts(tokenizer)[0], 3, None)], lambda sample, turn: [5, END])
     played = episodes.result()
-    assert played.prompt_ids.tolist() == ids(tokenizer, "what=")
-    assert all(request.prompt_ids.tolist() == ids(tokenizer, "what=") for request in given.requests[0].values())
+    own, given_by_reset = prompts(tokenizer)[0].token_ids.tolist(), ids(tokenizer, "what=")
+    assert [played.sample(member).prompt_ids.tolist() for member in range(3)] == [own, given_by_reset, given_by_reset]
     assert played.finish_reasons == ("failed", "stop", "stop"), "it samples one turn, which does not count"
     assert np.isnan(episodes.facts().rewards).tolist() == [True, False, False]
 
@@ -354,7 +354,8 @@ def facts_of(rewards: list[float]) -> EpisodeFacts:
     given, count = np.array(rewards, np.float32), len(rewards)
     failures = np.array(["it broke" if np.isnan(one) else "" for one in rewards])
     causes = np.full(count, "")
-    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures, causes)
+    notes = np.full(count, '{"rewards": [], "metrics": {}, "segments": {"begun": 1}}')
+    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures, causes, notes)
 
 
 def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both() -> None:

@@ -101,14 +101,15 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(tmp_path):
 class Rollouts:
     """Sixteen samples of two tokens; is its own payload."""
 
-    payload = property(lambda self: self)
+    payload, episodes = property(lambda self: self), None
 
     def __len__(self):
         return 16
 
     def fetch(self, samples):
         return {sample: SimpleNamespace(group=sample // 4, prompt_ids=np.array([7]), completion=SimpleNamespace(
-            token_ids=np.array([sample, 1]), finish_reason="length", first_version=3, last_version=4))
+            token_ids=np.array([sample, 1]), finish_reason="length", first_version=3, last_version=4,
+            own=np.array([True, False]), versions=np.array([3, 4])))
             for sample in samples}  # fmt: skip
 
 
@@ -126,7 +127,10 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     assert [row["sample"] for row in rows] == [0, 4, 8, 12], "spread over the groups"
     assert rows[1] == {
         "step": 2, "sample": 4, "rollout": 4, "group": 1, "prompt": "7", "completion": "4\u20281", "reward": 4.0,
-        "parts": {"exact": 4.0}, "advantage": 1.0, "valid": True, "reason": None, "prompt_tokens": 1, "completion_tokens": 2,
+        "parts": {"exact": 4.0}, "turn_rewards": [],
+        "turns": [{"own": True, "tokens": 1, "text": "4", "versions": [3, 3]},
+                  {"own": False, "tokens": 1, "text": "1", "versions": [4, 4]}],
+        "advantage": 1.0, "valid": True, "reason": None, "prompt_tokens": 1, "completion_tokens": 2,
         "finish_reason": "length", "version": 4, "first_version": 3,
     }  # fmt: skip
     masked = rows[3]

@@ -29,7 +29,7 @@ from megarl.telemetry.report import (
 from megarl.telemetry.report_charts import Chart, evaluation, lanes, reward
 from megarl.telemetry.report_findings import ADVICE, change, find, learning, time
 from megarl.telemetry.report_run import Run, read_run, show_curve
-from tests.report_cases import RECIPE, make_run, metrics_of
+from tests.report_cases import HOSTILE, RECIPE, make_run, metrics_of
 
 # Metrics of every device, as a run with engines has them.
 LISTED: dict = {"idle/device/engines_s": [1.0, 2.0]}
@@ -269,6 +269,55 @@ def test_samples_show_the_best_and_the_worst_of_the_last_step(tmp_path):
     assert len(run.samples) == 9  # and not the line that a kill has cut
     html = run_page(run)
     assert re.findall(r'<td class="number">(0[.\d]*)</td><td><div', html) == ["0.8", "0.7", "0.6", "0.2", "0.1", "0"]
+
+
+def sampled(rollout, own, **changes):
+    """A segment of a sampled rollout; `own` are the texts that both sides said in turn."""
+    turns = [{"own": n % 2 == 0, "tokens": len(text), "text": text, "versions": [3, 3 + n]} for n, text in enumerate(own)]
+    row = {"step": 2, "sample": rollout, "rollout": rollout, "group": 1, "prompt": "[bold]1+1=", "completion": "",
+           "reward": 0.75, "parts": {"environment": 0.75}, "advantage": -0.5, "valid": True, "reason": None,
+           "prompt_tokens": 4, "completion_tokens": 9, "finish_reason": "stop", "version": 3, "first_version": 3,
+           "turns": turns, "turn_rewards": [0.5, 0.25, 0.0]}  # fmt: skip
+    return row | changes
+
+
+def test_a_rollout_is_shown_as_a_conversation_in_the_terminal_and_in_the_report(tmp_path):
+    run = make_run(tmp_path / "run", [metrics_of(1), metrics_of(2)])
+    assert CliRunner().invoke(app, ["samples", str(run), "--step", "7"]).output.startswith("error: --step = 7: steps 2 to 2")
+    masked = {"valid": False, "reward": None, "reason": "no service", "turn_rewards": []}
+    rows = [sampled(4, ["see", "ok", "<b>"]), sampled(4, ["[2]"], finish_reason="length"), sampled(5, [HOSTILE], **masked)]
+    (run / "samples" / "step-000002.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = CliRunner().invoke(app, ["samples", str(run), "--rollout", "4"]).output
+    assert (
+        shown.splitlines()
+        == """\
+step 2, rollout 4 of group 1: reward 0.75 (environment 0.75), advantage -0.5
+  segment 1 of 2: 4 prompt tokens, 9 after them, ended by stop
+    prompt
+      [bold]1+1=
+    policy (3 tokens, weight version 3, reward 0.5)
+      see
+    observed (2 tokens)
+      ok
+    policy (3 tokens, weight version 3 to 5, reward 0.25)
+      <b>
+  segment 2 of 2: 4 prompt tokens, 9 after them, ended by length
+    prompt
+      [bold]1+1=
+    policy (3 tokens, weight version 3, reward 0)
+      [2]
+""".splitlines()
+    )
+    everything = CliRunner().invoke(app, ["samples", str(run)]).output
+    assert shown in everything and "rollout 5 of group 1: masked: no service" in everything
+    html = run_page(read_run(run))
+    assert "rollout 4 of group 1: reward 0.75" in html and "&lt;b&gt;" in html and HOSTILE not in html
+    assert (
+        CliRunner().invoke(app, ["samples", str(run), "--rollout", "1"]).output
+        == "error: --rollout = 1: the step kept 4, 5\n"
+    )
+    empty = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert empty.exit_code and "telemetry.samples_per_step" in empty.output
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_o
 from tests.segment_cases import Span, cut
 
 STEPS, PROMPTS, SIZE, LONGEST = 2, 4, 4, 12
+AGENT = {"kind": "agent", "target": "tests.agents:run", "max_turns": 1, "max_episode_tokens": LONGEST}
 
 
 def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
@@ -48,7 +49,8 @@ def played(count: int, step: int) -> EpisodeFacts:
     """Rewards of each rollout that no text explains."""
     rewards = np.random.default_rng(step).normal(size=count).astype(np.float32)
     ones, none = np.ones(count, int), np.array([""] * count)
-    return EpisodeFacts(rewards, ones, 0 * ones, ones > 0, none, none)
+    notes = np.array(['{"rewards": [], "metrics": {}, "segments": {}}'] * count)
+    return EpisodeFacts(rewards, ones, 0 * ones, ones > 0, none, none, notes)
 
 
 def spans_of(rollout: int, length: int) -> list[Span]:
@@ -84,8 +86,7 @@ def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Pa
     tiny_run(tmp_path)
     source = fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST)
     changes: dict[str, Any] = {
-        "environment": {"target": "tests.environments:Counting", "max_turns": 1, "max_observation_tokens": 4,
-                        "max_segments": 3},
+        "environment": AGENT | {"max_segments": 3},
         "reward": [],
         "telemetry__samples_per_step": PROMPTS * SIZE,
         "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "share_prompts": True},
@@ -118,8 +119,7 @@ def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Pa
 def test_rollouts_of_more_segments_than_the_recipe_has_memory_for_are_refused(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     dump_in_groups(fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST), tmp_path / "split", split=True)
-    changes = {"environment": {"target": "tests.environments:Counting", "max_turns": 1, "max_observation_tokens": 4,
-                               "max_segments": 2}, "reward": []}  # fmt: skip
+    changes = {"environment": AGENT | {"max_segments": 2}, "reward": []}
     recipe = load_recipe(tiny_recipe(tmp_path, "few", False, 1, 1, 1, STEPS, **changes))
     with np.load(tmp_path / "split" / "step-000001.npz") as dump:
         columns = {name: dump[name] for name in (*groups.COLUMNS, "finish_reasons")}

@@ -1,0 +1,115 @@
+"""Agents for tests: each does what its row asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.agent import Result
+
+
+async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
+    """Do what `fault` names, and else return the reward."""
+    match row["fault"]:
+        case "raises":
+            raise KeyError("board")
+        case "exits":
+            sys.exit(0)
+        case "ends itself":
+            os._exit(3)
+        case "kills itself":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "kills its parent":
+            os.kill(os.getppid(), signal.SIGKILL)
+            await asyncio.sleep(99)
+        case "stops its parent":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        case "forks and forks":
+            for _ in range(6):
+                os.fork()
+            time.sleep(99)
+        case "starts many programs":
+            started = [subprocess.Popen(["sleep", "99"], start_new_session=True) for _ in range(20)]
+            await asyncio.sleep(99)
+            return len(started)
+        case "starts many threads":  # which are no processes
+            await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.01) for _ in range(100)))
+        case "fills memory":
+            held = bytearray(600 << 20)
+            held[::4096] = bytes(len(held[::4096]))
+            await asyncio.sleep(99)
+        case "fills the memory of a program":
+            subprocess.run([sys.executable, "-c", "import time; held = b'x' * (600 << 20); time.sleep(99)"], check=False)
+        case "writes a large file":
+            with open("large", "wb") as file:
+                file.truncate(600 << 20)
+        case "writes to every descriptor":
+            for number in range(1, 256):
+                with suppress(OSError):
+                    os.write(number, b"\xff" * 4096)
+        case "closes every descriptor":
+            os.closerange(0, 2)
+            os.closerange(3, 256)
+            os._exit(5)
+        case "prints without an end":
+            print("x" * (1 << 20), flush=True)
+            print("é" * (1 << 20), file=sys.stderr, flush=True)
+        case "leaves a program":
+            subprocess.Popen(["sleep", "99"], start_new_session=True)
+        case "leaves one that prints":
+            subprocess.Popen(["yes"], start_new_session=True)
+        case "removes its folder":
+            Path(os.environ["MEGARL_ROW"]).unlink()
+            Path.cwd().rmdir()
+        case "hangs in C":
+            import re
+
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        case "ignores signals":
+            for number in range(1, 65):
+                with suppress(OSError, ValueError):
+                    signal.signal(number, signal.SIG_IGN)
+            time.sleep(99)
+        case "is cut off":
+            raise ConnectionRefusedError("no service")
+        case "finds no endpoint":
+            await client.with_options(max_retries=0).models.list()
+        case "finds no host":
+            raise socket.gaierror("no host")
+        case "gives a text":
+            return "well done"
+        case "gives nothing":
+            return None
+        case "gives NaN":
+            return float("nan")
+        case "gives a complex number":
+            return 1j
+        case "gives wrong metrics":
+            return Result(1.0, {"a name with blanks": 1.0})
+        case "gives too many metrics":
+            return Result(1.0, {f"m{number}": 1.0 for number in range(99)})
+        case "gives rewards by turn":
+            return Result([0.5, 0.0, 0.25], {"guesses": 3})
+        case "gives a wrong reward of a turn":
+            return Result([0.5, "much"])  # type: ignore[list-item]
+        case "writes its reward itself":
+            Path(os.environ["MEGARL_REWARD"]).write_text("7")
+    return reward
+
+
+def answer(row: Mapping[str, Any], client: Any) -> float:
+    """Be no coroutine."""
+    return 1.0
+
+
+async def needs_board(row: Mapping[str, Any], client: Any, board: str) -> float:
+    return float(len(board))

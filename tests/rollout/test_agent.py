@@ -1,0 +1,265 @@
+"""Agents by themselves: whatever one does, it has a reward or a failure with its cause, harms no other and leaves nothing.
+
+No test starts processes without an end: the machine may be somebody's, and nothing but a container stops that for sure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from megarl.recipe.environment_section import AnyEnvironment
+from megarl.recipe.violation import RecipeError
+from megarl.reward.fork_server import below
+from megarl.rollout.agent import Result, Run, checked_result, load_agent
+from megarl.rollout.environment import Reply
+from megarl.rollout.environment_workers import AgentClock, EnvironmentWorker
+from tests.ports import unused_port
+from tests.sink_cases import wait_for
+
+LIMITS = {"max_turns": 3, "max_episode_tokens": 64, "memory_mib": 300, "max_processes": 12}
+GOOD = Reply(reward=1.0, done=True)
+
+
+def section(**changes: Any) -> Any:
+    given = LIMITS | ({"kind": "agent", "target": "tests.agents:run"} if "run" not in changes else {"kind": "command"})
+    return TypeAdapter(AnyEnvironment).validate_python(given | changes)
+
+
+class Agents:
+    """A worker of its own, with a loop; an innocent episode begins before each other one and ends after it."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.section = section(**changes)
+        self.worker = EnvironmentWorker(self.section, sys.path)
+        self.runner = asyncio.Runner()
+        self.url = f"http://127.0.0.1:{unused_port()}/s/1"
+
+    def ask(self, row: Any, *, ends: bool = False) -> Reply:
+        """Return what comes of a row; with `ends` somebody ends it as soon as it runs."""
+
+        async def ask() -> Reply:
+            asked = asyncio.ensure_future(self.worker.ask("one", Run(row, self.url, "key", 7)))
+            if ends:
+                await asyncio.to_thread(wait_for, lambda: len(below(self.worker._server.process)) >= 2)
+                await self.worker.end(["one"])
+            return await asyncio.wait_for(asked, 60)
+
+        return self.runner.run(ask())
+
+    def close(self) -> None:
+        self.worker.close()
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[Agents]:
+    made = Agents()
+    yield made
+    made.close()
+
+
+# What an agent does: the cause, and some words of the failure.
+FAULTS = {
+    "raises": ("error", "exited with status 1: KeyError: 'board'"),
+    "exits": ("error", "exited with status 1: SystemExit: 0"),
+    "ends itself": ("error", "exited with status 3"),
+    "kills itself": ("crash", "died with signal 9"),
+    "kills its parent": ("crash", "died with signal 9"),
+    "forks and forks": ("processes", "environment.max_processes = 12"),
+    "starts many programs": ("processes", "environment.max_processes = 12"),
+    "fills memory": ("memory", "environment.memory_mib = 300"),
+    "fills the memory of a program": ("memory", "environment.memory_mib = 300"),
+    "writes a large file": ("error", "File too large"),
+    "closes every descriptor": ("error", "exited with status 5"),
+    "gives a text": ("error", "its reward is 'well done' (str); a number is needed"),
+    "gives nothing": ("error", "its reward is None (NoneType); a number is needed"),
+    "gives NaN": ("error", "its reward is nan; a finite number is needed"),
+    "gives a complex number": ("error", "its reward is 1j (complex); a number is needed"),
+    "gives wrong metrics": ("error", "its metric 'a name with blanks' (str) has no name of letters"),
+    "gives too many metrics": ("error", "at most 32 numbers by name are needed"),
+    "gives a wrong reward of a turn": ("error", "its reward is 'much' (str); a number is needed"),
+    "removes its folder": ("", ""),
+    "is cut off": ("", "ConnectionRefusedError: no service"),
+    "finds no endpoint": ("", "APIConnectionError"),
+    "finds no host": ("", "no host"),
+}
+HARMLESS = ("", "writes to every descriptor", "prints without an end", "leaves a program", "leaves one that prints",
+            "starts many threads", "writes its reward itself")  # fmt: skip
+ENDLESS = ("hangs in C", "ignores signals", "stops its parent")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_a_cause_and_leaves_nothing(agents: Agents, fault: str) -> None:
+    cause, words = FAULTS[fault]
+    reply = agents.ask({"fault": fault})
+    assert (reply.cause, words in reply.failure) == (cause, True), reply
+    wait_for(lambda: not below(agents.worker._server.process))
+    assert agents.ask({"fault": ""}) == GOOD, "the next one is well"
+
+
+@pytest.mark.parametrize("habit", HARMLESS)
+def test_an_agent_may_print_and_write_and_leave_what_it_likes(agents: Agents, habit: str) -> None:
+    assert agents.ask({"fault": habit}) == GOOD
+    wait_for(lambda: not below(agents.worker._server.process))
+
+
+@pytest.mark.parametrize("fault", ENDLESS)
+def test_one_that_never_stops_is_ended_with_all_its_processes(agents: Agents, fault: str) -> None:
+    assert agents.ask({"fault": fault}, ends=True).failure.endswith("was ended")
+    wait_for(lambda: not below(agents.worker._server.process))
+    assert agents.ask({"fault": ""}) == GOOD
+
+
+def test_rewards_by_turn_and_metrics_arrive(agents: Agents) -> None:
+    expected = Reply(reward=0.75, rewards=(0.5, 0.0, 0.25), metrics={"guesses": 3.0}, done=True)
+    assert agents.ask({"fault": "gives rewards by turn"}) == expected
+
+
+def test_the_row_names_a_field_that_it_lacks(agents: Agents) -> None:
+    assert "the row has no field 'fault'; it has 'question'" in agents.ask({"question": 1}).failure
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Agents]:
+    """Run the row's own program, which a recipe would name."""
+    read = 'python -c \'import json, os; print(json.load(open(os.environ["MEGARL_ROW"]))["program"])\''
+    made = Agents(run=f'eval "$({read})"')
+    yield made
+    made.close()
+
+
+COMMANDS = {
+    "echo 0.5": Reply(reward=0.5, done=True),
+    "echo thinking; echo 1; echo; echo done >&2": GOOD,
+    'echo {\\"reward\\": [1, 2], \\"metrics\\": {\\"tests\\": 4}}':
+        Reply(reward=3.0, rewards=(1.0, 2.0), metrics={"tests": 4.0}, done=True),
+    "echo 1 > $MEGARL_REWARD; echo garbage": GOOD,
+    "head -c 300000 /dev/urandom; echo; echo 1": GOOD,
+    "yes | head -c 9000000; echo 1": GOOD,
+    "sleep 99 & echo 1": GOOD,
+    "(setsid yes &) ; echo 1": GOOD,
+    "test \"$OPENAI_BASE_URL $OPENAI_API_KEY\" = \"$ANTHROPIC_BASE_URL/v1 $ANTHROPIC_API_KEY\" && test $MEGARL_SEED = 7"
+    " && python -c 'import megarl' && test -z \"$(ls)\" && case $NO_PROXY in *127.0.0.1) echo 1;; esac": GOOD,
+    "cat; echo 1": GOOD,
+}  # fmt: skip
+BAD_COMMANDS = {
+    "echo 1; exit 3": ("error", "exited with status 3"),
+    "echo no such board >&2; exit 1": ("error", "exited with status 1: no such board"),
+    "nobody-has-this": ("error", "exited with status 127: sh"),
+    "true": ("error", "'' (str) is the last line of its output, and there is no file $MEGARL_REWARD"),
+    "echo well done": ("error", "'well done' (str) is the last line"),
+    "echo 1 2": ("error", "'1 2' (str) is the last line"),
+    "echo NaN": ("error", "its reward is nan"),
+    "echo 1e999": ("error", "its reward is inf"),
+    "echo '[[[['": ("error", "is the last line"),
+    "echo true": ("", ""),
+    "head -c 200000 /dev/urandom | tr -d '\\n'": ("error", "is the last line"),
+    "echo '{\"score\": 1}'": ("error", "the keys reward and metrics are allowed"),
+    "echo '{\"metrics\": {}}'": ("error", "its reward is None"),
+    "head -c 200000 /dev/zero > $MEGARL_REWARD": ("error", "is the file $MEGARL_REWARD"),
+    "mkdir $MEGARL_REWARD; echo x": ("error", "is the last line"),
+    "mkfifo $MEGARL_REWARD; echo x": ("error", "is the last line"),
+    "kill -9 $$": ("crash", "died with signal 9"),
+    "kill -11 $$": ("crash", "died with signal 11"),
+    "head -c 400000000 /dev/zero > large && echo 1": ("error", "exited with status"),
+    "b() { test $1 = 0 || { b $(($1 - 1)) & b $(($1 - 1)) & }; sleep 99; }; b 5": (
+        "processes",
+        "environment.max_processes = 12",
+    ),
+    "for i in $(seq 20); do sleep 99 & done; wait": ("processes", "environment.max_processes = 12"),
+}
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_a_command_gives_its_reward_in_a_file_or_in_its_last_line(programs: Agents, program: str) -> None:
+    assert programs.ask({"program": program}) == COMMANDS[program]
+    wait_for(lambda: not below(programs.worker._server.process))
+
+
+@pytest.mark.parametrize("program", BAD_COMMANDS)
+def test_a_command_s_fault_has_a_cause_and_leaves_nothing(programs: Agents, program: str) -> None:
+    cause, words = BAD_COMMANDS[program]
+    reply = programs.ask({"program": program})
+    assert (reply.cause, words in reply.failure) == (cause, True), reply
+    wait_for(lambda: not below(programs.worker._server.process))
+    assert programs.ask({"program": "echo 1"}) == GOOD
+
+
+@pytest.mark.parametrize("program", ["sleep 99", "trap '' TERM INT HUP; sleep 99", "kill -STOP $$", "yes", "yes >&2"])
+def test_a_command_that_never_stops_is_ended(programs: Agents, program: str) -> None:
+    assert programs.ask({"program": program}, ends=True).failure.endswith("was ended")
+    wait_for(lambda: not below(programs.worker._server.process))
+
+
+def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
+    program = 'touch here; test "$(ls)" = here && cat $MEGARL_ROW > $MEGARL_REWARD; pwd >&2; exit $(cat $MEGARL_ROW)'
+    made = Agents(run=program)
+    rows: list[Any] = [0, 1, *[0] * 6]
+
+    async def run_all() -> list[Reply]:
+        return await asyncio.gather(*(made.worker.ask(n, Run(row, made.url, "key", 1)) for n, row in enumerate(rows)))
+
+    replies = made.runner.run(run_all())
+    assert [reply.failure != "" for reply in replies] == [bool(row) for row in rows]
+    work = Path(replies[1].failure.split(": ")[1])
+    assert len(list(work.parents[1].iterdir())) <= 8
+    made.close()
+    assert work.name == "work" and not work.parents[1].exists()
+
+
+@pytest.mark.parametrize(
+    "value", [1, True, 0.5, Result(1), Result([0, 1]), {"reward": 1}, {"reward": [1], "metrics": {"a": 1}}]
+)
+def test_a_result_may_be_a_number_or_rewards_by_turn(value: Any) -> None:
+    assert checked_result(value).done
+
+
+@pytest.mark.parametrize(("target", "options", "key", "said"), [
+    ("tests.agents:nobody", {}, "environment.target", "nobody"),
+    ("tests.agents:answer", {}, "environment.target", "is no coroutine"),
+    ("tests.agents:run", {"speed": 1}, "environment.options", "unexpected keyword argument 'speed'"),
+    ("tests.agents:needs_board", {}, "environment.options", "missing a required argument: 'board'"),
+])  # fmt: skip
+def test_an_agent_that_cannot_be_called_is_refused(target: str, options: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said) as raised:
+        load_agent(target, options)
+    assert raised.value.violations[0].key == key
+
+
+def test_a_command_line_that_sh_cannot_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"environment.run.*[Uu]nterminated"):
+        EnvironmentWorker(section(run="echo 'x"), sys.path)
+
+
+def test_the_clock_of_an_agent_stands_still_while_the_policy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = AgentClock(section(timeout_s=10.0, idle_s=4.0))
+    now = 200.0  # it waited for its worker
+    clock.begin()
+    assert (clock.left_s(), clock.passed()) == (4.0, "")
+    now += 3
+    with clock.stopped():
+        now += 1000
+        with clock.stopped():
+            now += 1000
+        now += 1000
+        assert clock.passed() == "" and clock.left_s() == 4.0
+    assert (clock.left_s(), clock.passed()) == (4.0, "")
+    now += 3.5
+    with clock.stopped():
+        now += 1
+    now += 3
+    assert clock.left_s() == 0.5 and clock.passed() == ""
+    now += 0.5
+    assert clock.passed() == "it took longer than environment.timeout_s = 10"
+    other = AgentClock(section(timeout_s=10.0, idle_s=4.0))
+    now += 4
+    assert other.passed() == "it asked nothing for environment.idle_s = 4"

@@ -1,0 +1,238 @@
+"""Episodes of agents at a real endpoint: tokens stay as they were sampled, and each end has its reward, mask and cause."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from megarl.data.tokenizer import Observations
+from megarl.recipe import Recipe
+from megarl.rollout import RolloutError
+from megarl.rollout.agent import Run
+from megarl.rollout.agent_episodes import AgentEpisodes
+from megarl.rollout.engine import GroupRequest
+from megarl.rollout.environment import Reply
+from megarl.rollout.environment_workers import AgentClock
+from megarl.rollout.episodes import Environments, Episode
+from megarl.rollout.groups import GroupResult
+from tests.rollout.test_episodes import DRAW, END, SEED, VOCAB, pool_recipe, prompts, result, tokenizer
+
+__all__ = ["tokenizer"]
+Agent = Callable[[Any, Run], Awaitable[Reply]]
+
+
+class ScriptedWorkers:
+    """In the place of the workers: runs the agent in this process, with a client."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self.ended, self.runs = agent, [], []  # type: ignore[var-annotated]
+
+    async def run(self, number: int, question: Run, clock: AgentClock) -> Reply:
+        clock.begin()
+        self.runs.append(question)
+        async with openai.AsyncOpenAI(base_url=f"{question.url}/v1", api_key=question.token) as client:
+            try:
+                return await self._agent(client, question)
+            except openai.APIStatusError as error:
+                return Reply(failure=f"exited with status 1: {error}", cause="" if error.status_code >= 429 else "error")
+
+    def end(self, numbers: Any) -> None:
+        self.ended += list(numbers)
+
+
+def play(
+    tokenizer: Any, agent: Agent, answer: Callable[[Episode, int], list[int]], size: int = 1, **changes: Any
+) -> tuple[AgentEpisodes, Any]:
+    """Play the episodes of a group; `answer` is what is sampled in a turn of an episode."""
+    base = pool_recipe(Path("model"), max_new_tokens=4).model_dump()
+    base["data"]["max_prompt_tokens"] = 40
+    limits = {"max_turns": 3, "max_episode_tokens": 30, "max_segments": 2}
+    base["environment"] = {"kind": "agent", "target": "tests.agents:run"} | limits | changes
+    recipe = Recipe.model_validate(base)
+    made = SimpleNamespace(
+        section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
+        observations=Observations(tokenizer, recipe.data, VOCAB), workers=ScriptedWorkers(agent), numbers=iter(range(99)),
+    )  # fmt: skip
+    made.gateway = Environments._open_gateway(made, recipe.environment)  # type: ignore[arg-type]
+    played = AgentEpisodes(made, prompts(tokenizer, 1)[0], size, None, DRAW)  # type: ignore[arg-type]
+
+    async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
+        tokens = answer(episode, episode.turns)
+        return result(request, tokens[: request.max_new_tokens], version=episode.turns)
+
+    async def run() -> None:
+        made.gateway.serve()
+        try:
+            await played.play(generate)
+        finally:
+            await made.gateway.close()
+
+    asyncio.run(run())
+    return played, made
+
+
+async def ask(client: Any, *texts: str, **options: Any) -> Any:
+    """Send a chat in which both sides take turns; return the answer."""
+    chat = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    answer = await client.chat.completions.create(model="policy", messages=chat, **options)
+    return answer.choices[0].message.content
+
+
+def words(*texts: str) -> Callable[[Episode, int], list[int]]:
+    """The policy says these, one a turn."""
+    return lambda episode, turn: [*map(int, texts[turn].split()), END]
+
+
+async def two_turns(client: Any, run: Run) -> Reply:
+    first = await ask(client, "1+1=")
+    await ask(client, "1+1=", first, "ok")
+    return Reply(reward=0.5, done=True, metrics={"calls": 2.0})
+
+
+def test_the_tokens_are_those_that_were_sampled(tokenizer: Any) -> None:
+    played, made = play(tokenizer, two_turns, words("20 21", "22"), size=2)
+    facts, group = played.facts(), played.result()
+    assert facts.rewards.tolist() == [0.5, 0.5] and facts.turns.tolist() == [2, 2] and facts.done.all()
+    assert group.members.tolist() == [0, 1] and group.finish_reasons == ("stop", "stop") and len(group.prompt_lengths) == 1
+    for member in range(2):
+        completion = group.sample(member).completion
+        assert completion.token_ids[completion.own].tolist() == [20, 21, END, 22, END]
+        assert set(completion.versions[completion.own].tolist()) == {0, 1}
+        assert (completion.logprobs[~completion.own] == 0).all() and (~completion.own).any()
+    first, second = made.workers.runs
+    assert first.seed == second.seed and first.token != second.token and first.url != second.url
+    assert made.workers.ended == [0, 1]
+    assert facts.metrics()["agent/calls"] == 2.0 and facts.metrics()["rollout/segments_begun"] == 2
+
+
+def test_a_rewritten_history_is_another_segment_of_the_same_rollout(tokenizer: Any) -> None:
+    async def compacts(client: Any, run: Run) -> Reply:
+        first = await ask(client, "1+1=")
+        await ask(client, "1+1=", first, "ok")
+        await ask(client, "2+2=")
+        return Reply(reward=1.0, rewards=(0.25, 0.0, 0.75), done=True)
+
+    played, _ = play(tokenizer, compacts, words("20", "21", "22"), size=2)
+    group, facts = played.result(), played.facts()
+    assert group.members.tolist() == [0, 0, 1, 1] and group.prefixes.tolist() == [0, 1, 0, 1]
+    assert [group.sample(n).completion.own.sum() for n in range(4)] == [4, 2, 4, 2]
+    assert json.loads(facts.notes[0]) == {"rewards": [0.25, 0.0, 0.75], "metrics": {}, "segments": {"begun": 2}}
+
+
+async def fails_at_once(client: Any, run: Run) -> Reply:
+    return Reply(failure="exited with status 1", cause="error")
+
+
+async def fails_later(client: Any, run: Run) -> Reply:
+    await ask(client, "1+1=")
+    return Reply(failure="exited with status 1", cause="error")
+
+
+async def loses_its_service(client: Any, run: Run) -> Reply:
+    await ask(client, "1+1=")
+    return Reply(failure="no service")
+
+
+async def asks_without_an_end(client: Any, run: Run) -> Reply:
+    for _ in range(9):
+        await ask(client, "1+1=")
+    raise AssertionError("refused before")
+
+
+async def begins_too_many(client: Any, run: Run) -> Reply:
+    for number in range(3):
+        await ask(client, f"{number}+1=")
+    raise AssertionError("refused before")
+
+
+async def is_too_long(client: Any, run: Run) -> Reply:
+    await ask(client, "1+1=")
+    await ask(client, "1+1=" * 30)
+    raise AssertionError("refused before")
+
+
+async def is_content_with_its_turns(client: Any, run: Run) -> Reply:
+    with pytest.raises(openai.RateLimitError):
+        await asks_without_an_end(client, run)
+    return Reply(reward=0.25, done=True)
+
+
+async def asks_nothing(client: Any, run: Run) -> Reply:
+    return Reply(reward=1.0, done=True)
+
+
+async def miscounts(client: Any, run: Run) -> Reply:
+    await ask(client, "1+1=")
+    return Reply(reward=1.0, rewards=(0.5, 0.5), done=True)
+
+
+async def asks_at_once(client: Any, run: Run) -> Reply:
+    await asyncio.gather(*(ask(client, f"{number}+1=") for number in range(3)))
+    return Reply(reward=1.0, done=True)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(("agent", "reward", "ended", "cause", "failure"), [
+    (fails_at_once, NAN, "failed", "", "exited with status 1"),
+    (fails_later, 0.0, "failed", "error", "behind turn 1: exited with status 1"),
+    (loses_its_service, NAN, "failed", "", "no service"),
+    (asks_without_an_end, 0.0, "length", "", ""),
+    (begins_too_many, 0.0, "length", "", ""),
+    (is_too_long, 0.0, "length", "", ""),
+    (is_content_with_its_turns, 0.25, "length", "", ""),
+    (asks_nothing, NAN, "failed", "", "returned without a request that the policy answered"),
+    (miscounts, 0.0, "failed", "error", "it returned 2 rewards for 1 answers of the policy"),
+    (asks_at_once, 1.0, "stop", "", ""),
+])  # fmt: skip
+def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
+    tokenizer: Any, agent: Agent, reward: float, ended: str, cause: str, failure: str
+) -> None:
+    played, _ = play(tokenizer, agent, lambda episode, turn: [20, END], max_segments=2)
+    facts, (episode,) = played.facts(), played.episodes
+    np.testing.assert_equal(facts.rewards, np.float32([reward]))
+    assert (episode.ended, episode.cause) == (ended, cause) and failure in episode.failure
+    assert bool(episode.failure) == bool(failure)
+    group = played.result()
+    assert 1 <= len(group.lengths) <= 2 and all(group.lengths > 0), (
+        "a rollout always has tokens, and never too many segments"
+    )
+
+
+def test_a_failure_may_end_the_run(tokenizer: Any) -> None:
+    with pytest.raises(RolloutError, match=r"environment tests\.agents:run, member 0.*on_error: mask goes on"):
+        play(tokenizer, fails_later, words("20"), on_error="stop")
+
+
+def test_an_engine_s_error_is_the_run_s_and_not_the_agent_s(tokenizer: Any) -> None:
+    def answer(episode: Episode, turn: int) -> list[int]:
+        raise RolloutError("no engine is left")
+
+    with pytest.raises(RolloutError, match="no engine is left"):
+        play(tokenizer, two_turns, answer)
+
+
+def test_a_slow_agent_holds_up_nobody(tokenizer: Any) -> None:
+    """The first one waits until the second has ended."""
+    ended = []
+
+    async def waits(client: Any, run: Run) -> Reply:
+        number = len(ended)
+        ended.append(number)
+        await ask(client, "1+1=")
+        while number == 0 and len(ended) < 3:
+            await asyncio.sleep(0)
+        ended.append(number)
+        return Reply(reward=1.0, done=True)
+
+    played, _ = play(tokenizer, waits, lambda episode, turn: [20, END], size=2)
+    assert played.facts().done.all()
