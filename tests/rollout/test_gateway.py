@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from megarl.rollout.gateway import OpenSession
 from tests.chat_templates import ADD, KEEPING
-from tests.gateway_cases import WAIT_S, Script, Served, check_session
+from tests.gateway_cases import HTTP, WAIT_S, Script, Served, check_session, openai_client
 
 pytestmark = pytest.mark.agent
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
@@ -34,17 +34,13 @@ def served() -> Iterator[Served]:
     served.close()
 
 
-def openai_client(opened: OpenSession, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, **options)
-
-
 def anthropic_client(opened: OpenSession) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=opened.url, auth_token=opened.token, timeout=WAIT_S)
 
 
 def post(opened: OpenSession, path: str, **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {opened.token}"}
-    return httpx.post(f"{opened.url}/v1/{path}", json=body, headers=headers, timeout=WAIT_S)
+    return HTTP.post(f"{opened.url}/v1/{path}", json=body, headers=headers)
 
 
 def one_segment(opened: OpenSession, script: Script) -> None:
