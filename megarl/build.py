@@ -43,6 +43,7 @@ from megarl.recipe.violation import Violation
 from megarl.recipe.weight_sync_section import BUCKET_BYTES
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
+from megarl.rollout.dataset import DatasetStream, HeldOutRows
 from megarl.rollout.environment import load_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.pool import EnginePool, takes_turns
@@ -266,12 +267,11 @@ def build_parts(
     `stack` closes what was made, also if the start fails.
     """
     roles, place = build_roles(recipe, places), places["actor"]
-    replayed = recipe.rollout.replay is not None
-    sleeps = takes_turns(recipe) and not replayed
+    sleeps = takes_turns(recipe) and recipe.has_engines
     if sleeps:  # before the collective calls below, after which rank 0 starts the engines
         platform.release_memory()
     weights = None
-    if not replayed:
+    if recipe.has_engines:
         weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
     parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
@@ -322,10 +322,16 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
     prompts = stream(recipe.data)
     if prompts.num_dropped:
-        print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
+        limit = "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens"
+        print(f"data: {prompts.num_dropped} rows left out, longer than data.{limit}", file=sys.stderr)
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
-        parts.held_out = HeldOut(recipe, held_out, prompts)
+        parts.held_out = (HeldOutRows if recipe.run.is_supervised else HeldOut)(recipe, held_out, prompts)
+    if recipe.telemetry.samples_per_step:
+        parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
+    if recipe.run.is_supervised:
+        parts.rollouts = DatasetStream(recipe, prompts)
+        return
     replay: ReplayPool | None = None
     if recipe.rollout.replay is not None:
         replay = ReplayPool.of(recipe)
@@ -345,8 +351,6 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, prompts, rewards, stack)
     if recipe.run.dump_rollouts:
         parts.dump = partial(dump_rollout, run.rollouts)
-    if recipe.telemetry.samples_per_step:
-        parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
 
 
 def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:

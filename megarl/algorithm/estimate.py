@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
 from megarl.algorithm.loss import kl
-from megarl.recipe.algorithm_section import AlgorithmSection, GroupSection, OverlongSection
+from megarl.algorithm.preference import implicit_rewards, pair_slopes
+from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GroupSection, OverlongSection
 from megarl.recipe.own_code import load_marked, mark
 
 ADVANTAGE = "megarl.algorithm.advantage"
@@ -70,6 +71,8 @@ class StepAdvantages(NamedTuple):
 
 def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
     """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no sequence."""
+    if settings.advantage in PAIRED:
+        return _pair_advantages(settings, step)
     metrics: dict[str, float] = {}
     rewards, valid = step.rewards.float(), step.valid
     if settings.overlong is not None:
@@ -89,6 +92,30 @@ def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvant
         metrics["critic/value_mean"] = float(torch.cat(counted).mean())
         metrics["critic/explained_variance"] = explained_variance(values, returns, valid)
     return StepAdvantages(advantages, returns, valid, metrics)
+
+
+def _pair_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
+    """Return the weight of each sequence's log-probability (or score) in the update that lowers the loss of the pairs."""
+    logprobs = step.results["logprobs"]
+    if settings.advantage == "dpo":
+        section = settings.dpo or DpoSection()
+        scores = implicit_rewards(logprobs, step.results["reference_logprobs"], section)
+        slopes = pair_slopes(scores, step.valid, section.beta, section.label_smoothing)
+    else:  # one score a sequence
+        slopes = pair_slopes(torch.cat(list(logprobs)), step.valid)
+    advantages = [weight.expand(len(tokens)) for weight, tokens in zip(slopes.weights.float(), logprobs, strict=True)]
+    return StepAdvantages(advantages, None, slopes.valid, slopes.metrics)
+
+
+def evaluation_loss(
+    metrics: Mapping[str, float], logprobs: Sequence[Tensor], valid: np.ndarray
+) -> tuple[dict[str, float], float]:
+    """Return the loss of held-out rows, and over how many tokens or pairs it is a mean: the metrics of pairs where a step's
+    advantages have some, else minus the mean log-probability of a token."""
+    if pairs := {name.removeprefix("preference/"): value for name, value in metrics.items()}:
+        return pairs, float(valid.sum()) / 2
+    counted = torch.cat([tokens for tokens, counts in zip(logprobs, valid.tolist(), strict=True) if counts]).double()
+    return {"loss": -float(counted.mean())}, float(len(counted))
 
 
 def _apply_overlong(section: OverlongSection, step: StepRewards) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -148,7 +175,7 @@ def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], vali
 
 def check_advantage(settings: AlgorithmSection) -> None:
     """Raise RecipeError for a user's function that does not load."""
-    if settings.advantage not in ADVANTAGES:
+    if settings.advantage not in (*ADVANTAGES, *PAIRED):
         load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
 
 
@@ -220,7 +247,9 @@ ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = 
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
+    "supervised": lambda scored, *_: _spread(torch.ones_like(scored.rewards), scored),
 }
+PAIRED = ("dpo", "bradley_terry")  # from what forward phases give, not from rewards
 
 
 def _sequence_scores(scored: Scored, coefficient: float) -> Tensor:

@@ -91,10 +91,10 @@ class PolicyObjective:
             "drift_sum": (kl(old, logprobs.detach(), "k3") * kept).sum(),
             "ratio_drift_sum": ratio_drift.sum(),
             "ratio_drift_max": ratio_drift.max(),
-            "mismatch_sum": difference.sum(),
-            "mismatch_max": difference.max(),
             "tokens": kept.sum(),
         }
+        if self.batch.sampled:
+            correction |= {"mismatch_sum": difference.sum(), "mismatch_max": difference.max()}
         return loss, sums | correction
 
 

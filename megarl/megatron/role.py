@@ -55,8 +55,9 @@ from megarl.models import ModelShape
 from megarl.models.attention import Packing
 from megarl.models.megatron_weights import rank_segments
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
-from megarl.schedule import Executed, MiniBatch
+from megarl.schedule import Executed, MiniBatch, Plan
 from megarl.telemetry.clock import span
+from megarl.telemetry.progress import begin_work
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
@@ -242,6 +243,11 @@ class Role:
             yield
             if self.offload.moves_weights:  # a gather that is still running would write to freed memory
                 self.gather_weights()
+
+    def announce(self, plan: Plan, passes: int = 1) -> None:
+        """Tell the progress line how many micro-batches this rank will run, in how many passes through its chunks."""
+        count = sum(len(mini_batch.micro_batches[self.place.data_rank]) for mini_batch in plan.mini_batches)
+        begin_work("micro-batches", count, passes * len(self.chunks))
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ from megarl.recipe.role_sections import (
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
 from megarl.recipe.section import Section
 from megarl.recipe.sizes import resolve_caps, size_engines, with_least_caps
+from megarl.recipe.supervised import supervised_rules
 from megarl.recipe.telemetry_section import telemetry_rules
 from megarl.recipe.trainer_section import fp8_fits_model, trainer_rules
 from megarl.recipe.violation import MISSING, RecipeError, Violation, Violations, closest_text
@@ -64,6 +65,7 @@ from megarl.recipe.yaml_text import apply_overrides, dump_yaml, read_yaml
 NOT_RUN = "not yet run on a GPU"
 # Rules that read neither a model nor a data-parallel size.
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
+    supervised_rules,
     algorithm_rules,
     trained_role_rules,
     reference_rules,
