@@ -68,8 +68,6 @@ def evaluation_rules(recipe: Recipe) -> Violations:
         nearest = "remove evaluation.micro_batch" if given else "micro_batch: {max_tokens: ...}"
         yield Violation("evaluation.micro_batch", GIVEN if given else MISSING, rule, nearest)
     if recipe.run.is_supervised:
-        if section.micro_batch is not None and section.micro_batch.max_tokens == "auto":
-            yield Violation("evaluation.micro_batch.max_tokens", "auto", "must be a number", "that of actor_update")
         return
     if section.completions > recipe.num_sequences:
         rule = f"deadlines are meant for the {recipe.num_sequences} sequences of a step, of which a prompt takes this many"

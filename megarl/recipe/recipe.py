@@ -300,8 +300,7 @@ class Recipe(Section):
         """The schedule of a forward phase on held-out rows, for a run that is not `rl`."""
         assert self.evaluation is not None and self.evaluation.micro_batch is not None, "required in the recipe"
         rule = self.evaluation.micro_batch
-        assert not isinstance(rule.max_tokens, str), "refused in the recipe"
-        return Schedule(phase, rule.sequences, rule.max_tokens)
+        return Schedule(phase, rule.sequences, 0 if isinstance(rule.max_tokens, str) else rule.max_tokens)  # a rule refuses
 
     def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
         """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase
