@@ -179,7 +179,8 @@ def check_models(recipe: Recipe) -> None:
             directory = model_directory(path)
             shape, scores = ModelShape.from_directory(directory), key == "reward_model.path"
             shapes[key] = shape
-            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
+            has_new_head = key == "critic.path" or (key == "model.path" and recipe.trained_role == "reward_model")
+            check_weights(directory, shape, critic=scores or has_new_head, score=scores)
         except (ValueError, OSError) as error:
             violations.append(Violation(key, path, f"cannot be loaded: {error}"))
     violations += missing_on_machine(recipe, platform.kind)
@@ -228,29 +229,31 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         max_sequence_tokens=recipe.max_sequence_tokens,
     )
 
-    def build(role: str, path: str, **more: Any) -> Role:
+    def build(role: str, path: str, place: Place, **more: Any) -> Role:
         directory = model_directory(path)
-        return Role(role, ModelShape.from_directory(directory), directory, places[role], settings, **more)
+        return Role(role, ModelShape.from_directory(directory), directory, place, settings, **more)
 
-    actor, critic = recipe.actor, recipe.critic
+    actor, critic, place = recipe.actor, recipe.critic, places["actor"]
     steps = recipe.run.steps - recipe.critic_warmup_steps
     training = Training(actor.optimizer, steps, recipe.updates_per_batch, actor.lora, actor.freeze)
-    built = build("actor", recipe.model.path, training=training, memory=actor.memory, router_replay=actor.router_replay)
+    more: dict[str, Any] = {"memory": actor.memory, "router_replay": actor.router_replay}
+    built = build(recipe.trained_role, recipe.model.path, place, training=training, **more)
     roles = {"actor": built}
     if "reference" in places and recipe.reference_is_base:
         roles["reference"] = built
     elif "reference" in places:
         memory = recipe.reference.memory if recipe.reference is not None else None
         follows = recipe.refresh_every is not None
-        roles["reference"] = build("reference", recipe.path("reference"), memory=memory, follows=follows)
+        place = places["reference"]
+        roles["reference"] = build("reference", recipe.path("reference"), place, memory=memory, follows=follows)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
         updates = recipe.num_sequences // schedule.mini_batch * schedule.epochs
         training = Training(critic.optimizer, recipe.run.steps, updates, frozen=critic.freeze)
-        roles["critic"] = build("critic", recipe.path("critic"), training=training, memory=critic.memory)
+        roles["critic"] = build("critic", recipe.path("critic"), places["critic"], training=training, memory=critic.memory)
     if recipe.reward_model is not None:
-        roles["reward_model"] = build("reward_model", recipe.path("reward_model"))
+        roles["reward_model"] = build("reward_model", recipe.path("reward_model"), places["reward_model"])
     return roles
 
 

@@ -22,7 +22,7 @@ from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, load_rollouts, save_checkpoint
 from megarl.megatron.early import Forward, Part, join_parts, results_of
 from megarl.megatron.non_finite import FiniteGuard
-from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
+from megarl.megatron.objective import OBJECTIVES, token_weights
 from megarl.megatron.parallel import (
     Place,
     broadcast_from_first,
@@ -87,9 +87,9 @@ class RunParts:
     def moving(self) -> dict[str, Role]:
         """The roles that go into a checkpoint: those with an optimizer, and a reference that follows the actor."""
         return {
-            name: role
+            role.role: role
             for name, role in self.roles.items()
-            if name == role.role and (role.optimizer is not None or (name == "reference" and self.refreshes))
+            if name in ("actor", role.role) and (role.optimizer is not None or (name == "reference" and self.refreshes))
         }
 
 
@@ -299,7 +299,7 @@ class Trainer:
             results, executed = role.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == role.role)
         compare(mini_batch, role.place.data_rank, executed)
         one_each = role.role == "reward_model"
-        return Forward(share_results(results.get(name, {}), mini_batch, batch, role.place, one_each), executed)
+        return Forward(share_results(next(iter(results.values()), {}), mini_batch, batch, role.place, one_each), executed)
 
     def _accept(self, plan: Plan, batch: Batch, name: str, ran: Forward) -> tuple[list[torch.Tensor], Batch, Metrics]:
         """Check what a forward phase gave; returns the results, and the batch with NaN samples masked."""
@@ -328,7 +328,7 @@ class Trainer:
     def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
         """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""
         role, settings = self.parts.roles[ROLE_OF[plan.phase]], self.kl.settings
-        objective = PolicyObjective if plan.phase == "actor_update" else ValueObjective
+        objective = OBJECTIVES["critic" if plan.phase == "critic_update" else self.recipe.trained_role]
         updates: list[Update] = []
         self._agree(plan)
         role.announce(plan, passes=2)

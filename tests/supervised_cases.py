@@ -103,3 +103,11 @@ def dpo_loss(model: Any, reference: Any, batch: list[Example], beta: float, smoo
     margin = rewards[0::2] - rewards[1::2]
     log = torch.nn.functional.logsigmoid
     return (-(1 - smoothing) * log(margin) - smoothing * log(-margin)).mean()
+
+
+def score_loss(backbone: Any, head: Tensor, batch: list[Example]) -> Tensor:
+    """The Bradley-Terry loss of scores at the last token, by autograd."""
+    scores = torch.stack([
+        backbone(torch.from_numpy(example.token_ids).long()[None]).last_hidden_state[0, -1] @ head for example in batch
+    ])  # fmt: skip
+    return -torch.nn.functional.logsigmoid(scores[0::2] - scores[1::2]).mean()

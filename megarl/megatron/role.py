@@ -50,7 +50,7 @@ from megarl.megatron.optimizer import (
 from megarl.megatron.parallel import Place
 from megarl.megatron.router_replay import RouterReplay
 from megarl.megatron.spans import MegatronTimers
-from megarl.megatron.weights import load_score_head, load_shards
+from megarl.megatron.weights import has_score_head, load_score_head, load_shards
 from megarl.models import ModelShape
 from megarl.models.attention import Packing
 from megarl.models.megatron_weights import rank_segments
@@ -153,7 +153,7 @@ class Role:
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
         with place.active():
-            self._build(directory, settings, features, router_replay)
+            self._build(directory, settings, features, router_replay, training is not None)
             self.head = LogProbabilities(shape.vocab, settings.temperature, place.tensor_group, settings.compile)
             if training is None:
                 for model in self.models:
@@ -167,7 +167,9 @@ class Role:
         self.offload = RoleOffload(offload, self.models, self.chunks, self.optimizer, constant)
         self.offload.offload()
 
-    def _build(self, directory: str | Path, settings: RoleSettings, memory: MemorySection, router_replay: bool) -> None:
+    def _build(
+        self, directory: str | Path, settings: RoleSettings, memory: MemorySection, router_replay: bool, is_trained: bool
+    ) -> None:
         """Build this rank's model chunks and read their weights."""
         shape, place, role = self.shape, self.place, self.role
         features = settings.fp8, memory, settings.megatron, router_replay
@@ -187,7 +189,7 @@ class Role:
         load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
         if role in SCALAR_ROLES and self.models[-1].post_process:
             head = self.models[-1].output_layer.weight
-            if role == "reward_model":
+            if role == "reward_model" and (not is_trained or has_score_head(directory)):
                 load_score_head(head, directory)
             else:  # the same small head under every layout, so that values start near 0
                 generator = torch.Generator().manual_seed(settings.seed)

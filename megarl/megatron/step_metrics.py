@@ -73,7 +73,7 @@ def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Plac
     if not tokens:
         return metrics
     metrics[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
-    if plan.phase == "actor_update":
+    if plan.phase == "actor_update" and role == "actor":
         # The trainer's log-probabilities before any update, compared with the engine's.
         if "mismatch_sum" in total:
             metrics["mismatch/logprob_max"] = max(sums["mismatch_max"] for sums in largest)

@@ -263,7 +263,8 @@ def _meant_key(path: list[Any], owners: list[type[Section]], given: dict[str, An
     name, above = str(path[-1]), ".".join(str(part) for part in path[:-1])
     siblings = [field for owner in owners for field in owner.model_fields]
     absent = [sibling for sibling in siblings if sibling not in given]
-    close = difflib.get_close_matches(name, absent, 1, 0.6) or difflib.get_close_matches(name, siblings, 1, 0.6)
+    near = ((siblings, 0.95), (absent, 0.6), (siblings, 0.6))  # a letter off, if not one that is given otherwise
+    close = next(filter(None, (difflib.get_close_matches(name, names, 1, cutoff) for names, cutoff in near)), [])
     if close:
         return f"{above}.{close[0]}" if above else close[0]
     elsewhere = {key.rsplit(".", 1)[-1]: key for key in reversed(list(_dotted_keys(Recipe)))}

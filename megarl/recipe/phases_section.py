@@ -184,7 +184,7 @@ def phase_rules(recipe: Recipe) -> Violations:
             refused = {
                 f"{layout_owner(recipe, role)}.layout.context = {layout.context} ranks share each sequence": layout.context
                 > 1,
-                "a reward model reads each sequence to its end": role == "reward_model",
+                "a reward model reads each sequence to its end": "reward_model" in (role, recipe.run.kind),
                 "actor.router_replay repeats what each sequence's prompt chose": (
                     role == "actor" and recipe.actor.router_replay
                 ),

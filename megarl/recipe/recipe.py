@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -187,6 +187,11 @@ class Recipe(Section):
     def critic_warmup_steps(self) -> int:
         """First steps that do not update the actor."""
         return self.critic.warmup_steps if self.critic is not None else 0
+
+    @property
+    def trained_role(self) -> Literal["actor", "reward_model"]:
+        """What the actor's model is built as: with one score a sequence where the run trains a reward model."""
+        return "reward_model" if self.run.kind == "reward_model" else "actor"
 
     @property
     def has_engines(self) -> bool:

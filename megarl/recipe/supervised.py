@@ -104,6 +104,10 @@ def supervised_rules(recipe: Recipe) -> Violations:
     for key, given in (("run.dump_rollouts", recipe.run.dump_rollouts), ("actor.router_replay", recipe.actor.router_replay)):
         if given:
             yield Violation(key, given, why, "false")
+    if kind == "reward_model" and recipe.actor.lora is not None:
+        yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
+    if kind == "reward_model" and recipe.actor.freeze.head:
+        yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
     size, update = recipe.algorithm.group_size, phases.actor_update
     if recipe.num_sequences != update.mini_batch:
         if update.mini_batch % size:

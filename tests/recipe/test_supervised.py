@@ -20,7 +20,7 @@ def evaluation(folder, **more):
     return {"prompts": source, "micro_batch": {"max_tokens": 96}} | more
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
 def test_a_recipe_leaves_out_what_describes_rollouts_and_reads_back(folder, kind):
     recipe = load_recipe(supervised_recipe(folder, kind, kind))
     assert recipe.max_sequence_tokens == 48 and recipe.num_sequences == 8 and not recipe.has_engines

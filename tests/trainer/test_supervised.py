@@ -5,11 +5,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.models import ModelShape
+from megarl.models.stored_weights import check_weights
 from megarl.recipe import load_recipe
 from tests.runs import megarl, metrics_of, train_on_ranks
-from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, sft_loss, supervised_recipe, supervised_run
+from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
 SFT_RUNS = {
@@ -24,6 +26,12 @@ DPO_RUNS = {
                    "phases__reference_logprob": {"micro_batch": {"sequences": 2}}}),
     "shared": (2, {"phases__actor_update__share_prompts": True, "phases__actor_logprob__share_prompts": True}),
 }  # fmt: skip
+
+
+SCORE_RUNS: dict[str, tuple[int, dict]] = {
+    "tp2dp2": (4, {"actor__layout": {"tensor": 2}}),
+    "one": (1, {"phases__actor_update__micro_batch": {"sequences": 3}}),
+}
 
 
 def reference_lines(recipe, loss_of):
@@ -77,6 +85,32 @@ def test_preference_optimization_is_that_of_autograd_under_every_layout(tmp_path
         for line, (loss, norm) in zip(metrics_of(tmp_path, name), expected, strict=True):
             assert line["preference/loss"] == pytest.approx(loss, rel=1e-5), name
             assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+
+
+def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_classifier(tmp_path):
+    model = supervised_run(tmp_path)
+    for name, (ranks, changes) in SCORE_RUNS.items():
+        recipe = supervised_recipe(tmp_path, name, "reward_model", ranks, **changes)
+        train_on_ranks(recipe)
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        # The new head, the same under every layout.
+        head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))[0] * reference.config.initializer_range
+        head.requires_grad_(True)
+        weights = [*reference.model.parameters(), head]
+        adam = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
+        for line, batch in zip(metrics_of(tmp_path, name), batches_of(recipe), strict=True):
+            adam.zero_grad()
+            loss = score_loss(reference.model, head, batch)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
+            assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
+            adam.step()
+    megarl("export", str(tmp_path / "runs" / "one"), str(tmp_path / "scores"))
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores", dtype=torch.float32)
+    assert classifier.config.num_labels == 1
+    assert float((classifier.score.weight[0] - head).abs().max()) < LR / 10
+    check_weights(tmp_path / "scores", ModelShape.from_directory(tmp_path / "scores"), critic=True, score=True)
 
 
 def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_path):
