@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
 from megarl.algorithm.loss import kl
-from megarl.algorithm.preference import implicit_rewards, pair_slopes
+from megarl.algorithm.preference import PairSlopes, implicit_rewards, pair_slopes
 from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GroupSection, OverlongSection
 from megarl.recipe.own_code import load_marked, mark
 
@@ -36,13 +36,16 @@ class Scored(NamedTuple):
     penalties: Sequence[Tensor]  # KL [own tokens] of each sequence; zeros unless the KL term is in the reward
     values: Sequence[Tensor] | None = None  # the critic's, [own tokens] of each sequence
     baselines: Tensor | None = None  # [sequences], the reward of the prompt's greedy completion
+    results: Mapping[str, Sequence[Tensor]] = {}  # as in `StepRewards`
 
 
 class Estimated(NamedTuple):
-    """[own tokens] of each sequence."""
+    """[own tokens] of each sequence; of a reward model one number each."""
 
     advantages: list[Tensor]
     returns: list[Tensor] | None = None  # the critic's targets
+    valid: Tensor | None = None  # [sequences] bool: those in whole pairs; None without pairs
+    metrics: Mapping[str, float] = {}
 
 
 class StepRewards(NamedTuple):
@@ -71,8 +74,6 @@ class StepAdvantages(NamedTuple):
 
 def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
     """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no sequence."""
-    if settings.advantage in PAIRED:
-        return _pair_advantages(settings, step)
     metrics: dict[str, float] = {}
     rewards, valid = step.rewards.float(), step.valid
     if settings.overlong is not None:
@@ -84,27 +85,15 @@ def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvant
         pairs = zip(step.results["logprobs"], step.results["reference_logprobs"], strict=True)
         divergences = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
     values = step.results.get("values")
-    scored = Scored(torch.where(valid, rewards, 0.0), step.groups, valid, divergences, values, step.baselines)
-    advantages, returns = estimate(scored, coefficient, settings)
+    scored = Scored(torch.where(valid, rewards, 0.0), step.groups, valid, divergences, values, step.baselines, step.results)
+    advantages, returns, counted_pairs, of_pairs = estimate(scored, coefficient, settings)
+    valid, metrics = valid if counted_pairs is None else counted_pairs, metrics | of_pairs
     if returns is not None:
         assert values is not None, "an estimator with returns needs values"
         counted = [value for value, counts in zip(values, valid.tolist(), strict=True) if counts]
         metrics["critic/value_mean"] = float(torch.cat(counted).mean())
         metrics["critic/explained_variance"] = explained_variance(values, returns, valid)
     return StepAdvantages(advantages, returns, valid, metrics)
-
-
-def _pair_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
-    """Return the weight of each sequence's log-probability (or score) in the update that lowers the loss of the pairs."""
-    logprobs = step.results["logprobs"]
-    if settings.advantage == "dpo":
-        section = settings.dpo or DpoSection()
-        scores = implicit_rewards(logprobs, step.results["reference_logprobs"], section)
-        slopes = pair_slopes(scores, step.valid, section.beta, section.label_smoothing)
-    else:  # one score a sequence
-        slopes = pair_slopes(torch.cat(list(logprobs)), step.valid)
-    advantages = [weight.expand(len(tokens)) for weight, tokens in zip(slopes.weights.float(), logprobs, strict=True)]
-    return StepAdvantages(advantages, None, slopes.valid, slopes.metrics)
 
 
 def evaluation_loss(
@@ -175,7 +164,7 @@ def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], vali
 
 def check_advantage(settings: AlgorithmSection) -> None:
     """Raise RecipeError for a user's function that does not load."""
-    if settings.advantage not in (*ADVANTAGES, *PAIRED):
+    if settings.advantage not in ADVANTAGES:
         load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
 
 
@@ -239,6 +228,23 @@ def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Esti
     return Estimated(_whitened(advantages, scored.valid) if settings.gae.whiten else advantages, returns)
 
 
+def _dpo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+    """How much the mean loss of the pairs falls as each sequence's log-probability rises. Source: see `pair_slopes`."""
+    section, results = settings.dpo or DpoSection(), scored.results
+    rewards = implicit_rewards(results["logprobs"], results["reference_logprobs"], section)
+    return _of_pairs(pair_slopes(rewards, scored.valid, section.beta, section.label_smoothing), scored)
+
+
+def _bradley_terry(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+    """The same for the scores of a reward model, one a sequence, which stand in for its log-probabilities."""
+    return _of_pairs(pair_slopes(torch.cat(list(scored.results["logprobs"])), scored.valid), scored)
+
+
+def _of_pairs(slopes: PairSlopes, scored: Scored) -> Estimated:
+    pairs = zip(slopes.weights.float(), scored.results["logprobs"], strict=True)
+    return Estimated([weight.expand(len(tokens)) for weight, tokens in pairs], None, slopes.valid, slopes.metrics)
+
+
 ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = {
     "gae": _gae,
     "grpo": _grpo,
@@ -248,8 +254,9 @@ ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = 
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
     "supervised": lambda scored, *_: _spread(torch.ones_like(scored.rewards), scored),
+    "dpo": _dpo,
+    "bradley_terry": _bradley_terry,
 }
-PAIRED = ("dpo", "bradley_terry")  # from what forward phases give, not from rewards
 
 
 def _sequence_scores(scored: Scored, coefficient: float) -> Tensor:
