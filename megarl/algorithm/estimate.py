@@ -45,7 +45,7 @@ class Estimated(NamedTuple):
     advantages: list[Tensor]
     returns: list[Tensor] | None = None  # the critic's targets
     valid: Tensor | None = None  # [sequences] bool: those in whole pairs; None without pairs
-    metrics: Mapping[str, float] = {}
+    metrics: dict[str, float] = {}
 
 
 class StepRewards(NamedTuple):

@@ -163,4 +163,8 @@ def _columns(
 
 
 # By the role that is updated.
-OBJECTIVES = {"actor": PolicyObjective, "critic": ValueObjective, "reward_model": ScoreObjective}
+OBJECTIVES: dict[str, type[PolicyObjective] | type[ValueObjective] | type[ScoreObjective]] = {
+    "actor": PolicyObjective,
+    "critic": ValueObjective,
+    "reward_model": ScoreObjective,
+}

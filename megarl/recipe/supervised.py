@@ -81,7 +81,11 @@ def supervised_rules(recipe: Recipe) -> Violations:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
         return
     why = f"run.kind: {kind} samples no rollouts"
-    absent = {"environment": recipe.environment, "critic": recipe.critic, "reward_model": recipe.reward_model}
+    absent: dict[str, Any] = {
+        "environment": recipe.environment,
+        "critic": recipe.critic,
+        "reward_model": recipe.reward_model,
+    }
     absent |= {"data.curriculum": data.curriculum, "reward": recipe.reward or None}
     for key, section in absent.items():
         if section is not None:

@@ -26,6 +26,7 @@ def test_the_update_has_the_gradient_of_the_mean_loss(pairs, beta, smoothing):
         assert not slopes.metrics and not slopes.weights.any()
         return
     losses[whole].mean().backward()
+    assert values.grad is not None
     # As the objective reduces it: the policy gradient under `sequence_sum`.
     weights = loss_weights(torch.ones(len(valid)), slopes.valid, "sequence_sum").double()
     assert torch.allclose(-weights * slopes.weights, values.grad, rtol=1e-6, atol=1e-12)

@@ -126,6 +126,7 @@ def test_a_question_with_an_answer_is_a_chat(tmp_path):
 @pytest.mark.parametrize("whole", [True, False], ids=["whole chats", "prompt and answers"])
 def test_of_a_pair_only_what_differs_is_trained(tmp_path, whole):
     tokenizer = byte_tokenizer(CHATML)
+    rows: list[dict]
     chosen, rejected = ([{"role": "assistant", "content": word}] for word in ("six", "7"))
     if whole:
         rows = [{"chosen": LONG[:3] + chosen, "rejected": LONG[:3] + rejected}]

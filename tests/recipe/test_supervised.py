@@ -1,5 +1,7 @@
 """A supervised recipe: what may be left out, what is refused, and that the resolved recipe reads back as the same one."""
 
+from typing import Any
+
 import pytest
 import yaml
 
@@ -29,7 +31,7 @@ def test_a_recipe_leaves_out_what_describes_rollouts_and_reads_back(folder, kind
     assert parse_recipe(yaml.safe_load(recipe_yaml(recipe))) == recipe
 
 
-BROKEN = {
+BROKEN: dict[str, dict[str, Any]] = {
     "data.max_tokens": {"data__max_tokens": None},
     "data.max_prompt_tokens": {"data__max_prompt_tokens": 8},
     "rollout.engines": {"rollout": {"engines": 2}},
@@ -63,7 +65,7 @@ def test_what_a_supervised_run_cannot_read_is_refused(folder, key):
     assert all(violation.nearest for violation in error.value.violations)
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "data.prompts.rejected_field": ("dpo", {"data__prompts__rejected_field": None}),
     "phases.actor_update.mini_batch": ("dpo", {"phases__actor_update__mini_batch": 7}),
     "phases.actor_logprob.start": ("dpo", {"phases__actor_logprob__start": "early"}),

@@ -2,6 +2,7 @@
 cut; exact resume; held-out loss."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from tests.runs import megarl, metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
-SFT_RUNS = {
+SFT_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     # Packed in other micro-batches, sharded over four ranks.
     "tp2pp2": (4, {"actor__layout": {"tensor": 2, "pipeline": 2}, "phases__actor_update__micro_batch": {"sequences": 1}}),
     "cp2dp2": (4, {"actor__layout": {"context": 2}}),
 }
-DPO_RUNS = {
+DPO_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2dp2": (4, {"actor__layout": {"tensor": 2}, "reference": {"layout": {"pipeline": 2}},
                    "phases__reference_logprob": {"micro_batch": {"sequences": 2}}}),
@@ -28,7 +29,7 @@ DPO_RUNS = {
 }  # fmt: skip
 
 
-SCORE_RUNS: dict[str, tuple[int, dict]] = {
+SCORE_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2": (4, {"actor__layout": {"tensor": 2}}),
     "one": (1, {"phases__actor_update__micro_batch": {"sequences": 3}}),
 }
@@ -62,7 +63,7 @@ def furthest(model, expected):
 def test_fine_tuning_is_that_of_hugging_face_under_every_layout(tmp_path, aggregation):
     supervised_run(tmp_path)
     for name, (ranks, changes) in SFT_RUNS.items():
-        recipe = supervised_recipe(tmp_path, name, ranks=ranks, algorithm={"aggregation": aggregation}, **changes)
+        recipe = supervised_recipe(tmp_path, name, ranks=ranks, algorithm__aggregation=aggregation, **changes)
         train_on_ranks(recipe)
         expected, model = reference_lines(recipe, lambda model, batch: sft_loss(model, batch, aggregation))
         lines = metrics_of(tmp_path, name)
@@ -116,8 +117,12 @@ def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_
 def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_path):
     supervised_run(tmp_path)
     source = {"kind": "jsonl", "path": str(tmp_path / "held_out.jsonl"), "prompt_field": "messages"}
-    changes = {"run__checkpoint_every": 2, "actor__lora": {"rank": 4, "alpha": 8.0}, "actor__optimizer": {"lr": 0.02},
-               "evaluation": {"prompts": source, "every": 2, "micro_batch": {"max_tokens": 96}}}  # fmt: skip
+    changes: dict[str, Any] = {
+        "run__checkpoint_every": 2,
+        "actor__lora": {"rank": 4, "alpha": 8.0},
+        "actor__optimizer": {"lr": 0.02},
+        "evaluation": {"prompts": source, "every": 2, "micro_batch": {"max_tokens": 96}},
+    }
     whole = supervised_recipe(tmp_path, "whole", run__steps=12, **changes)
     train_on_ranks(whole)
     short = supervised_recipe(tmp_path, "cut", run__steps=4, **changes)
