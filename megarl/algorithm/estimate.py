@@ -241,8 +241,9 @@ def _bradley_terry(scored: Scored, coefficient: float, settings: AlgorithmSectio
 
 
 def _of_pairs(slopes: PairSlopes, scored: Scored) -> Estimated:
-    pairs = zip(slopes.weights.float(), scored.results["logprobs"], strict=True)
-    return Estimated([weight.expand(len(tokens)) for weight, tokens in pairs], None, slopes.valid, slopes.metrics)
+    pairs = zip(slopes.weights, scored.results["logprobs"], strict=True)
+    advantages = [weight.to(tokens.dtype).expand(len(tokens)) for weight, tokens in pairs]
+    return Estimated(advantages, None, slopes.valid, slopes.metrics)
 
 
 ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = {
