@@ -43,6 +43,7 @@ from megarl.recipe.violation import Violation
 from megarl.recipe.weight_sync_section import BUCKET_BYTES
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
+from megarl.rollout.dataset import DatasetStream, HeldOutRows
 from megarl.rollout.environment_workers import check_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.pool import EnginePool, takes_turns
@@ -180,7 +181,8 @@ def check_models(recipe: Recipe) -> None:
             directory = model_directory(path)
             shape, scores = ModelShape.from_directory(directory), key == "reward_model.path"
             shapes[key] = shape
-            check_weights(directory, shape, critic=scores or key == "critic.path", score=scores)
+            has_new_head = key == "critic.path" or (key == "model.path" and recipe.trained_role == "reward_model")
+            check_weights(directory, shape, critic=scores or has_new_head, score=scores)
         except (ValueError, OSError) as error:
             violations.append(Violation(key, path, f"cannot be loaded: {error}"))
     violations += missing_on_machine(recipe, platform.kind)
@@ -229,29 +231,31 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         max_sequence_tokens=recipe.max_sequence_tokens,
     )
 
-    def build(role: str, path: str, **more: Any) -> Role:
+    def build(role: str, path: str, place: Place, **more: Any) -> Role:
         directory = model_directory(path)
-        return Role(role, ModelShape.from_directory(directory), directory, places[role], settings, **more)
+        return Role(role, ModelShape.from_directory(directory), directory, place, settings, **more)
 
-    actor, critic = recipe.actor, recipe.critic
+    actor, critic, place = recipe.actor, recipe.critic, places["actor"]
     steps = recipe.run.steps - recipe.critic_warmup_steps
     training = Training(actor.optimizer, steps, recipe.updates_per_batch, actor.lora, actor.freeze)
-    built = build("actor", recipe.model.path, training=training, memory=actor.memory, router_replay=actor.router_replay)
+    more: dict[str, Any] = {"memory": actor.memory, "router_replay": actor.router_replay}
+    built = build(recipe.trained_role, recipe.model.path, place, training=training, **more)
     roles = {"actor": built}
     if "reference" in places and recipe.reference_is_base:
         roles["reference"] = built
     elif "reference" in places:
         memory = recipe.reference.memory if recipe.reference is not None else None
         follows = recipe.refresh_every is not None
-        roles["reference"] = build("reference", recipe.path("reference"), memory=memory, follows=follows)
+        place = places["reference"]
+        roles["reference"] = build("reference", recipe.path("reference"), place, memory=memory, follows=follows)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
         updates = recipe.num_rollouts // schedule.mini_batch * schedule.epochs
         training = Training(critic.optimizer, recipe.run.steps, updates, frozen=critic.freeze)
-        roles["critic"] = build("critic", recipe.path("critic"), training=training, memory=critic.memory)
+        roles["critic"] = build("critic", recipe.path("critic"), places["critic"], training=training, memory=critic.memory)
     if recipe.reward_model is not None:
-        roles["reward_model"] = build("reward_model", recipe.path("reward_model"))
+        roles["reward_model"] = build("reward_model", recipe.path("reward_model"), places["reward_model"])
     return roles
 
 
@@ -268,12 +272,11 @@ def build_parts(
     `stack` closes what was made, also if the start fails.
     """
     roles, place = build_roles(recipe, places), places["actor"]
-    replayed = recipe.rollout.replay is not None
-    sleeps = takes_turns(recipe) and not replayed
+    sleeps = takes_turns(recipe) and recipe.has_engines
     if sleeps:  # before the collective calls below, after which rank 0 starts the engines
         platform.release_memory()
     weights = None
-    if not replayed:
+    if recipe.has_engines:
         weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
     parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
@@ -324,10 +327,16 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
     prompts = stream(recipe.data)
     if prompts.num_dropped:
-        print(f"data: {prompts.num_dropped} rows left out, longer than data.max_prompt_tokens", file=sys.stderr)
+        limit = "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens"
+        print(f"data: {prompts.num_dropped} rows left out, longer than data.{limit}", file=sys.stderr)
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
-        parts.held_out = HeldOut(recipe, held_out, prompts)
+        parts.held_out = (HeldOutRows if recipe.run.is_supervised else HeldOut)(recipe, held_out, prompts)
+    if recipe.telemetry.samples_per_step:
+        parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
+    if recipe.run.is_supervised:
+        parts.rollouts = DatasetStream(recipe, prompts)
+        return
     replay: ReplayPool | None = None
     if recipe.rollout.replay is not None:
         replay = ReplayPool.of(recipe)
@@ -347,8 +356,6 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, prompts, rewards, stack)
     if recipe.run.dump_rollouts:
         parts.dump = partial(dump_rollout, run.rollouts)
-    if recipe.telemetry.samples_per_step:
-        parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
 
 
 def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:

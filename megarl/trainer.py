@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.algorithm.control import KLControl, RatioDrift, moved_too_far
-from megarl.algorithm.estimate import greedy_baselines, step_advantages
+from megarl.algorithm.control import KLControl, RatioDrift
+from megarl.algorithm.estimate import evaluation_loss, greedy_baselines, step_advantages
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
 from megarl.data.sample import Sample
@@ -22,31 +22,31 @@ from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, load_rollouts, save_checkpoint
 from megarl.megatron.early import Forward, Part, join_parts, results_of
 from megarl.megatron.non_finite import FiniteGuard
-from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
+from megarl.megatron.objective import OBJECTIVES, token_weights
 from megarl.megatron.parallel import (
     Place,
     broadcast_from_first,
     distribute_samples,
     gather_to_all,
-    reduce_scalars,
     same_everywhere,
 )
 from megarl.megatron.role import Role, Update, share_results
-from megarl.megatron.step_metrics import schedule_metrics, update_metrics
+from megarl.megatron.step_metrics import schedule_metrics, stops_early, update_metrics
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
 from megarl.recipe.phases_section import EARLY_PARTS
+from megarl.rollout.dataset import DatasetStream, HeldOutLoss, HeldOutRows, held_out_loss
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
 from megarl.rollout.stream import RolloutStream, Taken
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
+from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import DeviceSync, PhaseClock, span
 from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
 from megarl.telemetry.exit_status import Preempted
-from megarl.telemetry.progress import begin_work
 from megarl.telemetry.records import SampleTable
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 from megarl.telemetry.run_writer import RunWriter
@@ -76,10 +76,10 @@ class RunParts:
     roles: dict[str, Role]  # by name; the reference is the actor itself if it is the base model without adapters
     weights: WeightSync | AdapterSync | None  # None if rollouts are replayed
     engines: EnginePool | None = None
-    rollouts: RolloutStream | ReplayStream | None = None
+    rollouts: RolloutStream | ReplayStream | DatasetStream | None = None
     dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
     samples: SampleTable | None = None
-    held_out: HeldOut | None = None
+    held_out: HeldOut | HeldOutRows | None = None
     refreshes: bool = False  # whether the reference follows the actor (`reference.refresh_every`)
     engines_sleep: bool = False  # without weights, from the end of a rollout to the next sync
 
@@ -87,9 +87,9 @@ class RunParts:
     def moving(self) -> dict[str, Role]:
         """The roles that go into a checkpoint: those with an optimizer, and a reference that follows the actor."""
         return {
-            name: role
+            role.role: role
             for name, role in self.roles.items()
-            if name == role.role and (role.optimizer is not None or (name == "reference" and self.refreshes))
+            if name in ("actor", role.role) and (role.optimizer is not None or (name == "reference" and self.refreshes))
         }
 
 
@@ -223,6 +223,7 @@ class Trainer:
             own_lengths=rollouts.own_lengths,
             rollouts=of,
             prefixes=rollouts.prefixes,
+            sampled=not self.recipe.run.is_supervised,
             version=self.version,
             max_staleness=self.recipe.rollout.max_staleness,
         )
@@ -233,8 +234,10 @@ class Trainer:
         with self._phase("reward"):
             batch = self._empty_batch(rollouts, rewards.rewards, rewards.valid)
             batch = self.guard.rewards(batch)
-            metrics: Metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid[batch.ends]).metrics()
-            metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
+            metrics: Metrics = rollouts.metrics
+            if not self.recipe.run.is_supervised:
+                metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid[batch.ends]).metrics()
+                metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
                 assert greedy is not None, "what was sampled was scored"
                 scored = greedy.valid & np.isfinite(greedy.rewards)
@@ -263,11 +266,11 @@ class Trainer:
                 samples |= distribute_samples(rollouts.payload, of_place, place)
         return replace(batch, samples=samples), plans, metrics
 
-    def _plan(self, phase: str, batch: Batch) -> Plan:
-        """Plan a phase from its section and its role's layout; the same on every rank."""
+    def _plan(self, phase: str, batch: Batch, schedule: Schedule | None = None) -> Plan:
+        """Plan a phase from its section, or `schedule`, and its role's layout; the same on every rank."""
         role = ROLE_OF[phase]
         return plan_phase(
-            self.recipe.schedule(phase),
+            schedule or self.recipe.schedule(phase),
             batch.lengths.tolist(),
             self.parts.roles[role].place.layout,
             # Each step has another order of mini-batches, which a resume repeats.
@@ -297,12 +300,12 @@ class Trainer:
         role = self.parts.roles[ROLE_OF[plan.phase]]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
-        _announce(role, plan)
+        role.announce(plan)
         with role.present():
             results, executed = role.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == role.role)
         compare(mini_batch, role.place.data_rank, executed)
         one_each = role.role == "reward_model"
-        return Forward(share_results(results.get(name, {}), mini_batch, batch, role.place, one_each), executed)
+        return Forward(share_results(next(iter(results.values()), {}), mini_batch, batch, role.place, one_each), executed)
 
     def _accept(self, plan: Plan, batch: Batch, name: str, ran: Forward) -> tuple[list[torch.Tensor], Batch, Metrics]:
         """Check what a forward phase gave; returns the results, and the batch with NaN samples masked."""
@@ -312,10 +315,7 @@ class Trainer:
 
     def _advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Compute the advantages of every sequence on every rank: the same sum in the same order under every layout."""
-        limit = f"{self.recipe.completion_key} = {self.recipe.max_completion_tokens}"
-        if self.recipe.environment is not None:
-            limit = f"environment.max_turns = {self.recipe.environment.max_turns}, or {limit}"
-        step = batch.step_rewards(self.recipe.max_own_tokens, limit)
+        step = batch.step_rewards(self.recipe.max_own_tokens, self.recipe.truncation_key)
         advantages, returns, valid, metrics = step_advantages(self.kl.settings, step)
         learned = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
         return replace(batch.with_fields(**learned), valid=valid.numpy()[batch.rollouts]), metrics
@@ -323,10 +323,10 @@ class Trainer:
     def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
         """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""
         role, settings = self.parts.roles[ROLE_OF[plan.phase]], self.kl.settings
-        objective = PolicyObjective if plan.phase == "actor_update" else ValueObjective
+        objective = OBJECTIVES["critic" if plan.phase == "critic_update" else self.recipe.trained_role]
         updates: list[Update] = []
         self._agree(plan)
-        _announce(role, plan, passes=2)
+        role.announce(plan, passes=2)
         with role.present(training=True):
             for number, mini_batch in enumerate(plan.mini_batches):
                 weights = token_weights(batch, mini_batch, settings.aggregation, self.recipe.max_own_tokens)
@@ -334,7 +334,7 @@ class Trainer:
                 compare(mini_batch, role.place.data_rank, update.executed)
                 self.guard.update(role, number, mini_batch, update)
                 updates.append(update)
-                if plan.phase == "actor_update" and self._stops_early(update, role.place):
+                if plan.phase == "actor_update" and stops_early(settings.early_stop, update, role.place):
                     role.skip_updates(len(plan.mini_batches) - len(updates))
                     break
             self.guard.weights(role, plan.phase)
@@ -346,14 +346,6 @@ class Trainer:
         if plan.phase == "actor_update" and settings.early_stop is not None:
             metrics["actor/early_stopped_updates"] = len(plan.mini_batches) - len(updates)
         return ran, metrics
-
-    def _stops_early(self, update: Update, place: Place) -> bool:
-        """Return whether `algorithm.early_stop` ends the updates; the same on every rank."""
-        if self.kl.settings.early_stop is None or update.refused is not None:
-            return False
-        sums = {name: value for name, value in update.sums.items() if name in ("moved_kl_sum", "tokens")}
-        total = reduce_scalars(sums, place, "sum")
-        return moved_too_far(self.kl.settings.early_stop, total["moved_kl_sum"], total["tokens"])
 
     def _refresh_reference(self, number: int) -> Metrics:
         """Copy the actor's weights to the reference after every `reference.refresh_every`-th step.
@@ -471,21 +463,34 @@ class Trainer:
 
     # Around the step --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, leaves: Callable[[], bool]) -> Evaluation | None:
-        """Evaluate the engines on the held-out prompts; returns an Evaluation on rank 0, None elsewhere.
+    def evaluate(self, leaves: Callable[[], bool]) -> Evaluation | HeldOutLoss | None:
+        """Evaluate the engines on the held-out prompts, or the roles on held-out rows; returns the results on rank 0.
 
         Returns None everywhere if the run `leaves`, which all ranks ask before each round.
         """
-        judged, more = Judged(), True
+        judged, more, held_out = Judged(), True, self.parts.held_out
         with self.clock.phase("evaluation"):
+            if self.recipe.run.is_supervised:
+                rows = held_out if isinstance(held_out, HeldOutRows) else None
+                return held_out_loss(rows, self._measure, leaves)
             while more:
                 if leaves():
                     return None
                 answer: Any = None
-                if self.parts.held_out is not None and isinstance(self.parts.rollouts, RolloutStream):
-                    answer = self.parts.held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
+                if isinstance(held_out, HeldOut) and isinstance(self.parts.rollouts, RolloutStream):
+                    answer = held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        return None if self.parts.held_out is None else self.parts.held_out.result(judged)
+        return held_out.result(judged) if isinstance(held_out, HeldOut) else None
+
+    def _measure(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
+        """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""
+        batch = self._empty_batch(rollouts, np.zeros(len(valid), np.float32), valid)
+        for phase in [phase for phase in FORWARD_PHASES if self.recipe.runs(phase)] or ["actor_logprob"]:
+            plan = self._plan(phase, batch, self.recipe.evaluation_schedule(phase))
+            samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[ROLE_OF[phase]].place)
+            ran = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
+            batch = batch.with_fields(**{FORWARD_PHASES[phase][1]: ran.results})
+        return evaluation_loss(self._advantages(batch)[1], batch.fields["logprobs"], valid)
 
     def run(
         self,
@@ -556,6 +561,8 @@ class Trainer:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        if self.recipe.run.is_supervised and name in ("rollout", "reward"):
+            name = "data"
         self.boundary(name)
         with self.clock.phase(name):
             yield
@@ -582,9 +589,3 @@ class Trainer:
             self.kl.coefficient = state["kl_coefficient"]
         if self.parts.rollouts is not None:
             self.parts.rollouts.restore(state["rollouts"])
-
-
-def _announce(role: Role, plan: Plan, passes: int = 1) -> None:
-    """Tell the progress line how many micro-batches this rank will run, in how many passes through its chunks."""
-    count = sum(len(mini_batch.micro_batches[role.place.data_rank]) for mini_batch in plan.mini_batches)
-    begin_work("micro-batches", count, passes * len(role.chunks))

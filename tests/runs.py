@@ -140,7 +140,7 @@ def _train(recipe: str, resume: bool) -> None:
     from megarl.telemetry.run_directory import Resume
 
     loaded = load_recipe(recipe)
-    if os.environ["RANK"] == "0" and loaded.rollout.replay is None:
+    if os.environ["RANK"] == "0" and loaded.has_engines:
         start_cluster()  # as long as the rank lives: one for all runs
     train(loaded, Resume.of(resume, False))
 

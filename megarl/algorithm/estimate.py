@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
 from megarl.algorithm.loss import kl
-from megarl.recipe.algorithm_section import AlgorithmSection, GroupSection, OverlongSection
+from megarl.algorithm.preference import PairSlopes, implicit_rewards, pair_slopes
+from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GroupSection, OverlongSection
 from megarl.recipe.own_code import load_marked, mark
 
 ADVANTAGE = "megarl.algorithm.advantage"
@@ -40,13 +41,16 @@ class Scored(NamedTuple):
     penalties: Sequence[Tensor]  # KL [own tokens] of each rollout; zeros unless the KL term is in the reward
     values: Sequence[Tensor] | None = None  # the critic's, [own tokens] of each rollout
     baselines: Tensor | None = None  # [rollouts], the reward of the prompt's greedy completion
+    results: Mapping[str, Sequence[Tensor]] = {}  # as in `StepRewards`
 
 
 class Estimated(NamedTuple):
-    """[own tokens] of each rollout."""
+    """[own tokens] of each rollout; of a reward model one number each."""
 
     advantages: list[Tensor]
     returns: list[Tensor] | None = None  # the critic's targets
+    valid: Tensor | None = None  # [sequences] bool: those in whole pairs; None without pairs
+    metrics: dict[str, float] = {}
 
 
 class StepRewards(NamedTuple):
@@ -77,6 +81,8 @@ class StepAdvantages(NamedTuple):
 def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
     """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no rollout."""
     segments = list(step.segments)
+    if max(segments) == 1:
+        return _rollout_advantages(settings, step)
     own = [part.tolist() for part in step.lengths.split(segments)]  # of the segments of each rollout
     joined: dict[str, Sequence[Tensor]] = {}
     for name, values in step.results.items():
@@ -105,14 +111,26 @@ def _rollout_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAd
         pairs = zip(step.results["logprobs"], step.results["reference_logprobs"], strict=True)
         divergences = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
     values = step.results.get("values")
-    scored = Scored(torch.where(valid, rewards, 0.0), step.groups, valid, divergences, values, step.baselines)
-    advantages, returns = estimate(scored, coefficient, settings)
+    scored = Scored(torch.where(valid, rewards, 0.0), step.groups, valid, divergences, values, step.baselines, step.results)
+    advantages, returns, counted_pairs, of_pairs = estimate(scored, coefficient, settings)
+    valid, metrics = valid if counted_pairs is None else counted_pairs, metrics | of_pairs
     if returns is not None:
         assert values is not None, "an estimator with returns needs values"
         counted = [value for value, counts in zip(values, valid.tolist(), strict=True) if counts]
         metrics["critic/value_mean"] = float(torch.cat(counted).mean())
         metrics["critic/explained_variance"] = explained_variance(values, returns, valid)
     return StepAdvantages(advantages, returns, valid, metrics)
+
+
+def evaluation_loss(
+    metrics: Mapping[str, float], logprobs: Sequence[Tensor], valid: np.ndarray
+) -> tuple[dict[str, float], float]:
+    """Return the loss of held-out rows, and over how many tokens or pairs it is a mean: the metrics of pairs where a step's
+    advantages have some, else minus the mean log-probability of a token."""
+    if pairs := {name.removeprefix("preference/"): value for name, value in metrics.items()}:
+        return pairs, float(valid.sum()) / 2
+    counted = torch.cat([tokens for tokens, counts in zip(logprobs, valid.tolist(), strict=True) if counts]).double()
+    return {"loss": -float(counted.mean())}, float(len(counted))
 
 
 def _apply_overlong(section: OverlongSection, step: StepRewards) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -236,6 +254,24 @@ def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Esti
     return Estimated(_whitened(advantages, scored.valid) if settings.gae.whiten else advantages, returns)
 
 
+def _dpo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+    """How much the mean loss of the pairs falls as each sequence's log-probability rises. Source: see `pair_slopes`."""
+    section, results = settings.dpo or DpoSection(), scored.results
+    rewards = implicit_rewards(results["logprobs"], results["reference_logprobs"], section)
+    return _of_pairs(pair_slopes(rewards, scored.valid, section.beta, section.label_smoothing), scored)
+
+
+def _bradley_terry(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+    """The same for the scores of a reward model, one a sequence, which stand in for its log-probabilities."""
+    return _of_pairs(pair_slopes(torch.cat(list(scored.results["logprobs"])), scored.valid), scored)
+
+
+def _of_pairs(slopes: PairSlopes, scored: Scored) -> Estimated:
+    pairs = zip(slopes.weights, scored.results["logprobs"], strict=True)
+    advantages = [weight.to(tokens.dtype).expand(len(tokens)) for weight, tokens in pairs]
+    return Estimated(advantages, None, slopes.valid, slopes.metrics)
+
+
 ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = {
     "gae": _gae,
     "grpo": _grpo,
@@ -244,6 +280,9 @@ ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = 
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
+    "supervised": lambda scored, *_: _spread(torch.ones_like(scored.rewards), scored),
+    "dpo": _dpo,
+    "bradley_terry": _bradley_terry,
 }
 
 

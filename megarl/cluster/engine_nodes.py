@@ -34,7 +34,7 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
     """
     cluster = find_cluster(recipe, variables)
     places = place_engines(recipe, cluster)
-    if recipe.rollout.replay is not None:
+    if not recipe.has_engines:
         return Stage(places, None)
     one_node = int(variables["WORLD_SIZE"]) == cluster.ranks_per_node and all(place.node == 0 for place in places)
     separate = recipe.rollout.placement == "separate"
@@ -72,7 +72,7 @@ def find_cluster(recipe: Recipe, variables: Mapping[str, str]) -> Cluster:
         raise PlacementError(f"trainer.ranks = {recipe.trainer.ranks}, but {ranks} ranks were started; start as many")
     address = variables.get("MEGARL_RAY_ADDRESS")
     devices = platform.num_devices
-    if address is not None and recipe.rollout.replay is None:
+    if address is not None and recipe.has_engines:
         nodes = ray_nodes(address)
         if devices is not None:
             devices_by_node = {number: int(node["Resources"].get("GPU", 0)) for number, node in enumerate(nodes)}
@@ -83,7 +83,7 @@ def find_cluster(recipe: Recipe, variables: Mapping[str, str]) -> Cluster:
                 )
         return Cluster(len(nodes), devices or ranks_per_node, ranks_per_node, shared=devices is None)
     num_nodes = ranks // ranks_per_node
-    if num_nodes > 1 and recipe.rollout.replay is None:
+    if num_nodes > 1 and recipe.has_engines:
         raise PlacementError(
             f"{ranks} trainer ranks are on {num_nodes} nodes, and MEGARL_RAY_ADDRESS names no Ray cluster over these for "
             f"the engines: start the job through launch/node.sh, which makes one"

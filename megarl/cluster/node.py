@@ -121,13 +121,14 @@ class Node:
         settings, recipe = self.settings, self.recipe
         os.environ.update(network_environment(settings.address))
         os.environ.update(thread_environment(os.environ, recipe.trainer.threads))
-        has_engines = recipe.rollout.replay is None
+        has_engines = recipe.has_engines
         if settings.node_rank == 0 and has_engines:
             settings.check_ray_port()  # before the doctor, because other nodes would join any program that listens there
         self._run_doctor()
         if not has_engines:
             if not settings.is_trainer:
-                raise NodeError("rollout.replay is set, so only trainer ranks run: set NUM_NODES = TRAINER_NODES")
+                why = "no engines run (rollout.replay, run.kind)"
+                raise NodeError(f"{why}, so only trainer ranks do: set NUM_NODES = TRAINER_NODES")
             return self._run_agent(os.environ)
         from megarl.cluster.ray_cluster import reconnect_environment, start_node_daemons
 

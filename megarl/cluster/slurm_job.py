@@ -66,7 +66,7 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
     text = (
         f"trainer.ranks = {recipe.trainer.ranks}, {needed.ranks_per_node} on a node: {count(needed.trainer_nodes, 'node')}"
     )
-    if rollout.replay is None:
+    if recipe.has_engines:
         where = f"{needed.rollout_nodes} more" if needed.rollout_nodes else "on the same"
         text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each: {where}"
     return f"{text}; {count(job.num_nodes, 'node')} in all"

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.sample import Prompt
+from megarl.data.sample import Example, Prompt
 from megarl.data.sources import BadRows, Row, load_rows
+from megarl.data.supervised import render_examples
 from megarl.data.tokenizer import render_chat, render_questions
 from megarl.recipe.data_section import CurriculumSection, DataSection
 
@@ -178,17 +179,21 @@ class _Part:
     ) -> None:
         self.rows: list[Row] = []
         self._token_ids: list[np.ndarray] = []
+        self._examples: list[tuple[Example, ...]] = []
+        name, limit = ("max_prompt_tokens", data.max_prompt_tokens)
+        if data.max_tokens is not None:
+            name, limit = ("max_tokens", data.max_tokens)
         self.num_dropped = self.walked = self.taken = 0
         self._key, self._seeds, self._shuffle = key, seeds, data.shuffle
         self._epoch = -1
         lengths = []
-        for row, token_ids in _rendered(data, rows, tokenizer, bad):
-            lengths.append(len(token_ids))
-            if len(token_ids) > data.max_prompt_tokens:
+        for row, token_ids, examples in _rendered(data, rows, tokenizer, bad):
+            lengths.append(max([len(example.token_ids) for example in examples] or [len(token_ids)]))
+            if lengths[-1] > limit:
                 if data.on_long_prompt == "stop":
                     raise ValueError(
-                        f"{row.prompt_place}: the prompt ({row.question[:80]!r}) has {len(token_ids)} tokens and "
-                        f"data.max_prompt_tokens is {data.max_prompt_tokens}; raise it, shorten the prompt, or leave such "
+                        f"{row.prompt_place}: the {'sequence' if examples else 'prompt'} ({row.question[:80]!r}) has "
+                        f"{lengths[-1]} tokens and data.{name} is {limit}; raise it, shorten the row, or leave such "
                         "rows out: data.on_long_prompt: skip"
                     )
                 self.num_dropped += 1
@@ -205,13 +210,14 @@ class _Part:
             question = tokenizer.decode(token_ids) if data.prompt_format == "token_ids" else row.question
             self.rows.append(replace(row, question=question))
             self._token_ids.append(np.asarray(token_ids, dtype=np.int32))
+            self._examples.append(examples)
         self.num_bad_rows = bad.count
         if not self.rows and not self.num_dropped:
             raise ValueError(f"{key} has no rows that can be used: {bad.count} are left out, the first: {bad.first}")
         if not self.rows:
             raise ValueError(
-                f"data.max_prompt_tokens is {data.max_prompt_tokens}, but the shortest of the {len(lengths)} "
-                f"prompts of {key} has {min(lengths)} tokens; raise it to at least that"
+                f"data.{name} is {limit}, but the shortest of the {len(lengths)} "
+                f"rows of {key} has {min(lengths)} tokens; raise it to at least that"
             )
         self._order = np.arange(len(self.rows))
         self._checksum = 0  # of all token ids, in order
@@ -222,7 +228,8 @@ class _Part:
     def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
         """Return the prompt of the row at `origin`: the number of the part, and the number of the row in the part."""
         row = self.rows[origin[1]]
-        return Prompt(index, self._token_ids[origin[1]], row.question, row.answer, row.fields, origin, row.where)
+        ids, examples = self._token_ids[origin[1]], self._examples[origin[1]]
+        return Prompt(index, ids, row.question, row.answer, row.fields, origin, row.where, examples)
 
     def next_row(self) -> int:
         """Return the next row that the curriculum does not skip."""
@@ -255,26 +262,33 @@ class _Part:
             self.curriculum.restore(state["curriculum"])
 
 
-def _rendered(data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows) -> Iterator[tuple[Row, list[int]]]:
-    """Yield each row with its token ids; rows that the chat template refuses are bad rows."""
+def _rendered(
+    data: DataSection, rows: list[Row], tokenizer: Any, bad: BadRows
+) -> Iterator[tuple[Row, Sequence[int], tuple[Example, ...]]]:
+    """Yield each row with its token ids, those of a supervised run's examples end to end; rows that the chat template
+    refuses are bad rows."""
+    if data.max_tokens is not None:
+        for row, examples in render_examples(data, rows, tokenizer, bad):
+            yield row, np.concatenate([example.token_ids for example in examples]), examples
+        return
     if data.prompt_format == "token_ids":
-        yield from ((row, row.prompt) for row in rows)
+        yield from ((row, row.prompt, ()) for row in rows)
         return
     if data.prompt_format == "text":
         questions = [row.question for row in rows]
         tokens = render_questions(tokenizer, questions, data.system_prompt, data.prompt_template, data.chat_template)
-        yield from zip(rows, tokens, strict=True)
+        yield from ((row, ids, ()) for row, ids in zip(rows, tokens, strict=True))
         return
     for row in rows:
         try:
-            yield row, render_chat(tokenizer, row.prompt, data.system_prompt)
+            yield row, render_chat(tokenizer, row.prompt, data.system_prompt), ()
         except ValueError as error:
             bad.add(ValueError(f"{row.prompt_place}: {error}"))
 
 
-def _check_vocabulary(row: Row, token_ids: list[int], num_tokens: int | None) -> None:
+def _check_vocabulary(row: Row, token_ids: Sequence[int], num_tokens: int | None) -> None:
     """Raise ValueError for a token without an embedding, which would end the engine's process."""
-    if not token_ids:
+    if not len(token_ids):
         raise ValueError(f"{row.prompt_place}: the prompt has no tokens")
     if num_tokens is None or (min(token_ids) >= 0 and max(token_ids) < num_tokens):
         return

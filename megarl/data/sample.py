@@ -8,12 +8,27 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
+class Example:
+    """A sequence of a supervised run: `token_ids` int32 and `trained` bool, [tokens] each."""
+
+    token_ids: np.ndarray
+    trained: np.ndarray
+
+    def sample(self, group: int) -> Sample:
+        """Return the example as a sample whose prompt ends before the first trained token; nothing predicts token 0."""
+        first = 1 + int(np.argmax(self.trained[1:]))
+        tokens, own = self.token_ids[first:], self.trained[first:]
+        unsampled = np.zeros(len(tokens), np.float32), "stop", np.zeros(len(tokens), np.int64)
+        return Sample(group, self.token_ids[:first], Completion(tokens, *unsampled, own=own))
+
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """A question, rendered and tokenized.
 
     `index` is the position in the prompt stream, which counts across epochs; `token_ids` is int32 [prompt tokens]; `row` is
     the data set's row, for reward functions; `origin` is the number of the data's part and the row's number in the part;
-    `where` names the row in errors.
+    `where` names the row in errors. A supervised run has `examples`: one sequence, or the chosen and the rejected one.
     """
 
     index: int
@@ -23,6 +38,7 @@ class Prompt:
     row: dict
     origin: tuple[int, int] = (0, 0)
     where: str = ""
+    examples: tuple[Example, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

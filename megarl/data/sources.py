@@ -29,6 +29,8 @@ from megarl.recipe.data_section import DataSection, HuggingFacePromptsSection, S
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 3  # skipped rows that are logged
 _BATCH = 1000  # rows of a table that are read at once
+Message = dict[str, Any]
+Pair = tuple[str, str | None]  # a prompt and its completion, or a text without one
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Row:
     """A question with its answer and all other fields of its row.
 
     `prompt` is the content to render: the question, the messages of a chat, or token ids, from which the question is decoded
-    later. `where` names the row in errors; `prompt_field` and `answer_field` name the row's fields.
+    later; in a supervised run the chats (or `Pair`s) to train on, the chosen one first. `where` names the row in errors;
+    `prompt_field` and `answer_field` name the row's fields.
     """
 
     question: str
@@ -79,8 +82,9 @@ class Form:
     answer_format: str
     key: str
 
-    def row(self, fields: Any, where: str, prompt_field: str, answer_field: str) -> Row:
+    def row(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
         """Check a row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
+        assert answer_field is not None, "refused in the recipe"
         if not isinstance(fields, dict):
             raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
         prompt = _value(fields, where, prompt_field, f"{self.key}.prompt_field")
@@ -102,12 +106,59 @@ class Form:
         return Row(question, text, fields, prompt, where, prompt_field, answer_field)
 
 
+@dataclass(frozen=True)
+class ExampleForm:
+    """The formats of a supervised run's rows; `rejected_field` is given for pairs of a chosen and a rejected answer."""
+
+    data: DataSection
+    key: str
+    rejected_field: str | None
+
+    def row(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
+        """Check a row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
+        given, place = _value(fields, where, prompt_field, f"{self.key}.prompt_field"), _place(where, prompt_field)
+        if self.data.prompt_format == "messages":
+            chat = _messages(given, place)
+        else:
+            question = _text(given, place, f"{self.key}.prompt_field")
+            if self.data.prompt_template is not None:
+                question = self.data.prompt_template.replace("{question}", question)
+            chat = [{"role": "user", "content": question}]
+        answers = [None if answer_field is None else self._answer(fields, where, answer_field, "answer_field")]
+        if self.rejected_field is not None:
+            answers.append(self._answer(fields, where, self.rejected_field, "rejected_field"))
+        examples = [self._example(chat, answer, place) for answer in answers]
+        return Row(chat[-1]["content"], "", fields, tuple(examples), where, prompt_field, answer_field or prompt_field)
+
+    def _answer(self, fields: dict, where: str, name: str, key: str) -> list[Message]:
+        """Return an answer as messages: a text is one of the assistant."""
+        value, place = _value(fields, where, name, f"{self.key}.{key}"), _place(where, name)
+        if isinstance(value, list) and self.data.chat_template:
+            return _messages(value, place)
+        return [{"role": "assistant", "content": _text(value, place, f"{self.key}.{key}")}]
+
+    def _example(self, chat: list[Message], answer: list[Message] | None, place: str) -> list[Message] | Pair:
+        if not self.data.chat_template:
+            return chat[0]["content"], None if answer is None else answer[0]["content"]
+        if answer is not None:  # messages that begin with another role than the assistant's are a whole chat
+            chat = [*chat, *answer] if answer[0]["role"] in ("assistant", "model") else answer
+        if self.data.system_prompt is None:
+            return chat
+        if any(message["role"] == "system" for message in chat):
+            raise ValueError(f"{place}: the chat has a system message, and data.system_prompt is another one; remove one")
+        return [{"role": "system", "content": self.data.system_prompt}, *chat]
+
+
 def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:
     """Read all good rows of a source in order; `seed` is for a generator whose section has none, `key` the recipe key.
 
     Raises ValueError naming file, row and field for bad data that is not skipped, or the recipe key for a bad request.
     """
-    form = Form(data.prompt_format, data.answer_format, key)
+    form: Form | ExampleForm = Form(data.prompt_format, data.answer_format, key)
+    if data.max_tokens is not None:
+        form = ExampleForm(data, key, None if source.kind == "reasoning_gym" else source.rejected_field)
     rows: list[Row] = []
     for where, fields, prompt_field, answer_field in _read(source, seed, key):
         try:
@@ -123,7 +174,7 @@ def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad
     return rows
 
 
-def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any, str, str]]:
+def _read(source: SourceSection, seed: int, key: str) -> Iterator[tuple[str, Any, str, str | None]]:
     """Yield each row's place, the fields (or the error of an unreadable row), and the names of prompt and answer fields."""
     if source.kind == "reasoning_gym":
         task_seed = seed if source.seed is None else source.seed

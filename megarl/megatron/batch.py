@@ -48,6 +48,7 @@ class Batch:
     fields: dict[str, Sequence[Tensor]] = field(default_factory=dict)
     masked: frozenset[int] = frozenset()  # samples with NaN or infinite results; their tokens are dummies
     own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens
+    sampled: bool = True  # False: the tokens are data, and no engine's log-probabilities can be compared with
     version: int = 0  # the weight version that is trained
     max_staleness: int = 0  # by how many versions a token may be older; above 0 metrics follow the staleness of tokens
     rollouts: np.ndarray = None  # type: ignore[assignment]  # [sequences], as in `RolloutBatch`; None: one sequence each

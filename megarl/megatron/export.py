@@ -30,7 +30,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, Segment
 from megarl.models.megatron_weights import checkpoint_sizes, rank_segments
 from megarl.models.model_files import copy_model_files, model_directory
-from megarl.models.stored_weights import INDEX
+from megarl.models.stored_weights import INDEX, SCORE
 from megarl.planner.roles import adapted_sizes
 from megarl.recipe import Recipe
 from megarl.recipe.role_sections import LoraSection
@@ -54,10 +54,12 @@ def export(run_dir: str | Path, target: str | Path) -> Path:
     with _renamed_when_complete(Path(target)) as directory:
         with alone():
             base = None if lora is None else (source, lora)
-            write_model(directory, checkpoint, ModelShape.from_directory(source), precision, recipe.run.seed, base)
+            shape, role = ModelShape.from_directory(source), recipe.trained_role
+            write_model(directory, checkpoint, shape, precision, recipe.run.seed, base, role=role)
         copy_model_files(source, directory)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        _write_json(directory / "config.json", exported_config(config, precision))
+        config = exported_config(config, precision)
+        _write_json(directory / "config.json", classifier_config(config) if role == "reward_model" else config)
     return checkpoint
 
 
@@ -106,6 +108,12 @@ def exported_config(config: dict[str, Any], precision: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "torch_dtype"} | changed
 
 
+def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the `config.json` of a sequence classifier with one label."""
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()]
+    return config | {"architectures": names, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Start a process group of one process, without which megatron-core builds no model."""
@@ -127,27 +135,30 @@ def write_model(
     seed: int,
     base: tuple[str | Path, LoraSection] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    role: str = "actor",
 ) -> None:
     """Write the actor of a checkpoint as safetensors, parameter by parameter; call this in a process group of one.
 
-    `base` is the model directory and the section of adapters, if the checkpoint holds adapters only.
+    `base` is the model directory and the section of adapters, if the checkpoint holds adapters only. `role` is
+    `reward_model` for a run that trained one.
     """
     stored: StoredRole | MergedRole
     (place,) = start_parallel([Layout()], seed, 300.0, local_rank=0).values()
     with place.active():
         # A model on "meta" is enough to know where the checkpoint holds each parameter.
         with WithoutContent():
-            chunks = build_model(shape, place.layout, precision, "actor", torch.device("meta"))
+            chunks = build_model(shape, place.layout, precision, role, torch.device("meta"))
         if base is None:
-            stored = StoredRole(checkpoint, "actor", chunks)
+            stored = StoredRole(checkpoint, role, chunks)
         else:
             source, lora = base
             adapters = stored_adapters(checkpoint, shape, lora, DTYPES[precision], place)
             stored = MergedRole(source, shape, named_shards(chunks, place.layout), adapters)
     segments_of: dict[str, list[Segment]] = defaultdict(list)
-    for segment in rank_segments(shape, place.layout, 0, 0):
+    scores = role == "reward_model"
+    for segment in rank_segments(shape, place.layout, 0, 0, critic=scores):
         segments_of[segment.parameter].append(segment)
-    sizes = checkpoint_sizes(shape)
+    sizes = checkpoint_sizes(shape, scores)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for parameter, segments in segments_of.items():
@@ -157,6 +168,8 @@ def write_model(
             for segment in segments:
                 held[segment.name][segment.row0 : segment.row1, segment.col0 : segment.col1] = box(content, segment)
             yield from ((name, tensor if sizes[name][1] > 1 else tensor.squeeze(1)) for name, tensor in held.items())
+        if scores:
+            yield SCORE, stored.read("output_layer.weight")
 
     save_tensors(target, tensors(), max_file_bytes)
 

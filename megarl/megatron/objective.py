@@ -96,10 +96,10 @@ class PolicyObjective:
             "drift_sum": (kl(old, logprobs.detach(), "k3") * kept).sum(),
             "ratio_drift_sum": ratio_drift.sum(),
             "ratio_drift_max": ratio_drift.max(),
-            "mismatch_sum": difference.sum(),
-            "mismatch_max": difference.max(),
             "tokens": kept.sum(),
         }
+        if self.batch.sampled:
+            correction |= {"mismatch_sum": difference.sum(), "mismatch_max": difference.max()}
         return loss, sums | correction
 
 
@@ -144,8 +144,23 @@ class ValueObjective:
         return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
 
 
+@dataclass
+class ScoreObjective:
+    """Move each sequence's score by its weight in the batch's loss: the gradient of the loss of pairs."""
+
+    settings: AlgorithmSection
+    batch: Batch
+    weights: dict[int, float]
+
+    def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
+        scores = outputs["scores"]  # [sequences]
+        weight, kept, advantages = _columns(self, micro, ("advantages",), scores.device)
+        loss = -(weight * advantages * scores).sum()
+        return loss, {"loss": loss.detach(), "clipped_sum": torch.zeros_like(loss), "tokens": kept.sum()}
+
+
 def _columns(
-    objective: PolicyObjective | ValueObjective,
+    objective: PolicyObjective | ValueObjective | ScoreObjective,
     micro: PackedMicroBatch,
     names: Sequence[str],
     device: torch.device,
@@ -160,3 +175,11 @@ def _columns(
     per_sequence = np.array([[objective.weights[sample] for sample in samples], batch.valid[samples]], np.float32)
     weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
     return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)
+
+
+# By the role that is updated.
+OBJECTIVES: dict[str, type[PolicyObjective] | type[ValueObjective] | type[ScoreObjective]] = {
+    "actor": PolicyObjective,
+    "critic": ValueObjective,
+    "reward_model": ScoreObjective,
+}

@@ -50,13 +50,14 @@ from megarl.megatron.optimizer import (
 from megarl.megatron.parallel import Place
 from megarl.megatron.router_replay import RouterReplay
 from megarl.megatron.spans import MegatronTimers
-from megarl.megatron.weights import load_score_head, load_shards
+from megarl.megatron.weights import has_score_head, load_score_head, load_shards
 from megarl.models import ModelShape
 from megarl.models.attention import Packing
 from megarl.models.megatron_weights import rank_segments
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
-from megarl.schedule import Executed, MiniBatch
+from megarl.schedule import Executed, MiniBatch, Plan
 from megarl.telemetry.clock import span
+from megarl.telemetry.progress import begin_work
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
@@ -152,7 +153,7 @@ class Role:
         self._skipped_in_a_row = 0
         features = memory if isinstance(memory, MemorySection) else MemorySection()
         with place.active():
-            self._build(directory, settings, features, router_replay)
+            self._build(directory, settings, features, router_replay, training is not None)
             self.head = LogProbabilities(shape.vocab, settings.temperature, place.tensor_group, settings.compile)
             if training is None:
                 for model in self.models:
@@ -166,7 +167,9 @@ class Role:
         self.offload = RoleOffload(offload, self.models, self.chunks, self.optimizer, constant)
         self.offload.offload()
 
-    def _build(self, directory: str | Path, settings: RoleSettings, memory: MemorySection, router_replay: bool) -> None:
+    def _build(
+        self, directory: str | Path, settings: RoleSettings, memory: MemorySection, router_replay: bool, is_trained: bool
+    ) -> None:
         """Build this rank's model chunks and read their weights."""
         shape, place, role = self.shape, self.place, self.role
         features = settings.fp8, memory, settings.megatron, router_replay
@@ -186,7 +189,7 @@ class Role:
         load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
         if role in SCALAR_ROLES and self.models[-1].post_process:
             head = self.models[-1].output_layer.weight
-            if role == "reward_model":
+            if role == "reward_model" and (not is_trained or has_score_head(directory)):
                 load_score_head(head, directory)
             else:  # the same small head under every layout, so that values start near 0
                 generator = torch.Generator().manual_seed(settings.seed)
@@ -242,6 +245,11 @@ class Role:
             yield
             if self.offload.moves_weights:  # a gather that is still running would write to freed memory
                 self.gather_weights()
+
+    def announce(self, plan: Plan, passes: int = 1) -> None:
+        """Tell the progress line how many micro-batches this rank will run, in how many passes through its chunks."""
+        count = sum(len(mini_batch.micro_batches[self.place.data_rank]) for mini_batch in plan.mini_batches)
+        begin_work("micro-batches", count, passes * len(self.chunks))
 
     # The two ways to run a phase ---------------------------------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.algorithm.control import moved_too_far
 from megarl.megatron.parallel import Place, reduce_scalars
 from megarl.megatron.role import Update
+from megarl.recipe.algorithm_section import EarlyStopSection
 from megarl.schedule import Cost, Executed, Plan, quality
 
 
@@ -38,6 +40,15 @@ def schedule_metrics(
     return {f"schedule/{plan.phase}/{name}": value for name, value in metrics.items()}
 
 
+def stops_early(section: EarlyStopSection | None, update: Update, place: Place) -> bool:
+    """Return whether `algorithm.early_stop` ends the updates; the same on every rank. Collective with a section."""
+    if section is None or update.refused is not None:
+        return False
+    sums = {name: value for name, value in update.sums.items() if name in ("moved_kl_sum", "tokens")}
+    total = reduce_scalars(sums, place, "sum")
+    return moved_too_far(section, total["moved_kl_sum"], total["tokens"])
+
+
 def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Place) -> dict[str, float]:
     """Return losses and norms as means over the updates of a phase, and everything else per token. Collective.
 
@@ -62,10 +73,11 @@ def update_metrics(role: str, plan: Plan, updates: Sequence[Update], place: Plac
     if not tokens:
         return metrics
     metrics[f"{role}/clip_fraction"] = total.pop("clipped_sum") / tokens
-    if plan.phase == "actor_update":
+    if plan.phase == "actor_update" and role == "actor":
         # The trainer's log-probabilities before any update, compared with the engine's.
-        metrics["mismatch/logprob_max"] = max(sums["mismatch_max"] for sums in largest)
-        metrics["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
+        if "mismatch_sum" in total:
+            metrics["mismatch/logprob_max"] = max(sums["mismatch_max"] for sums in largest)
+            metrics["mismatch/logprob_mean"] = total.pop("mismatch_sum") / tokens
         if "mismatch_weight_sum" in total:
             metrics["mismatch/weight_max"] = max(sums["mismatch_weight_max"] for sums in largest)
             metrics["mismatch/weight_mean"] = total.pop("mismatch_weight_sum") / tokens

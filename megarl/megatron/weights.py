@@ -53,6 +53,11 @@ def box(parameter: Tensor, segment: Segment) -> Tensor:
     return matrix[segment.local_row : segment.local_row + rows, segment.local_col : segment.local_col + columns]
 
 
+def has_score_head(directory: str | Path) -> bool:
+    """Return whether a checkpoint is a sequence classifier's."""
+    return SCORE in stored_tensors(directory)
+
+
 def load_score_head(weight: Tensor, directory: str | Path) -> None:
     """Fill a reward model's head [1, hidden]. Raises ValueError for a checkpoint without one or with several labels."""
     stored = stored_tensors(directory).get(SCORE)

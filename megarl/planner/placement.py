@@ -81,7 +81,7 @@ def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
     does with `phases.rollout.max_concurrent`. Raises PlacementError where the trainer or an engine has no room.
     """
     trainer_nodes = _trainer_nodes(recipe, cluster)
-    if recipe.rollout.replay is not None:
+    if not recipe.has_engines:
         return ()
     first_node, first_device = 0, 0
     if recipe.rollout.placement == "separate":
@@ -132,7 +132,7 @@ def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> No
     """The fewest nodes where each of the trainer's has `ranks_per_node` ranks; of CPUs where `devices_per_node` is 0. Raises
     PlacementError where no number of nodes is enough."""
     trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
-    apart = recipe.rollout.replay is None and recipe.rollout.placement == "separate"
+    apart = recipe.has_engines and recipe.rollout.placement == "separate"
     failure = PlacementError("")
     for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
         needed = NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
@@ -273,7 +273,7 @@ def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
     """The placement in words: how many nodes, and a line for each run of equal nodes."""
     needed, rollout = placed.needed, recipe.rollout
     head = f"placement: {count(needed.num_nodes, 'node')} {placed.size.text} ({placed.size.origin})"
-    if rollout.replay is None:
+    if recipe.has_engines:
         head += f", rollout.placement = {rollout.placement}"
     alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _engines_on(placed, [node])[0]))
     lines = [head, *(_node_line(placed, list(nodes)) for _, nodes in alike)]

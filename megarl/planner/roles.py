@@ -29,7 +29,8 @@ class PlannedRole:
     """A Megatron role: its model, its layout, and the recipe sections that change what it holds.
 
     `trained` roles have gradients and an optimizer. With `lora` only the adapters are trained. A role with `borrows_weights`
-    uses another role's weights. `entropy_bonus` makes the gradient of the logits larger.
+    uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `scores`: the actor is trained as a
+    reward model.
     """
 
     name: str
@@ -43,6 +44,7 @@ class PlannedRole:
     entropy_bonus: bool = False
     borrows_weights: bool = False
     on_cpu: bool = False
+    scores: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in ("actor", "reference", "critic", "reward_model"):
@@ -53,7 +55,7 @@ class PlannedRole:
     @property
     def has_value_head(self) -> bool:
         """Whether the head gives one number instead of logits: a critic's and a reward model's does."""
-        return self.name in ("critic", "reward_model")
+        return self.scores or self.name in ("critic", "reward_model")
 
     @property
     def bytes_per_weight(self) -> int:

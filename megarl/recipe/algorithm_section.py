@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Advantage = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
+    "supervised", "dpo", "bradley_terry",
 ]  # fmt: skip
 
 
@@ -195,6 +196,13 @@ class MismatchSection(Section):
         return floor
 
 
+class DpoSection(Section):
+    beta: Above = 0.1
+    """How strongly the policy is held near the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The assumed share of pairs whose labels are exchanged (conservative DPO)."""
+
+
 class AlgorithmSection(Section):
     advantage: Annotated[
         Annotated[Advantage, Tag("name")] | Annotated[Target, Tag("target")],
@@ -202,7 +210,8 @@ class AlgorithmSection(Section):
     ]
     """How much better than expected a token was. `gae` needs a critic; `grpo`, `dr_grpo`, `rloo` and
     `reinforce_plus_plus_baseline` compare the completions of a prompt; `remax` compares each with one extra greedy
-    completion a prompt; `module:function` is yours, decorated with `megarl.algorithm.advantage`."""
+    completion a prompt; `module:function` is yours, decorated with `megarl.algorithm.advantage`. `supervised`, `dpo` and
+    `bradley_terry` are those of `run.kind: sft`, `dpo` and `reward_model`."""
     group_size: Positive
     """Completions of one prompt."""
     group: GroupSection | None = None
@@ -221,6 +230,8 @@ class AlgorithmSection(Section):
     """Generalized advantage estimation; with `advantage: gae` only."""
     value_loss: ValueLossSection | None = None
     """The critic's loss; with `advantage: gae` only."""
+    dpo: DpoSection | None = None
+    """Direct preference optimization; with `advantage: dpo` only."""
     overlong: OverlongSection | None = None
     """Mask or penalise completions at the length limit; null does neither."""
     dynamic_sampling: DynamicSamplingSection | None = None

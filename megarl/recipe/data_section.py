@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from megarl.recipe.section import Count, FilePath, Positive, Section, Share, broken_rule
-from megarl.recipe.violation import GIVEN, Violation, Violations, closest_text
+from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_text
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -26,13 +26,16 @@ class PromptSource(Section):
 class PromptColumns(PromptSource):
     prompt_field: Annotated[str, Field(min_length=1)]
     """Column that holds the question."""
-    answer_field: Annotated[str, Field(min_length=1)]
-    """Column that holds the answer; a dotted name goes into nested objects."""
+    answer_field: Annotated[str, Field(min_length=1)] | None = None
+    """Column that holds the answer; a dotted name goes into nested objects. null only if `run.kind` is not `rl`: the prompt
+    field then holds whole texts or chats."""
+    rejected_field: Annotated[str, Field(min_length=1)] | None = None
+    """Column that holds the answer that lost against `answer_field`'s, for `run.kind: dpo` and `reward_model`."""
 
-    @field_validator("answer_field")
+    @field_validator("answer_field", "rejected_field")
     @classmethod
-    def _is_not_asked(cls, answer: str, info: ValidationInfo) -> str:
-        if answer == info.data.get("prompt_field"):
+    def _is_not_asked(cls, answer: str | None, info: ValidationInfo) -> str | None:
+        if answer is not None and answer == info.data.get("prompt_field"):
             raise broken_rule("is prompt_field too, so that the prompt is the answer", "the field that holds the answer")
         return answer
 
@@ -119,8 +122,12 @@ class DataSection(Section):
     """Where questions and answers come from."""
     max_prompt_tokens: Positive
     """Longest prompt that is used, in tokens as rendered."""
+    max_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Longest sequence of a run whose `run.kind` is not `rl`, in tokens as rendered, where no prompt has a limit of its own;
+    null in a run with rollouts."""
     on_long_prompt: Literal["stop", "skip"] = "skip"
-    """A longer prompt ends the run before it starts, or is skipped and counted in `data/num_dropped`."""
+    """A longer prompt (or sequence, with `max_tokens`) ends the run before it starts, or is skipped and counted in
+    `data/num_dropped`."""
     system_prompt: str | None = None
     """System message of the chat; null leaves it to the chat template."""
     prompt_template: str | None = None
@@ -168,6 +175,7 @@ def data_rules(recipe: Recipe) -> Violations:
     evaluation = [] if recipe.evaluation is None else list(_sources("evaluation.prompts", recipe.evaluation.prompts))
     for place, source in [*sources, *evaluation]:
         yield from _source_exists(place, source)
+        yield from _fields_fit_kind(recipe, place, source)
         if source.weight is not None and ".parts." not in place:
             rule = "is the share in a mixture, and there is one source"
             yield Violation(f"{place}.weight", source.weight, rule, f"remove {place}.weight")
@@ -189,6 +197,31 @@ def data_rules(recipe: Recipe) -> Violations:
     if data.curriculum is not None and not recipe.verifiers and recipe.environment is None:
         rule = "a pass rate is read from rewards, and the only one is of kind: model"
         yield Violation("data.curriculum", GIVEN, rule, "remove data.curriculum, or add a verifier to reward")
+
+
+def _fields_fit_kind(recipe: Recipe, key: str, source: SourceSection) -> Violations:
+    """A run with rollouts needs answers; one that learns from pairs, and no other, needs rejected answers."""
+    if source.kind == "reasoning_gym":
+        if recipe.run.learns_from_pairs:
+            yield Violation(f"{key}.kind", source.kind, f"has no pairs, and run.kind is {recipe.run.kind}", "jsonl")
+        return
+    if source.answer_field is None and not recipe.run.is_supervised:
+        yield Violation(f"{key}.answer_field", MISSING, "required: column that holds the answer", "answer_field: answer")
+    elif (
+        source.answer_field is None
+        and recipe.data.prompt_format == "text"
+        and (recipe.data.chat_template or recipe.run.learns_from_pairs)
+    ):
+        rule = "required: the prompt field is a user's message, and nothing would be trained"
+        nearest = "answer_field: answer, data.prompt_format: messages, or data.chat_template: false for plain texts"
+        yield Violation(f"{key}.answer_field", MISSING, rule, nearest)
+    if (source.rejected_field is None) == recipe.run.learns_from_pairs:
+        if source.rejected_field is None:
+            rule = f"required with run.kind: {recipe.run.kind}, which learns from pairs"
+            yield Violation(f"{key}.rejected_field", MISSING, rule, "rejected_field: rejected")
+        else:
+            rule = f"run.kind: {recipe.run.kind} learns from no pairs"
+            yield Violation(f"{key}.rejected_field", source.rejected_field, rule, f"remove {key}.rejected_field")
 
 
 def _sources(key: str, prompts: PromptsSection) -> Iterator[tuple[str, SourceSection]]:

@@ -46,7 +46,7 @@ def is_for_cpus(recipe: Recipe) -> bool:
 def without_gpus(recipe: Recipe) -> Violations:
     """Features of engines that need GPUs."""
     rollout = recipe.rollout
-    if rollout.replay is not None:
+    if not recipe.has_engines:
         return  # no engine runs
     if rollout.quantization is not None:
         rule = "vLLM multiplies FP8 blocks on GPUs, and the run is on CPUs"
@@ -61,7 +61,7 @@ def without_gpus(recipe: Recipe) -> Violations:
 def with_gpus(recipe: Recipe) -> Violations:
     """Settings that GPUs do not allow, where CPUs do."""
     rollout = recipe.rollout
-    if rollout.max_staleness and rollout.placement == "colocated" and rollout.replay is None:
+    if rollout.max_staleness and rollout.placement == "colocated" and recipe.has_engines:
         rule = "engines on the trainer's GPUs sleep while it works, and rollout.max_staleness has them sample meanwhile"
         yield Violation("rollout.placement", "colocated", rule, "separate, or rollout.max_staleness: 0")
 
@@ -72,7 +72,7 @@ def cpu_engine_args(recipe: Recipe, shape: ModelShape) -> Violations:
         # vLLM 0.32 takes its Triton kernel for experts as soon as an engine has adapters, whatever their targets.
         rule = "vLLM runs adapters of models with experts on GPUs, and the run is on CPUs"
         yield Violation("actor.lora.send", "adapter", rule, "merged")
-    if recipe.rollout.replay is None:
+    if recipe.has_engines:
         needed = engine_choices(shape, recipe.actor.router_replay)[1]
         yield from refused_engine_args(recipe.rollout.engine_args, needed)
 

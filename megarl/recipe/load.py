@@ -38,7 +38,7 @@ from megarl.recipe.model_section import (
     same_tokens,
 )
 from megarl.recipe.own_code import modules_exist
-from megarl.recipe.phases_section import batch_size, phase_rules, rollout_and_reward_phases
+from megarl.recipe.phases_section import batch_size, held_out_rules, phase_rules, rollout_and_reward_phases
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.reward_section import reward_rules
 from megarl.recipe.role_sections import (
@@ -53,6 +53,7 @@ from megarl.recipe.role_sections import (
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
 from megarl.recipe.section import Section
 from megarl.recipe.sizes import resolve_caps, size_engines, with_least_caps
+from megarl.recipe.supervised import supervised_rules
 from megarl.recipe.telemetry_section import telemetry_rules
 from megarl.recipe.trainer_section import fp8_fits_model, trainer_rules
 from megarl.recipe.violation import MISSING, RecipeError, Violation, Violations, closest_text
@@ -64,6 +65,7 @@ from megarl.recipe.yaml_text import apply_overrides, dump_yaml, read_yaml
 NOT_RUN = "not yet run on a GPU"
 # Rules that read neither a model nor a data-parallel size.
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
+    supervised_rules,
     algorithm_rules,
     trained_role_rules,
     reference_rules,
@@ -144,7 +146,7 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
         faults += with_gpus(recipe)
     rank_faults = list(rank_rules(recipe))
     # Batches and buckets are divided over data-parallel ranks, whose number is not known yet.
-    faults += rank_faults or [*batch_size(recipe), *phase_rules(recipe)]
+    faults += rank_faults or [*batch_size(recipe), *phase_rules(recipe), *held_out_rules(recipe)]
     for key, path in recipe.model_paths.items():
         faults += _model_faults(recipe, key, path, fetch, ranks_divide=not rank_faults)
     return faults
@@ -261,7 +263,8 @@ def _meant_key(path: list[Any], owners: list[type[Section]], given: dict[str, An
     name, above = str(path[-1]), ".".join(str(part) for part in path[:-1])
     siblings = [field for owner in owners for field in owner.model_fields]
     absent = [sibling for sibling in siblings if sibling not in given]
-    close = difflib.get_close_matches(name, absent, 1, 0.6) or difflib.get_close_matches(name, siblings, 1, 0.6)
+    near = ((siblings, 0.95), (absent, 0.6), (siblings, 0.6))  # a letter off, if not one that is given otherwise
+    close = next(filter(None, (difflib.get_close_matches(name, names, 1, cutoff) for names, cutoff in near)), [])
     if close:
         return f"{above}.{close[0]}" if above else close[0]
     elsewhere = {key.rsplit(".", 1)[-1]: key for key in reversed(list(_dotted_keys(Recipe)))}

@@ -157,6 +157,10 @@ def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violati
     whose = "" if role == "model" else f"{role}'s "
     room = shape.max_positions - prompt
     nearest = str(room) if room > 0 else "a smaller data.max_prompt_tokens first"
+    if recipe.run.is_supervised:
+        rule = f"the {whose}model has {shape.max_positions} positions"
+        yield Violation("data.max_tokens", recipe.data.max_tokens, rule, str(shape.max_positions))
+        return
     made_of = f"{recipe.completion_key} = {recipe.max_completion_tokens} with data.max_prompt_tokens {prompt}"
     rule = f"{made_of} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
     key = "rollout.max_new_tokens" if recipe.environment is None else "environment.max_episode_tokens"

@@ -72,7 +72,7 @@ def concurrency(recipe: Recipe) -> str:
 def engine_lines(recipe: Recipe) -> list[str]:
     """The bounds of the stream, the sizes of the engines, and whether `rollout.engine_args` could be checked here."""
     rollout = recipe.rollout
-    if rollout.replay is not None:
+    if not recipe.has_engines:
         return []
     if rollout.kv_cache_bytes is None or recipe.phases.rollout.max_concurrent is None:
         sizes = "a run takes what its GPUs leave; device: {memory_gib: ...} shows it here"
@@ -136,7 +136,7 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
         elif transport == "auto":
             transport = "mapped on one host, else group" if obstacle is None else f"group: {obstacle}"
         canary, batch = recipe.weight_sync.canary, ""
-        if canary is not None and rollout.replay is None:
+        if canary is not None and recipe.has_engines:
             batch = f"canary: {canary.sequences} x {canary.length(recipe.max_sequence_tokens)} tokens"
         return PhaseRow(phase, "actor to engines", engines, transport, batch)
     return PhaseRow(phase, "", "", "", f"{recipe.num_rollouts} (whole batch)")

@@ -91,10 +91,10 @@ class PhasesSection(Section):
     reward_model: ForwardPhaseSection | None = None
     """Scores of the reward model; runs with one."""
     actor_logprob: ForwardPhaseSection | None = None
-    """Log-probabilities before the first update; runs with more than one update per batch, a KL term in the reward, or
-    `rollout.max_staleness` above 0."""
+    """Log-probabilities before the first update; runs with more than one update per batch, a KL term in the reward,
+    `rollout.max_staleness` above 0, or pairs (`run.kind: dpo` and `reward_model`, whose scores these are)."""
     reference_logprob: ForwardPhaseSection | None = None
-    """Log-probabilities under the reference; runs with a KL term."""
+    """Log-probabilities under the reference; runs with a KL term, and with `run.kind: dpo`."""
     critic_value: ForwardPhaseSection | None = None
     """Values of every token; runs with a critic."""
     critic_update: UpdatePhaseSection | None = None
@@ -143,8 +143,8 @@ SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
 # When a phase runs.
 REASONS = {
     "reward_model": "it runs with a reward_model",
-    "reference_logprob": "it runs with algorithm.kl, which reads the reference",
-    "actor_logprob": "it runs with several updates per batch, rollout.max_staleness > 0, or algorithm.kl.place: reward",
+    "reference_logprob": "it runs with algorithm.kl, which reads the reference, and with run.kind: dpo",
+    "actor_logprob": "it runs with several updates per batch, rollout.max_staleness > 0, algorithm.kl.place: reward; pairs",
     "critic_value": "it runs with algorithm.advantage: gae (PPO)",
     "critic_update": "it runs with algorithm.advantage: gae (PPO)",
 }
@@ -174,7 +174,8 @@ def phase_rules(recipe: Recipe) -> Violations:
             rule, value = fault.rule, cap if fault.field == "micro_batch.max_tokens" else fault.value
             if fault.field == "micro_batch.max_tokens":
                 made_of = f"{recipe.data.max_prompt_tokens} + {recipe.completion_key} {recipe.max_completion_tokens}"
-                rule += f" (data.max_prompt_tokens {made_of} = {longest})"
+                made_of = f"data.max_prompt_tokens {made_of} = {longest}"
+                rule += f" ({made_of})" if not recipe.run.is_supervised else " (data.max_tokens)"
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
                 yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
         if isinstance(section, ForwardPhaseSection) and section.start == "early":
@@ -183,7 +184,7 @@ def phase_rules(recipe: Recipe) -> Violations:
             refused = {
                 f"{layout_owner(recipe, role)}.layout.context = {layout.context} ranks share each sequence": layout.context
                 > 1,
-                "a reward model reads each sequence to its end": role == "reward_model",
+                "a reward model reads each sequence to its end": "reward_model" in (role, recipe.run.kind),
                 "actor.router_replay repeats what each sequence's prompt chose": (
                     role == "actor" and recipe.actor.router_replay
                 ),
@@ -192,11 +193,26 @@ def phase_rules(recipe: Recipe) -> Violations:
                 yield Violation(f"{key}.share_prompts", True, rule, "false")
 
 
+def held_out_rules(recipe: Recipe) -> Violations:
+    """The forward phases of a supervised run's evaluation run batches of a step's size, whose sequences fit the cap."""
+    section = recipe.evaluation
+    if section is None or section.micro_batch is None or not recipe.run.is_supervised:
+        return
+    for role in ("actor", "reference") if recipe.run.kind == "dpo" else ("actor",):
+        schedule = recipe.evaluation_schedule("actor_logprob")
+        for fault in violations(schedule, recipe.num_sequences, recipe.layout(role), recipe.max_sequence_tokens):
+            if fault.field:  # a batch that does not fit is a fault of actor_update
+                value = section.micro_batch.max_tokens or fault.value
+                rule = f"{fault.rule} (data.max_tokens; layout of the {role})"
+                yield Violation(f"evaluation.{fault.field}", value, rule, fault.nearest)
+
+
 def _early_rules(recipe: Recipe, phase: str) -> Violations:
     """A phase may start early where the groups of a step are known before they are sampled, on devices without engines."""
     key, prompts, layout = f"phases.{phase}.start", recipe.phases.rollout.prompts, recipe.layout(ROLE_OF[phase])
     refused = {
         "a reward model scores whole batches": phase == "reward_model",
+        f"run.kind: {recipe.run.kind} samples nothing": recipe.run.is_supervised,
         f"rollout.max_staleness = {recipe.rollout.max_staleness} has whole batches sampled ahead": (
             recipe.rollout.max_staleness > 0
         ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
@@ -27,6 +27,7 @@ from megarl.recipe.role_sections import ActorSection, CriticSection, LoraSection
 from megarl.recipe.rollout_section import RolloutSection
 from megarl.recipe.run_section import RunSection
 from megarl.recipe.section import Section
+from megarl.recipe.supervised import fill_sections
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.recipe.trainer_section import TrainerSection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
@@ -74,6 +75,11 @@ class Recipe(Section):
     """What the run measures of itself, and where it writes that."""
     watchdog: WatchdogSection = WatchdogSection()
     """How long a rank may stand still before the run is ended."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_all_sections(cls, given: Any) -> Any:
+        return fill_sections(given)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -171,6 +177,12 @@ class Recipe(Section):
         return f"({turns} + {between})"
 
     @property
+    def truncation_key(self) -> str:
+        """The keys and values that cut a completion, for errors."""
+        limit = f"{self.completion_key} = {self.max_completion_tokens}"
+        return limit if self.environment is None else f"environment.max_turns = {self.environment.max_turns}, or {limit}"
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Longest possible sequence: prompt and completion."""
         return self.data.max_prompt_tokens + self.max_completion_tokens
@@ -185,6 +197,16 @@ class Recipe(Section):
     def critic_warmup_steps(self) -> int:
         """First steps that do not update the actor."""
         return self.critic.warmup_steps if self.critic is not None else 0
+
+    @property
+    def trained_role(self) -> Literal["actor", "reward_model"]:
+        """What the actor's model is built as: with one score a sequence where the run trains a reward model."""
+        return "reward_model" if self.run.kind == "reward_model" else "actor"
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether engines run: rollouts are sampled, neither replayed nor replaced by data."""
+        return not self.run.is_supervised and self.rollout.replay is None
 
     @property
     def rollout_precision(self) -> str:
@@ -233,7 +255,7 @@ class Recipe(Section):
     def sent_adapter(self) -> LoraSection | None:
         """The adapters that a sync sends instead of weights; None if it sends weights, or if there is no sync."""
         lora = self.actor.lora
-        return lora if lora is not None and lora.send == "adapter" and self.rollout.replay is None else None
+        return lora if lora is not None and lora.send == "adapter" and self.has_engines else None
 
     @property
     def refresh_every(self) -> int | None:
@@ -261,12 +283,16 @@ class Recipe(Section):
     def runs(self, phase: str) -> bool:
         """A phase that nothing needs does not run."""
         kl = self.algorithm.kl
+        if self.run.is_supervised and phase in ("rollout", "reward", "weight_sync"):
+            return False
+        if self.run.learns_from_pairs and phase == "actor_logprob":
+            return True  # the margins that the update is weighted by
         if phase == "actor_logprob":
             # With one update per batch the training forward itself gives the old log-probabilities; but where older weights
             # sampled, the ratio's denominator is never left to it.
             return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1 or self.rollout.max_staleness > 0
         if phase == "reference_logprob":
-            return kl is not None
+            return kl is not None or self.run.kind == "dpo"
         if phase == "reward_model":
             return self.reward_model is not None
         if phase in ("critic_value", "critic_update"):
@@ -284,6 +310,12 @@ class Recipe(Section):
             "actor_update": self.phases.actor_update,
         }
         return sections[phase]
+
+    def evaluation_schedule(self, phase: str) -> Schedule:
+        """The schedule of a forward phase on held-out rows, for a run that is not `rl`."""
+        assert self.evaluation is not None and self.evaluation.micro_batch is not None, "required in the recipe"
+        rule = self.evaluation.micro_batch
+        return Schedule(phase, rule.sequences, 0 if isinstance(rule.max_tokens, str) else rule.max_tokens)  # a rule refuses
 
     def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
         """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase

@@ -148,7 +148,7 @@ COUNTS = ("code", "http")  # kinds whose reasons are counted, as `reward/<name>_
 
 def reward_rules(recipe: Recipe) -> Violations:
     """Recipes without rewards, and functions whose name is taken by another metric."""
-    if not recipe.reward and recipe.environment is None:
+    if not recipe.reward and recipe.environment is None and not recipe.run.is_supervised:
         rule = "must not be empty: without an environment nothing else gives rewards"
         yield Violation("reward", MISSING, rule, "[{kind: last_number}], or an environment")
     judges = [(number, part) for number, part in enumerate(recipe.reward) if part.kind != "model"]

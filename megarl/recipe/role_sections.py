@@ -216,7 +216,7 @@ def reference_rules(recipe: Recipe) -> Violations:
     reference, every, key = recipe.reference, recipe.refresh_every, "reference.refresh_every"
     if reference is None:
         return
-    if recipe.algorithm.kl is None:
+    if not recipe.runs("reference_logprob"):
         yield Violation("reference", GIVEN, "without algorithm.kl nothing reads the reference", "remove reference")
     if reference.memory.offload != "none" and recipe.reference_is_base:
         rule = "the reference is the actor without its adapters and has no weights of its own"

@@ -10,6 +10,11 @@ from megarl.recipe.section import Count, FilePath, Positive, Seconds, Section
 
 
 class RunSection(Section):
+    kind: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
+    """What the run learns from. `rl`: from rollouts. `sft`: from the texts or chats of `data` (supervised fine-tuning).
+    `dpo`: from pairs of a chosen and a rejected answer (direct preference optimization). `reward_model`: the same pairs; the
+    actor gets one output a sequence, its score. All but `rl` take one update a step and run no engines: `rollout`, `reward`
+    and `environment` are left out, and `algorithm` may be."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run and of its directory: letters, digits, `.`, `_` and `-`."""
     steps: Positive
@@ -34,3 +39,13 @@ class RunSection(Section):
     sample, counted in `finite/...`. Weights that are not finite always stop the run."""
     grace_s: Seconds = 120.0
     """Seconds to leave after such a signal; then remaining processes are killed."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run learns from rows of data, not from rollouts."""
+        return self.kind != "rl"
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether a row is a pair of a chosen and a rejected answer."""
+        return self.kind in ("dpo", "reward_model")

@@ -47,6 +47,7 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             entropy_bonus=role == "actor" and recipe.algorithm.entropy_coefficient > 0,
             borrows_weights=role == "reference" and recipe.reference_is_base,
             on_cpu=is_for_cpus(recipe),
+            scores=role == "actor" and recipe.trained_role == "reward_model",
         )
     return roles
 
@@ -55,7 +56,7 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
     """The recipe's rollout engines for the actor's `shape`; None where rollouts are replayed. `on_gpu` is the recipe's
     `device.kind` where it is not given. Open sizes are those of CPUs."""
     rollout, given = recipe.rollout, recipe.rollout.engine_args
-    if rollout.replay is not None:
+    if not recipe.has_engines:
         return None
     if on_gpu is None:
         on_gpu = recipe.device is not None and recipe.device.kind == "gpu"
@@ -147,8 +148,9 @@ def vllm_is_for_cpus() -> bool:
 
 
 def is_sized(recipe: Recipe) -> bool:
-    """Whether the recipe has all sizes of its engines."""
-    return recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
+    """Whether the recipe has all sizes of its engines, if it has any."""
+    sized = recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
+    return sized or recipe.run.is_supervised
 
 
 def with_engine_sizes(recipe: Recipe, memory_bytes: int | None) -> Recipe:
@@ -175,14 +177,14 @@ def size_engines(
     comes back as it is. Raises what `model_shape` raises.
     """
     rollout, phase, device = recipe.rollout, recipe.phases.rollout, on or recipe.device
-    if device is None and rollout.replay is None and not vllm_is_for_cpus():
+    if recipe.run.is_supervised or (device is None and recipe.has_engines and not vllm_is_for_cpus()):
         return recipe, []
     on_gpu = device is not None and device.kind == "gpu"
     concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_rollouts, rollout.engines, rollout.data)
     phases = recipe.phases.model_copy(update={"rollout": phase.model_copy(update={"max_concurrent": concurrent})})
     recipe = recipe.model_copy(update={"phases": phases})
     cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()
-    if device is not None and on_gpu and rollout.replay is None:
+    if device is not None and on_gpu and recipe.has_engines:
         cache, faults = _cache_on_gpu(recipe, device.memory_bytes, fetch)
     return recipe.model_copy(update={"rollout": rollout.model_copy(update={"kv_cache_bytes": cache})}), faults
 

@@ -101,7 +101,7 @@ def weight_sync_rules(recipe: Recipe) -> Violations:
         rule = "actor.router_replay repeats one choice of experts, and a kept completion's tokens chose under two versions"
         nearest = "abort, or rollout.max_staleness: 0" if rollout.max_staleness else "wait or abort"
         yield Violation("weight_sync.in_flight", "keep", rule, nearest)
-    if rollout.replay is not None:
+    if not recipe.has_engines:
         return  # nothing is synced
     if rollout.max_staleness and section.in_flight == "wait":
         rule = "stops the engines at each sync until the longest completion ends, and rollout.max_staleness has them go on"
@@ -137,7 +137,7 @@ def _adapter_rules(recipe: Recipe) -> Violations:
 def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
     """Models that cannot be resharded, and buckets that are too small, for layouts that divide the model."""
     section, rollout, key = recipe.weight_sync, recipe.rollout, "weight_sync.bucket_bytes"
-    if rollout.replay is not None or recipe.sent_adapter is not None:
+    if not recipe.has_engines or recipe.sent_adapter is not None:
         return
     if section.mode == "reshard" and not vllm.has_weight_map(shape):
         rule = f"megarl has no table of where vLLM holds the weights of {shape.family}; every worker can take whole tensors"

@@ -202,6 +202,11 @@ def _content(prompt: Prompt) -> bytes:
 def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
     """Evaluate the weights of `model` (a Hugging Face directory or hub name), or of the last checkpoint of `run`, or of
     `model.path`. Raises ValueError for errors that a user can fix, RolloutError if engines fail."""
+    if recipe.run.is_supervised:
+        raise ValueError(
+            f"run.kind = {recipe.run.kind}: such a run measures its loss while it trains, and has no rewards for answers; "
+            "export it, and evaluate the recipe of a run of kind rl with --model DIR"
+        )
     if recipe.evaluation is None:
         raise ValueError(
             "evaluation: the recipe has no such section; add one, as "

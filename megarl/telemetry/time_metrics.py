@@ -255,7 +255,7 @@ def step_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], sizes: Sizes) -
 def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -> Callable[[int, int], float]:
     """Return the operations of a phase as a function of a sequence's tokens and the tokens that pass the head."""
     role = ROLE_OF[phase]
-    shape, has_value_head = shapes[role], role in ("critic", "reward_model")
+    shape, has_value_head = shapes[role], (recipe.trained_role if role == "actor" else role) in ("critic", "reward_model")
     if phase not in UPDATE_PHASES:
         return partial(forward_flops, shape, critic=has_value_head)
     section = recipe.actor if role == "actor" else recipe.critic

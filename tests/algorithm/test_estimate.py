@@ -18,7 +18,7 @@ from megarl.algorithm.estimate import (
     overlong_penalties,
 )
 from megarl.recipe import RecipeError
-from megarl.recipe.algorithm_section import AlgorithmSection, GaeSection, GroupSection
+from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GaeSection, GroupSection
 
 # Groups of unlike sizes, in no order: one of equal rewards, one of a lone member, one with a masked member.
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 3.0, 0.25, 0.0]
@@ -28,16 +28,20 @@ LENGTHS = [3, 1, 2, 4, 1, 2, 0, 2]  # one completion is empty
 COEFFICIENT = 0.1
 PENALTIES = [[0.1 * (at + 1) * (-1) ** token for token in range(length)] for at, length in enumerate(LENGTHS)]
 VALUES = [[0.3 * at - 0.2 * token for token in range(length)] for at, length in enumerate(LENGTHS)]
+REFERENCE = [[one + 0.4 * at - 0.7 * token for token, one in enumerate(each)] for at, each in enumerate(VALUES)]
 BASELINES = [0.5, 0.5, 0.5, -1.0, -1.0, 0.0, 2.0, 2.0]  # one of each group
 MEMBERS = {one: [at for at, group in enumerate(GROUPS) if group == one and VALID[at]] for one in GROUPS}
 
 
-def scored() -> Scored:
+def scored(scores: bool = False) -> Scored:
+    """The sequences of this file; with `scores` a reward model's take the place of log-probabilities."""
     penalties = [torch.tensor(each, dtype=torch.float64) for each in PENALTIES]
     values = [torch.tensor(each, dtype=torch.float64) for each in VALUES]
     rewards = torch.tensor(REWARDS, dtype=torch.float64) * torch.tensor(VALID)
     baselines = torch.tensor(BASELINES, dtype=torch.float64)
-    return Scored(rewards, torch.tensor(GROUPS), torch.tensor(VALID), penalties, values, baselines)
+    reference = [torch.tensor(each, dtype=torch.float64) for each in REFERENCE]
+    results = {"logprobs": [reward[None] for reward in rewards] if scores else values, "reference_logprobs": reference}
+    return Scored(rewards, torch.tensor(GROUPS), torch.tensor(VALID), penalties, values, baselines, results)
 
 
 def score(sample: int) -> float:
@@ -86,6 +90,20 @@ def generalized(discount: float, smoothing: float) -> list[list[float]]:
     return found
 
 
+def slopes(scores: list[float], scale: float) -> list[float]:
+    """Of the pairs (0, 1), (2, 3), ..., of which the last one is not whole."""
+    found = []
+    for chosen in range(0, len(scores), 2):
+        slope = 2 * scale / (1 + math.exp(scores[chosen] - scores[chosen + 1])) * VALID[chosen] * VALID[chosen + 1]
+        found += [slope, -slope]
+    return found
+
+
+def implicit_rewards() -> list[float]:
+    pairs = zip(VALUES, REFERENCE, strict=True)
+    return [0.3 * sum(new - old for new, old in zip(*pair, strict=True)) for pair in pairs]
+
+
 EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
     "grpo": ({}, lambda: spread(lambda one: relative(one, deviation=True))),
     "dr_grpo": ({}, lambda: spread(relative)),
@@ -94,6 +112,9 @@ EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
     "reinforce_plus_plus_baseline": ({}, lambda: whitened(spread(relative))),
     "remax": ({}, lambda: [[one - BASELINES[at] for one in each] for at, each in enumerate(rewards_to_go())]),
     "gae": ({"gae": GaeSection(discount=0.9, smoothing=0.8, whiten=False)}, lambda: generalized(0.9, 0.8)),
+    "supervised": ({}, lambda: spread(lambda _: 1.0)),
+    "dpo": ({"dpo": DpoSection(beta=0.3)}, lambda: spread(lambda one: slopes(implicit_rewards(), 0.3)[one])),
+    "bradley_terry": ({}, lambda: [[slope] for slope in slopes(REWARDS, 1.0)]),
 }
 
 
@@ -104,7 +125,8 @@ def test_every_advantage_has_its_formula() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_advantages_are_those_of_the_formula(name: str) -> None:
     options, formula = EXPECTED[name]
-    found = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=name, group_size=2, **options))
+    settings = AlgorithmSection(advantage=name, group_size=2, **options)
+    found = estimate(scored(name == "bradley_terry"), COEFFICIENT, settings)
     wanted = formula()
     for sample, valid in enumerate(VALID):
         if valid:

@@ -37,6 +37,7 @@ ROLE_KEYS = ("path", "layout")
 
 # Keys whose options are rows: (what a user looks for, dotted key).
 OPTIONS = (
+    ("what a run learns from", "run.kind"),
     ("advantages", "algorithm.advantage"),
     ("policy loss", "algorithm.policy_loss.kind"),
     ("KL term", "algorithm.kl.place"),

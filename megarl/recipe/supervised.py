@@ -1,0 +1,134 @@
+"""What a run without rollouts (`run.kind` other than `rl`) has in the sections that describe rollouts, and what it refuses.
+
+Such a run is the same engine with other data: `data` gives the sequences, and one update a step trains on them. The sections
+that a user leaves out get the values that say so; a resolved recipe shows them, and no others are legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megarl.recipe.evaluation_section import EvaluationSection
+from megarl.recipe.phases_section import RewardPhaseSection, RolloutPhaseSection
+from megarl.recipe.rollout_section import RolloutSection
+from megarl.recipe.section import Section
+from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
+from megarl.recipe.weight_sync_section import WeightSyncSection
+
+if TYPE_CHECKING:
+    from megarl.recipe.recipe import Recipe
+
+# The section `algorithm` of each kind, and the keys of it that a user may set.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "sft": {"advantage": "supervised", "group_size": 1, "policy_loss": {"kind": "policy_gradient"}},
+    "dpo": {
+        "advantage": "dpo",
+        "group_size": 2,
+        "policy_loss": {"kind": "policy_gradient"},
+        "aggregation": "sequence_sum",
+        "dpo": {},
+    },
+    "reward_model": {
+        "advantage": "bradley_terry",
+        "group_size": 2,
+        "policy_loss": {"kind": "policy_gradient"},
+        "aggregation": "sequence_sum",
+    },
+}
+FREE = {"sft": ("aggregation", "entropy_coefficient"), "dpo": ("dpo",), "reward_model": ()}
+FREE_OF_EVALUATION = ("prompts", "max_prompts", "every", "micro_batch")
+
+
+def fill_sections(given: Any) -> Any:
+    """Return a recipe's plain data with the sections that a supervised run leaves out; of any other kind as it is."""
+    kind = given["run"].get("kind") if isinstance(given, dict) and isinstance(given.get("run"), dict) else None
+    if kind not in ALGORITHMS:
+        return given
+    filled, algorithm = dict(given), ALGORITHMS[kind]
+
+    def fill(name: str, **values: Any) -> None:
+        if isinstance(section := filled.get(name, {}), dict):
+            filled[name] = values | section
+
+    def number(*path: str) -> int:
+        """Return a number that the user gave, or one that lets other rules speak."""
+        value: Any = given
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if type(value) is int and value > 1 else 2
+
+    fill("algorithm", **algorithm)
+    fill("data", max_prompt_tokens=1)
+    fill("rollout", max_new_tokens=number("data", "max_tokens") - 1)
+    mini_batch = number("phases", "actor_update", "mini_batch")
+    fill("phases", rollout={"prompts": max(1, mini_batch // algorithm["group_size"])})
+    return filled
+
+
+def supervised_rules(recipe: Recipe) -> Violations:
+    """A supervised run has a longest sequence, whole pairs, one update a step, and nothing of a rollout."""
+    kind, data, phases = recipe.run.kind, recipe.data, recipe.phases
+    if kind == "rl":
+        if data.max_tokens is not None:
+            rule = "run.kind: rl limits prompt and completion each for itself"
+            yield Violation("data.max_tokens", data.max_tokens, rule, "data.max_prompt_tokens and rollout.max_new_tokens")
+        if recipe.algorithm.advantage in [algorithm["advantage"] for algorithm in ALGORITHMS.values()]:
+            rule = "learns from data, and run.kind is rl"
+            yield Violation("algorithm.advantage", recipe.algorithm.advantage, rule, "grpo, or another run.kind")
+        return
+    if data.max_tokens is None:
+        yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
+        return
+    why = f"run.kind: {kind} samples no rollouts"
+    absent: dict[str, Any] = {
+        "environment": recipe.environment,
+        "critic": recipe.critic,
+        "reward_model": recipe.reward_model,
+    }
+    absent |= {"data.curriculum": data.curriculum, "reward": recipe.reward or None}
+    for key, section in absent.items():
+        if section is not None:
+            yield Violation(key, GIVEN, why, f"remove {key}")
+    expected = type(recipe.algorithm).model_validate(ALGORITHMS[kind])
+    rollout = RolloutSection(max_new_tokens=data.max_tokens - 1)
+    for key in [
+        *_changed("algorithm", recipe.algorithm, expected, FREE[kind]),
+        *_changed("rollout", recipe.rollout, rollout),
+        *_changed("weight_sync", recipe.weight_sync, WeightSyncSection()),
+        *_changed("phases.rollout", phases.rollout, RolloutPhaseSection(prompts=phases.rollout.prompts)),
+        *_changed("phases.reward", phases.reward, RewardPhaseSection()),
+    ]:
+        yield Violation(key, GIVEN, f"{why}, and nothing else than its default can have an effect", f"remove {key}")
+    if data.max_prompt_tokens != 1:
+        rule = f"{why}: data.max_tokens limits whole sequences"
+        yield Violation("data.max_prompt_tokens", data.max_prompt_tokens, rule, "remove data.max_prompt_tokens")
+    if data.prompt_format == "token_ids":
+        yield Violation("data.prompt_format", data.prompt_format, f"{why} to prompts of token ids", "text or messages")
+    for key, given in (("run.dump_rollouts", recipe.run.dump_rollouts), ("actor.router_replay", recipe.actor.router_replay)):
+        if given:
+            yield Violation(key, given, why, "false")
+    if kind == "reward_model" and recipe.actor.lora is not None:
+        yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
+    if kind == "reward_model" and recipe.actor.freeze.head:
+        yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
+    size, update = recipe.algorithm.group_size, phases.actor_update
+    if recipe.num_sequences != update.mini_batch:
+        if update.mini_batch % size:
+            yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
+        else:
+            rule = f"a step has the one mini-batch of phases.actor_update: {update.mini_batch} sequences"
+            yield Violation("phases.rollout.prompts", phases.rollout.prompts, rule, "remove phases.rollout")
+    if update.epochs > 1:
+        rule = f"run.kind: {kind} takes one update a step; rows come again epoch by epoch (data/epochs)"
+        yield Violation("phases.actor_update.epochs", update.epochs, rule, "1, and more run.steps")
+    if recipe.evaluation is not None:
+        expected_evaluation = EvaluationSection(prompts=recipe.evaluation.prompts)
+        for key in _changed("evaluation", recipe.evaluation, expected_evaluation, FREE_OF_EVALUATION):
+            yield Violation(key, GIVEN, f"{why}; an evaluation is a loss", f"remove {key}")
+
+
+def _changed(key: str, section: Section, expected: Section, free: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the dotted keys in which a section differs from the expected one."""
+    pairs = zip(section, expected, strict=True)
+    yield from (f"{key}.{name}" for (name, value), (_, default) in pairs if value != default and name not in free)

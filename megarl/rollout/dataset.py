@@ -1,0 +1,164 @@
+"""Rows of data in place of rollouts: the stream of a supervised run, and the loss on its held-out rows.
+
+A row becomes one sequence, or two for a pair, the chosen one first. From there on a sequence is a sample like any other:
+its own tokens are those that are trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.data.prompts import PromptStream
+from megarl.data.sample import Prompt, Sample
+from megarl.megatron.parallel import broadcast_from_first
+from megarl.recipe.evaluation_section import EvaluationSection
+from megarl.recipe.recipe import Recipe
+from megarl.reward.workers import RewardResult
+from megarl.rollout.groups import RolloutBatch, RolloutExecuted
+from megarl.rollout.stream import Resync, Taken
+
+
+@dataclass(frozen=True)
+class DataPayload:
+    """The samples of a batch themselves; rank 0 sends them to every rank."""
+
+    samples: tuple[Sample, ...]
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        return {sample: self.samples[sample] for sample in sample_ids}
+
+
+def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
+    """Return the sequences of some rows, in their order."""
+    samples = tuple(example.sample(prompt.index) for prompt in prompts for example in prompt.examples)
+    own = np.array([int(sample.completion.own.sum()) for sample in samples])
+    prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
+    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    return RolloutBatch(
+        payload=DataPayload(samples),
+        groups=np.array([sample.group for sample in samples]),
+        prompt_lengths=prompt_lengths,
+        completion_lengths=lengths,
+        finish_reasons=["stop"] * len(samples),
+        first_version=np.zeros(len(samples), np.int64),
+        last_version=np.zeros(len(samples), np.int64),
+        executed=RolloutExecuted(len(prompts), len(samples) // len(prompts), 0),
+        metrics={
+            "tokens/prompt": int(prompt_lengths.sum()),
+            "tokens/completion": int(lengths.sum()),
+            "tokens/trained": int(own.sum()),
+        },
+        own_lengths=own,
+    )
+
+
+class DatasetStream:
+    """Answers as `ReplayStream` does, from rows of data."""
+
+    def __init__(self, recipe: Recipe, rows: PromptStream) -> None:
+        self._rows, self._per_step = rows, recipe.phases.rollout.prompts
+        self._batch: RolloutBatch | None = None
+
+    def begin(self, step: int) -> None:
+        """Take the rows of the next step."""
+        self._batch = batch_of_rows(self._rows.take(self._per_step))
+
+    def wait_sampled(self, resync: Resync) -> None:
+        """Return at once: nothing is sampled."""
+
+    def take(self) -> Taken:
+        """Return the sequences of the step, none of them masked."""
+        assert self._batch is not None, "begin comes first"
+        count = len(self._batch)
+        return Taken(self._batch, RewardResult(np.zeros(count, np.float32), np.ones(count, bool), {}, {}, 0, ()), None, {})
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        return {"prompts": self._rows.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._rows.restore(state["prompts"])
+
+    def prompt_metrics(self) -> dict[str, float]:
+        """Return the metrics `data/...`."""
+        return self._rows.metrics()
+
+
+class HeldOutRows:
+    """The rows of an evaluation, without those of the training data, in batches of a step's size. Raises ValueError if none
+    is left."""
+
+    def __init__(self, recipe: Recipe, held_out: PromptStream, trained_on: PromptStream) -> None:
+        assert recipe.evaluation is not None
+        seen = {prompt.token_ids.tobytes() for prompt in trained_on.every()}
+        self.rows = [prompt for prompt in held_out.every() if prompt.token_ids.tobytes() not in seen]
+        self.num_left_out = held_out.num_rows - len(self.rows)
+        self.rows = self.rows[: recipe.evaluation.max_prompts]
+        self._at_a_time = recipe.phases.rollout.prompts
+        if not self.rows:
+            raise ValueError("evaluation.prompts: all rows are among the training rows; give others")
+
+    def batches(self) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
+        """Yield each batch with a mask of the sequences that count: the last batch is filled up with rows of the first."""
+        for start in range(0, len(self.rows), self._at_a_time):
+            rows = self.rows[start : start + self._at_a_time]
+            filled = [*rows, *(self.rows[number % len(self.rows)] for number in range(self._at_a_time - len(rows)))]
+            batch = batch_of_rows(filled)
+            yield batch, np.arange(len(batch)) < len(rows) * batch.executed.group_size
+
+
+@dataclass
+class HeldOutLoss:
+    """The metrics of held-out rows, each a mean over `weight` tokens or pairs, summed batch by batch."""
+
+    num_rows: int
+    num_left_out: int
+    weight: float = 0.0
+    sums: dict[str, float] | None = None
+
+    def add(self, means: dict[str, float], weight: float) -> None:
+        """Add the means of one batch."""
+        sums = self.sums or dict.fromkeys(means, 0.0)
+        self.sums = {name: sums[name] + weight * value for name, value in means.items()}
+        self.weight += weight
+
+    def metrics(self, section: EvaluationSection) -> dict[str, float]:
+        """Return the metrics `evaluation/...`."""
+        means = {f"evaluation/{name}": total / max(self.weight, 1.0) for name, total in (self.sums or {}).items()}
+        return means | {"evaluation/num_prompts": self.num_rows, "evaluation/num_left_out": self.num_left_out}
+
+    def summary(self, section: EvaluationSection) -> str:
+        """Return one line for a person."""
+        shown = [f"{name} {total / max(self.weight, 1.0):.4f}" for name, total in (self.sums or {}).items()]
+        return f"{', '.join(shown)} on {self.num_rows} held-out rows"
+
+    def write(self, file: Path) -> None:
+        """Write the sums as one line of JSON, atomically."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(json.dumps({"weight": self.weight, **(self.sums or {})}) + "\n", encoding="utf-8")
+        os.replace(partial, file)
+
+
+# Returns the mean metrics of a batch's sequences that count, and over how many tokens or pairs.
+Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
+
+
+def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
+    """Measure every batch of the rows, which rank 0 has; returns None if the run `leaves`, which all ranks ask before each
+    batch. Collective."""
+    counts = broadcast_from_first(None if rows is None else (len(rows.rows), rows.num_left_out))
+    loss, batches = HeldOutLoss(*counts), iter(()) if rows is None else rows.batches()
+    while (batch := broadcast_from_first(next(batches, None))) is not None:
+        if leaves():
+            return None
+        loss.add(*measure(*batch))
+    return loss

@@ -1,0 +1,40 @@
+"""The slopes of pairs give the gradient of the pairs' mean loss, whatever pairs are masked."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import logsigmoid
+
+from megarl.algorithm.loss import loss_weights
+from megarl.algorithm.preference import implicit_rewards, pair_slopes
+from megarl.recipe.algorithm_section import DpoSection
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30), st.booleans(), st.booleans()), min_size=1, max_size=6),
+       st.floats(0.01, 3), st.floats(0, 0.4))  # fmt: skip
+def test_the_update_has_the_gradient_of_the_mean_loss(pairs, beta, smoothing):
+    values = torch.tensor([value for pair in pairs for value in pair[:2]], dtype=torch.float64, requires_grad=True)
+    valid = torch.tensor([flag for pair in pairs for flag in pair[2:]])
+    margin = beta * (values[0::2] - values[1::2])
+    whole = valid[0::2] & valid[1::2]
+    losses = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+    slopes = pair_slopes(beta * values.detach(), valid, beta, smoothing)
+    assert torch.equal(slopes.valid, whole.repeat_interleave(2))
+    if not whole.any():
+        assert not slopes.metrics and not slopes.weights.any()
+        return
+    losses[whole].mean().backward()
+    assert values.grad is not None
+    # As the objective reduces it: the policy gradient under `sequence_sum`.
+    weights = loss_weights(torch.ones(len(valid)), slopes.valid, "sequence_sum").double()
+    assert torch.allclose(-weights * slopes.weights, values.grad, rtol=1e-6, atol=1e-12)
+    assert slopes.metrics["preference/loss"] == pytest.approx(float(losses[whole].mean().detach()), rel=1e-12)
+    assert slopes.metrics["preference/accuracy"] == pytest.approx(float((margin[whole] > 0).double().mean()))
+
+
+def test_an_implicit_reward_sums_the_tokens_of_its_sequence():
+    logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    reference = [torch.tensor([-2.0, -2.5]), torch.tensor([-1.0])]
+    assert implicit_rewards(logprobs, reference, DpoSection(beta=0.5)).tolist() == [0.75, -1.0]

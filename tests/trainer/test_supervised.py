@@ -1,0 +1,139 @@
+"""Whole supervised runs: the losses, gradients and weights of Hugging Face's model with torch's Adam, under every layout and
+cut; exact resume; held-out loss."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from megarl.models import ModelShape
+from megarl.models.stored_weights import check_weights
+from megarl.recipe import load_recipe
+from tests.runs import megarl, metrics_of, train_on_ranks
+from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
+
+pytestmark = pytest.mark.layout
+SFT_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    # Packed in other micro-batches, sharded over four ranks.
+    "tp2pp2": (4, {"actor__layout": {"tensor": 2, "pipeline": 2}, "phases__actor_update__micro_batch": {"sequences": 1}}),
+    "cp2dp2": (4, {"actor__layout": {"context": 2}}),
+}
+DPO_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2dp2": (4, {"actor__layout": {"tensor": 2}, "reference": {"layout": {"pipeline": 2}},
+                   "phases__reference_logprob": {"micro_batch": {"sequences": 2}}}),
+    "shared": (2, {"phases__actor_update__share_prompts": True, "phases__actor_logprob__share_prompts": True}),
+}  # fmt: skip
+
+
+SCORE_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2dp2": (4, {"actor__layout": {"tensor": 2}}),
+    "one": (1, {"phases__actor_update__micro_batch": {"sequences": 3}}),
+}
+
+
+def reference_lines(recipe, loss_of):
+    """Loss and gradient norm of each step by autograd, and the model at the end."""
+    model = AutoModelForCausalLM.from_pretrained(load_recipe(recipe).model.path, dtype=torch.float32)
+    adam, lines = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0), []
+    for batch in batches_of(recipe):
+        adam.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        lines.append((float(loss.detach()), float(norm)))
+        adam.step()
+    return lines, model
+
+
+def exported(folder, run):
+    megarl("export", str(folder / "runs" / run), str(folder / f"{run}-model"))
+    return AutoModelForCausalLM.from_pretrained(folder / f"{run}-model", dtype=torch.float32)
+
+
+def furthest(model, expected):
+    pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.nightly)])
+def test_fine_tuning_is_that_of_hugging_face_under_every_layout(tmp_path, aggregation):
+    supervised_run(tmp_path)
+    for name, (ranks, changes) in SFT_RUNS.items():
+        recipe = supervised_recipe(tmp_path, name, ranks=ranks, algorithm__aggregation=aggregation, **changes)
+        train_on_ranks(recipe)
+        expected, model = reference_lines(recipe, lambda model, batch: sft_loss(model, batch, aggregation))
+        lines = metrics_of(tmp_path, name)
+        assert len(lines) == STEPS
+        for line, (loss, norm) in zip(lines, expected, strict=True):
+            assert line["actor/loss"] == pytest.approx(loss, rel=1e-5), name
+            assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+            assert not [key for key in line if key.startswith(("mismatch/", "reward/", "rollout/"))]
+        if name == "one" and aggregation != "token_mean":  # an export takes long
+            assert furthest(exported(tmp_path, name), model) < LR / 100  # three steps of Adam move weights by up to 3 LR
+
+
+def test_preference_optimization_is_that_of_autograd_under_every_layout(tmp_path):
+    supervised_run(tmp_path)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for name, (ranks, changes) in DPO_RUNS.items():
+        recipe = supervised_recipe(tmp_path, name, "dpo", ranks, **changes)
+        train_on_ranks(recipe)
+        expected, _ = reference_lines(recipe, lambda model, batch: dpo_loss(model, before, batch, 0.3, 0.1))
+        for line, (loss, norm) in zip(metrics_of(tmp_path, name), expected, strict=True):
+            assert line["preference/loss"] == pytest.approx(loss, rel=1e-5), name
+            assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+
+
+def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_classifier(tmp_path):
+    model = supervised_run(tmp_path)
+    for name, (ranks, changes) in SCORE_RUNS.items():
+        recipe = supervised_recipe(tmp_path, name, "reward_model", ranks, **changes)
+        train_on_ranks(recipe)
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        # The new head, the same under every layout.
+        head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))[0] * reference.config.initializer_range
+        head.requires_grad_(True)
+        weights = [*reference.model.parameters(), head]
+        adam = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
+        for line, batch in zip(metrics_of(tmp_path, name), batches_of(recipe), strict=True):
+            adam.zero_grad()
+            loss = score_loss(reference.model, head, batch)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
+            assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
+            adam.step()
+    megarl("export", str(tmp_path / "runs" / "one"), str(tmp_path / "scores"))
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores", dtype=torch.float32)
+    assert classifier.config.num_labels == 1
+    assert float((classifier.score.weight[0] - head).abs().max()) < LR / 10
+    check_weights(tmp_path / "scores", ModelShape.from_directory(tmp_path / "scores"), critic=True, score=True)
+
+
+def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_path):
+    supervised_run(tmp_path)
+    source = {"kind": "jsonl", "path": str(tmp_path / "held_out.jsonl"), "prompt_field": "messages"}
+    changes: dict[str, Any] = {
+        "run__checkpoint_every": 2,
+        "actor__lora": {"rank": 4, "alpha": 8.0},
+        "actor__optimizer": {"lr": 0.02},
+        "evaluation": {"prompts": source, "every": 2, "micro_batch": {"max_tokens": 96}},
+    }
+    whole = supervised_recipe(tmp_path, "whole", run__steps=12, **changes)
+    train_on_ranks(whole)
+    short = supervised_recipe(tmp_path, "cut", run__steps=4, **changes)
+    train_on_ranks(short)
+    train_on_ranks(supervised_recipe(tmp_path, "cut", run__steps=12, **changes), resume=True)
+    assert metrics_of(tmp_path, "cut") == metrics_of(tmp_path, "whole")
+    lines = (tmp_path / "runs" / "whole" / "evaluations.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["evaluation/loss"] for line in lines]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    held_out = supervised_recipe(tmp_path, "held", run__steps=1, phases__actor_update__mini_batch=5,
+                                 data__prompts=source, data__shuffle=False)  # fmt: skip
+    (batch,) = batches_of(held_out)
+    assert losses[0] == pytest.approx(float(sft_loss(model, batch).detach()), rel=1e-5)  # 5 rows in a batch of 8
+    assert losses[-1] < 0.8 * losses[0]
