@@ -205,7 +205,7 @@ class Trainer:
         for phase in phases:
             with self._phase(phase):
                 plan = part.plans[phase] = self._plan(phase, batch)
-                samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[ROLE_OF[phase]].place)
+                samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[role_of(phase)].place)
                 part.ran[phase] = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
         return part
 
@@ -255,13 +255,13 @@ class Trainer:
             samples: dict[int, Sample] = {}
             # Roles with different layouts run different sequences on this rank.
             for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
-                of_place = [plan for phase, plan in plans.items() if self.parts.roles[ROLE_OF[phase]].place == place]
+                of_place = [plan for phase, plan in plans.items() if self.parts.roles[role_of(phase)].place == place]
                 samples |= distribute_samples(rollouts.payload, of_place, place)
         return replace(batch, samples=samples), plans, metrics
 
     def _plan(self, phase: str, batch: Batch) -> Plan:
         """Plan a phase from its section and its role's layout; the same on every rank."""
-        role = ROLE_OF[phase]
+        role = role_of(phase)
         return plan_phase(
             self.recipe.schedule(phase),
             batch.lengths.tolist(),
@@ -288,19 +288,19 @@ class Trainer:
 
     def _forward(self, plan: Plan, batch: Batch, name: str) -> Forward:
         """Run a forward phase; returns the result `name` of every sequence, and what this rank executed."""
-        role = self.parts.roles[ROLE_OF[plan.phase]]
+        role = self.parts.roles[role_of(plan.phase)]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
         _announce(role, plan)
         with role.present():
-            results, executed = role.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == role.role)
+            results, executed = role.forward(batch, mini_batch, adapted=role_of(plan.phase) == role.role)
         compare(mini_batch, role.place.data_rank, executed)
         one_each = role.role == "reward_model"
         return Forward(share_results(results.get(name, {}), mini_batch, batch, role.place, one_each), executed)
 
     def _accept(self, plan: Plan, batch: Batch, name: str, ran: Forward) -> tuple[list[torch.Tensor], Batch, Metrics]:
         """Check what a forward phase gave; returns the results, and the batch with NaN samples masked."""
-        role = self.parts.roles[ROLE_OF[plan.phase]]
+        role = self.parts.roles[role_of(plan.phase)]
         _, metrics = self._prove(role.place, plan, batch, [ran.executed])
         return *self.guard.results(role, plan.mini_batches[0], name, ran.results, batch), metrics
 
@@ -327,7 +327,7 @@ class Trainer:
 
     def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
         """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""
-        role, settings = self.parts.roles[ROLE_OF[plan.phase]], self.kl.settings
+        role, settings = self.parts.roles[role_of(plan.phase)], self.kl.settings
         objective = PolicyObjective if plan.phase == "actor_update" else ValueObjective
         updates: list[Update] = []
         self._agree(plan)
@@ -396,7 +396,7 @@ class Trainer:
                 )
             for mini_batch, shapes in zip(planned, ran, strict=True):
                 compare(mini_batch, data_rank, shapes)
-        cost, lengths, prompts = self.costs[ROLE_OF[plan.phase]], batch.lengths.tolist(), batch.prompt_lengths.tolist()
+        cost, lengths, prompts = self.costs[role_of(plan.phase)], batch.lengths.tolist(), batch.prompt_lengths.tolist()
         return planned, schedule_metrics(plan, ranks, lengths, cost, prompts)
 
     # Weight sync ------------------------------------------------------------------------------------------------------

@@ -17,16 +17,24 @@ from megarl.recipe.model_section import ModelSection
 from megarl.recipe.phases_section import (
     ENGINE_PHASES,
     PHASES,
-    ROLE_OF,
     ForwardPhaseSection,
     PhasesSection,
     UpdatePhaseSection,
+    kind_of,
+    role_of,
 )
 from megarl.recipe.reward_section import JudgeSection, RewardSection
-from megarl.recipe.role_sections import ActorSection, CriticSection, LoraSection, ReferenceSection, RewardModelSection
+from megarl.recipe.role_sections import (
+    ActorSection,
+    CriticSection,
+    LoraSection,
+    ReferenceSection,
+    RewardModelSection,
+    TeacherSection,
+)
 from megarl.recipe.rollout_section import RolloutSection
 from megarl.recipe.run_section import RunSection
-from megarl.recipe.section import Section
+from megarl.recipe.section import Name, Section
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.recipe.trainer_section import TrainerSection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
@@ -56,6 +64,8 @@ class Recipe(Section):
     """The model that is trained."""
     reference: ReferenceSection | None = None
     """The actor as it was at the start; with `algorithm.kl` only."""
+    teachers: dict[Name, TeacherSection] = {}
+    """Frozen models that the actor learns from, by a name of your choice; with `algorithm.distillation` only."""
     critic: CriticSection | None = None
     """The value model; with `algorithm.advantage: gae` only."""
     reward_model: RewardModelSection | None = None
@@ -83,7 +93,16 @@ class Recipe(Section):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that run, the actor first."""
-        return tuple(dict.fromkeys(ROLE_OF[phase] for phase in ("actor_update", *ENGINE_PHASES) if self.runs(phase)))
+        return tuple(dict.fromkeys(role_of(phase) for phase in ("actor_update", *self.engine_phases) if self.runs(phase)))
+
+    @property
+    def engine_phases(self) -> tuple[str, ...]:
+        """Phases that a Megatron role may run, in order; one for each teacher."""
+        return self._for_each_teacher(ENGINE_PHASES)
+
+    def _for_each_teacher(self, phases: tuple[str, ...]) -> tuple[str, ...]:
+        of_teachers = tuple(f"teacher_logprob.{name}" for name in self.teachers) or ("teacher_logprob",)
+        return tuple(one for phase in phases for one in (of_teachers if phase == "teacher_logprob" else (phase,)))
 
     def layout(self, role: str) -> Layout:
         """The layout of a role; the data-parallel size is what the other sizes leave of the trainer ranks."""
@@ -107,9 +126,11 @@ class Recipe(Section):
         return section.layout if section is not None and section.layout is not None else self.actor.layout
 
     @property
-    def other_roles(self) -> dict[str, ReferenceSection | CriticSection | RewardModelSection]:
+    def other_roles(self) -> dict[str, ReferenceSection | TeacherSection | CriticSection | RewardModelSection]:
         """The sections of roles beside the actor that the recipe has."""
+        sections: dict[str, ReferenceSection | TeacherSection | CriticSection | RewardModelSection | None]
         sections = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        sections |= {f"teachers.{name}": section for name, section in self.teachers.items()}
         return {role: section for role, section in sections.items() if section is not None}
 
     @property
@@ -233,7 +254,7 @@ class Recipe(Section):
     @property
     def running_phases(self) -> tuple[str, ...]:
         """Phases of one step, in order."""
-        return tuple(phase for phase in PHASES if self.runs(phase))
+        return tuple(phase for phase in self._for_each_teacher(PHASES) if self.runs(phase))
 
     @property
     def warmup_phases(self) -> tuple[str, ...]:
@@ -243,10 +264,10 @@ class Recipe(Section):
         still take its weights again.
         """
         kl = self.algorithm.kl
-        idle = {"actor_update", "weight_sync"}
+        idle = {"actor_update", "weight_sync", "teacher_logprob"}
         if kl is None or kl.place != "reward":  # where advantages read none
             idle |= {"actor_logprob", "reference_logprob"}
-        return tuple(phase for phase in self.running_phases if phase not in idle)
+        return tuple(phase for phase in self.running_phases if kind_of(phase) not in idle)
 
     def runs(self, phase: str) -> bool:
         """A phase that nothing needs does not run."""
@@ -257,6 +278,8 @@ class Recipe(Section):
             return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1 or self.rollout.max_staleness > 0
         if phase == "reference_logprob":
             return kl is not None
+        if kind_of(phase) == "teacher_logprob":
+            return bool(self.teachers) and self.algorithm.distillation is not None
         if phase == "reward_model":
             return self.reward_model is not None
         if phase in ("critic_value", "critic_update"):
@@ -269,23 +292,24 @@ class Recipe(Section):
             "reward_model": self.phases.reward_model,
             "actor_logprob": self.phases.actor_logprob,
             "reference_logprob": self.phases.reference_logprob,
+            "teacher_logprob": self.phases.teacher_logprob,
             "critic_value": self.phases.critic_value,
             "critic_update": self.phases.critic_update,
             "actor_update": self.phases.actor_update,
         }
-        return sections[phase]
+        return sections[kind_of(phase)]
 
     def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
         """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase
         without a section, and for `auto` without a cap."""
         section = self.phase_section(phase)
         if section is None:
-            raise ValueError(f"phases.{phase} is not in the recipe; add the section")
+            raise ValueError(f"phases.{kind_of(phase)} is not in the recipe; add the section")
         rule = section.micro_batch
         cap = automatic_cap if isinstance(rule.max_tokens, str) else rule.max_tokens
         if cap is None and rule.sequences is None:
             raise ValueError(
-                f"phases.{phase}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
+                f"phases.{kind_of(phase)}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
             )
         if isinstance(section, UpdatePhaseSection):
             return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, section.share_prompts)
