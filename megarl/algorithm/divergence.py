@@ -3,13 +3,13 @@
     reverse_kl       KL(p || q) = sum p (log p - log q)           gradient by logit j: p_j (log p_j - log q_j - D)
     forward_kl       KL(q || p) = sum q (log q - log p)           gradient by logit j: p_j - q_j
     jensen_shannon   b KL(q || m) + (1 - b) KL(p || m), m = b q + (1 - b) p, b = `mixture`
-                                                   gradient by logit j: (1 - b) p_j (log p_j - log m_j - KL(p || m))
+                     gradient by logit j: (1 - b) p_j (log p_j - log m_j - KL(p || m))
 
-Gradients are by the policy's logits; the teacher is constant. Sources: Agarwal et al. 2023 (GKD, arXiv:2306.13649), section 3
-and equation 1; reverse KL on the policy's own completions: Gu et al. 2023 (MiniLLM, arXiv:2306.08543), section 2.1.
+Gradients are by the policy's logits; the teacher is constant. Sources: Agarwal et al. 2023 (GKD, arXiv:2306.13649),
+section 3; reverse KL on the policy's own completions: Gu et al. 2023 (MiniLLM, arXiv:2306.08543), section 2.
 
-A block has some rows and columns of the logits, whose sums are joined by the caller. Functions overwrite the logits that they
-get. Everything is computed in fp32, or in fp64 where the logits are.
+A block has some rows and columns of the logits, whose sums the caller joins. Functions overwrite the logits that they get.
+Everything is computed in fp32, or in fp64 where the logits are.
 """
 
 from __future__ import annotations

@@ -220,6 +220,7 @@ ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = 
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
+    "none": lambda scored, coefficient, _: _spread(torch.zeros_like(scored.rewards), scored),
 }
 
 

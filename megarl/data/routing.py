@@ -19,10 +19,12 @@ def teachers_of(recipe: Recipe, prompts: Iterable[Prompt]) -> dict[int, str]:
         names, weights = list(teachers), [section.weight for section in teachers.values()]
         # Drawn from the index alone, so that a resume, a replay and every order of completion choose the same teacher.
         return {prompt.index: random.Random(prompt.index).choices(names, weights)[0] for prompt in prompts}
-    routes = {}
+    routes: dict[int, str] = {}
     for prompt in prompts:
-        name = routes[prompt.index] = prompt.row.get(distillation.route)
-        if name not in teachers:
+        name = prompt.row.get(distillation.route)
+        if name in teachers:
+            routes[prompt.index] = name
+        else:
             row = prompt.where or f"the row of prompt {prompt.index}"
             raise ValueError(
                 f"{row}: {distillation.route} = {name!r} names no teacher (algorithm.distillation.route); give each row one "

@@ -46,15 +46,24 @@ class Batch:
     masked: frozenset[int] = frozenset()  # samples with NaN or infinite results; their tokens are dummies
     own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens
     version: int = 0  # the weight version that is trained
+    teachers: np.ndarray = None  # type: ignore[assignment]  # [sequences] str: the name of the teacher that judges each
+    # The teacher's rows [own tokens, width] of the sequences that this rank's update reads (`teaching.py`), on the host.
+    teacher_rows: dict[int, Tensor] = field(default_factory=dict)
     max_staleness: int = 0  # by how many versions a token may be older; above 0 metrics follow the staleness of tokens
 
     def __post_init__(self) -> None:
         if self.own_lengths is None:
             object.__setattr__(self, "own_lengths", self.completion_lengths)
+        if self.teachers is None:
+            object.__setattr__(self, "teachers", np.full(len(self.groups), ""))
 
     def with_fields(self, **fields: Sequence[Tensor]) -> Batch:
         """Return this batch with further per-token results."""
         return replace(self, fields={**self.fields, **fields})
+
+    def with_teacher_rows(self, rows: dict[int, Tensor]) -> Batch:
+        """Return this batch with the rows of one more teacher."""
+        return replace(self, teacher_rows={**self.teacher_rows, **rows})
 
     def without(self, samples: Collection[int]) -> Batch:
         """Return this batch with `samples` masked: they no longer count.

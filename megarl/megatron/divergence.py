@@ -101,8 +101,8 @@ class _OverVocabulary(torch.autograd.Function):
             policy, teacher = divergence.reduce(parts)
             value, slope_value = divergence.mixture * teacher + (1.0 - divergence.mixture) * policy, policy
         else:  # the weighted sum is of the differences of logits, not of log-probabilities
-            own, other = (0, 1) if divergence.kind == "reverse_kl" else (1, 0)
-            value = slope_value = weighted[own] / totals[own] - normalisers[own] + normalisers[other]
+            left, right = (0, 1) if divergence.kind == "reverse_kl" else (1, 0)
+            value = slope_value = weighted[left] / totals[left] - normalisers[left] + normalisers[right]
         # The weights are not saved as tensors: offloading saved tensors would return copies without main_grad.
         ctx.weight, ctx.teacher_weight, ctx.divergence = weight, teacher_weight, divergence
         ctx.save_for_backward(hidden, rows, normalisers, slope_value)

@@ -65,7 +65,7 @@ class LogProbabilities:
         return self.group.rank() * len(weight)
 
     def blocks(self, num_rows: int, weight: Tensor, parts: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Yield rows and columns (of this rank) of each block, without the vocabulary's padding; `parts` are held at once."""
+        """Yield rows and columns (of this rank) of each block, without the padding; `parts` are held at once."""
         columns = max(0, min(len(weight), self.vocab - self.first_column(weight)))
         return blocks.cut(num_rows, columns, weight.device.type == "cpu", parts)
 

@@ -332,8 +332,9 @@ class HostMemory:
     """Bytes of one node's host by what holds them.
 
     `devices` is what trainer ranks and engines hold, where their device is a CPU; `offloaded` what roles keep there between
-    their phases, `teacher_rows` what a step's teachers gave for each token, and `activations` what an update offloads, pinned copies as large as torch makes them; `checkpoint` the
-    optimizer states that each rank gathers to save them; `processes` what each process takes before it holds anything.
+    their phases; `teacher_rows` what teachers gave for each token of a step; `activations` what an update offloads, pinned
+    copies as large as torch makes them; `checkpoint` the optimizer states that each rank gathers to save them; `processes`
+    what each process takes before it holds anything.
     """
 
     devices: int

@@ -127,30 +127,32 @@ class KlSection(Section):
 
 class DistillationSection(Section):
     divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] = "reverse_kl"
-    """What separates the policy p from the teacher q: `reverse_kl` KL(p || q), `forward_kl` KL(q || p), or `jensen_shannon`,
-    the divergence of both from their mixture."""
+    """Of the policy p and the teacher q: `reverse_kl` KL(p || q), `forward_kl` KL(q || p), or `jensen_shannon`, that of both
+    from their mixture."""
     over: Literal["sampled", "top_k", "vocabulary"] = "sampled"
-    """Of each sampled token: `sampled` estimates the reverse KL from that token alone; `top_k` compares the teacher's `top_k`
-    likeliest tokens and the rest as one; `vocabulary` compares all tokens."""
+    """At each position: `sampled` estimates the reverse KL from the sampled token; `top_k` compares the teacher's `top_k`
+    likeliest tokens, and the rest as one; `vocabulary` compares all tokens."""
     place: Literal["advantage", "loss"]
     """Subtract the divergence from the advantage of each token, or add it to the loss."""
     coefficient: Above = 1.0
     """Factor of the divergence."""
     estimator: Literal["k1", "k2", "k3", "absolute"] | None = None
-    """With `over: sampled` in the loss, the estimator of the reverse KL, as in `algorithm.kl`; the gradient of `k2` is that of
-    the divergence itself."""
+    """With `over: sampled` in the loss, the estimator of the reverse KL, as in `algorithm.kl`; the expected gradient of `k2`
+    is that of the divergence."""
     top_k: Positive | None = None
     """With `over: top_k`, how many of the teacher's tokens are compared."""
     mixture: Below | None = None
     """With `jensen_shannon`, the teacher's share of the mixture; null for one half."""
     route: Annotated[str, Field(min_length=1)] | None = None
-    """With several teachers, the field of a data row that names the teacher of its completions; null draws a teacher for each
-    prompt, by `teachers.NAME.weight`."""
+    """With several teachers, the field of a data row that names the teacher of its completions; null draws a teacher for
+    each prompt, by `teachers.NAME.weight`."""
 
     @model_validator(mode="after")
     def _fits(self) -> DistillationSection:
         if self.over == "sampled" and self.divergence != "reverse_kl":
-            raise broken_rule("the policy's own tokens estimate the reverse KL alone", "divergence: reverse_kl, or over: top_k")
+            raise broken_rule(
+                "the policy's own tokens estimate the reverse KL alone", "divergence: reverse_kl, or over: top_k"
+            )
         if self.over != "sampled" and self.place == "advantage":
             raise broken_rule("a divergence over several tokens is no advantage of one", "place: loss, or over: sampled")
         needed = {

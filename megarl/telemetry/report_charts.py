@@ -19,7 +19,8 @@ MOST_SLICES = 6000  # of the timeline: a browser draws each as a shape
 # One color per phase in every chart; each is distinct on white and on near black.
 PHASES = {
     "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
-    "reference_logprob": "#76c4b7", "teacher_logprob": "#3f8f7f", "critic_value": "#d8a93a", "advantage": "#a3ad55", "critic_update": "#e58a3c",
+    "reference_logprob": "#76c4b7", "teacher_logprob": "#3f8f7f", "critic_value": "#d8a93a",
+    "advantage": "#a3ad55", "critic_update": "#e58a3c",
     "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
     "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
 }  # fmt: skip
