@@ -57,8 +57,8 @@ class PolicyObjective:
         if distillation is not None and distillation.place == "advantage":
             advantages = advantages - distillation.coefficient * (old - fields["teacher_logprobs"])
         # Where all advantages are 0 the head needs no backward pass of the policy loss.
-        is_idle = self.settings.advantage == "none" and distillation is not None and distillation.place == "loss"
-        tokens = PolicyTokens(logprobs.detach() if is_idle else logprobs, old, advantages, micro.own_lengths)
+        policy = logprobs if self.settings.has_policy_loss else logprobs.detach()
+        tokens = PolicyTokens(policy, old, advantages, micro.own_lengths)
         losses, clipped = self._loss(tokens)
         difference = (old - rollout).abs() * kept
         correction: Sums = {}

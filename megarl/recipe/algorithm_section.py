@@ -280,6 +280,11 @@ class AlgorithmSection(Section):
     """Before the first update of a step every policy ratio should be 1. Warn when one is further off than this:
     `actor_logprob` and `actor_update` have different micro-batches, whose kernels may round differently."""
 
+    @property
+    def has_policy_loss(self) -> bool:
+        """Whether the policy loss teaches anything: not where a divergence in the loss is all that is learned from."""
+        return self.advantage != "none" or self.distillation is None or self.distillation.place == "advantage"
+
 
 def algorithm_rules(recipe: Recipe) -> Violations:
     """Advantages, losses and corrections that do not work together, or lack what they read."""
@@ -294,7 +299,7 @@ def algorithm_rules(recipe: Recipe) -> Violations:
             rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
             yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
     yield from _distillation_rules(recipe)
-    if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None:
+    if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None and algorithm.has_policy_loss:
         rule = f"required with rollout.max_staleness = {staleness}: older weights than the trainer's sample the tokens"
         nearest = "mismatch: {correction: truncate}, or rollout.max_staleness: 0"
         yield Violation("algorithm.mismatch", MISSING, rule, nearest)
@@ -356,13 +361,14 @@ def _distillation_rules(recipe: Recipe) -> Violations:
     if distillation is None:
         yield Violation(key, "none", "without algorithm.distillation nothing is learned", "grpo, or add distillation")
     unread = {
+        "algorithm.mismatch": algorithm.mismatch is not None and not algorithm.has_policy_loss,
         "algorithm.kl.place": algorithm.kl is not None and algorithm.kl.place == "reward",
         "algorithm.overlong.buffer": algorithm.overlong is not None and algorithm.overlong.buffer > 0,
         "reward_model": recipe.reward_model is not None,
     }
     for other, holds in unread.items():
         if holds:
-            yield Violation(key, "none", f"learns from no reward, and {other} changes rewards alone", f"remove {other}")
+            yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
 
 
 def _dynamic_sampling_rules(recipe: Recipe) -> Violations:

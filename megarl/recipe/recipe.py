@@ -272,6 +272,8 @@ class Recipe(Section):
     def runs(self, phase: str) -> bool:
         """A phase that nothing needs does not run."""
         kl = self.algorithm.kl
+        if phase == "actor_logprob" and not self.algorithm.has_policy_loss:
+            return self.algorithm.early_stop is not None
         if phase == "actor_logprob":
             # With one update per batch the training forward itself gives the old log-probabilities; but where older weights
             # sampled, the ratio's denominator is never left to it.
