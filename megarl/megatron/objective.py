@@ -85,10 +85,7 @@ class PolicyObjective:
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
             sums["kl_sum"] = (divergence.detach() * kept).sum()
         if distillation is not None:
-            if teacher is None:
-                divergence = outputs["divergence"]
-            else:
-                divergence = kl(logprobs, teacher, distillation.estimator or "k1")
+            divergence = outputs["divergence"] if teacher is None else kl(logprobs, teacher, distillation.estimator or "k1")
             if distillation.place == "loss":
                 loss = loss + distillation.coefficient * (weight * divergence).sum()
             sums["teacher_kl_sum"] = (divergence.detach() * kept).sum()

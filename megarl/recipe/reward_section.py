@@ -150,7 +150,7 @@ def reward_rules(recipe: Recipe) -> Violations:
     """Recipes without rewards, and functions whose name is taken by another metric."""
     if not recipe.reward and recipe.environment is None and recipe.algorithm.advantage != "none":
         rule = "must not be empty: without an environment nothing else gives rewards"
-        yield Violation("reward", MISSING, rule, "[{kind: last_number}], an environment, or algorithm.advantage: none")
+        yield Violation("reward", MISSING, rule, "[{kind: last_number}], algorithm.advantage: none, or an environment")
     judges = [(number, part) for number, part in enumerate(recipe.reward) if part.kind != "model"]
     named = list(zip(judges, part_names([part for _, part in judges]), strict=True))
     counted = [f"{name}_num_" for (_, part), name in named if part.kind in COUNTS]
