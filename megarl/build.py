@@ -30,12 +30,13 @@ from megarl.megatron.model import DTYPES, has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.megatron.spans import timed_waits
+from megarl.megatron.teaching import connect
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
 from megarl.models.stored_weights import check_weights
 from megarl.planner.placement import PlacementError
 from megarl.platform import current as platform
-from megarl.recipe import ROLE_OF, Recipe, RecipeError, load_recipe
+from megarl.recipe import Recipe, RecipeError, kind_of, load_recipe, role_of
 from megarl.recipe.device_section import cpu_engine_args, with_gpus, without_gpus
 from megarl.recipe.role_sections import trained_sections, without_transformer_engine
 from megarl.recipe.sizes import with_engine_sizes
@@ -186,13 +187,14 @@ def check_models(recipe: Recipe) -> None:
         except (ValueError, OSError) as error:
             violations.append(Violation(key, path, f"cannot be loaded: {error}"))
     violations += missing_on_machine(recipe, platform.kind)
-    for phase, role in ROLE_OF.items():
-        section, shape_of_role = recipe.phase_section(phase), shapes.get(f"{role}.path", shapes.get("model.path"))
+    for phase in (phase for phase in recipe.engine_phases if recipe.runs(phase)):
+        role, section = role_of(phase), recipe.phase_section(phase)
+        shape_of_role = shapes.get(f"{role}.path", shapes.get("model.path"))
         if section is None or not section.share_prompts or shape_of_role is None:
             continue
         if not has_own_attention(shape_of_role, recipe.trainer.precision):
             rule = f"the {role} uses Transformer Engine's attention here, which supports no shared prompts"
-            violations.append(Violation(f"phases.{phase}.share_prompts", True, rule, "false"))
+            violations.append(Violation(f"phases.{kind_of(phase)}.share_prompts", True, rule, "false"))
     if spec_name(recipe.trainer.precision) == "local":
         for role, trained in trained_sections(recipe):
             if trained.memory.recompute == "selective":
@@ -248,6 +250,12 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         follows = recipe.refresh_every is not None
         place = places["reference"]
         roles["reference"] = build("reference", recipe.path("reference"), place, memory=memory, follows=follows)
+    for name, teacher in recipe.teachers.items():
+        role = f"teachers.{name}"
+        roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
+    if recipe.algorithm.distillation is not None:
+        directories = {f"teachers.{name}": model_directory(teacher.path) for name, teacher in recipe.teachers.items()}
+        connect(recipe.algorithm.distillation, roles, directories, settings.compile)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None

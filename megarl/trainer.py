@@ -32,9 +32,10 @@ from megarl.megatron.parallel import (
 )
 from megarl.megatron.role import Role, Update, share_results
 from megarl.megatron.step_metrics import schedule_metrics, stops_early, update_metrics
+from megarl.megatron.teaching import samples_of, take_judgement
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
-from megarl.recipe import ENGINE_PHASES, ROLE_OF, Recipe
+from megarl.recipe import Recipe, kind_of, role_of
 from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.rollout.dataset import DatasetStream, HeldOutLoss, HeldOutRows, held_out_loss
 from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
@@ -43,12 +44,12 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
 from megarl.rollout.stream import RolloutStream, Taken
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
+from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import DeviceSync, PhaseClock, span
-from megarl.telemetry.disk import DiskFull, is_full, no_room, size_bytes
 from megarl.telemetry.exit_status import Preempted
 from megarl.telemetry.records import SampleTable
-from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
+from megarl.telemetry.run_directory import RunDirectory
 from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.time_metrics import Sizes
 from megarl.weight_sync.adapter import AdapterSync
@@ -65,6 +66,7 @@ NOT_SUMMED = ("sync/mapped", "sync/changed_share", "sync/bytes_per_s", *CANARY_M
 FORWARD_PHASES = {
     "actor_logprob": ("logprobs", "logprobs"),
     "reference_logprob": ("logprobs", "reference_logprobs"),
+    "teacher_logprob": ("logprobs", "teacher_logprobs"),
     "critic_value": ("values", "values"),
 }
 
@@ -130,12 +132,18 @@ class Trainer:
         if "reward_model" in plans:
             batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
             metrics |= phase_metrics
-        for phase, (result, field) in FORWARD_PHASES.items():
-            if phase in plans:
-                with self._phase(phase):
-                    forward = results_of(parts, phase, batch) or self._forward(plans[phase], batch, result)
-                    results, batch, phase_metrics = self._accept(plans[phase], batch, result, forward)
-                    batch, metrics = batch.with_fields(**{field: results}), metrics | phase_metrics
+        for phase in (phase for phase in plans if kind_of(phase) in FORWARD_PHASES):
+            with self._phase(phase):
+                result, field = FORWARD_PHASES[kind_of(phase)]
+                forward = results_of(parts, phase, batch) or self._forward(plans[phase], batch, result)
+                results, batch, phase_metrics = self._accept(plans[phase], batch, result, forward)
+                if kind_of(phase) == "teacher_logprob":
+                    batch = take_judgement(
+                        batch, self.parts.roles, results, forward.rows, plans[phase], plans["actor_update"]
+                    )
+                else:
+                    batch = batch.with_fields(**{field: results})
+                metrics |= phase_metrics
         with self._phase("advantage"), span("advantages"):
             batch, phase_metrics = self._advantages(batch)
             metrics |= phase_metrics
@@ -206,7 +214,7 @@ class Trainer:
         for phase in phases:
             with self._phase(phase):
                 plan = part.plans[phase] = self._plan(phase, batch)
-                samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[ROLE_OF[phase]].place)
+                samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[role_of(phase)].place)
                 part.ran[phase] = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
         return part
 
@@ -249,11 +257,13 @@ class Trainer:
                     "reward/num_greedy_masked": int((~scored).sum()),
                     "reward/busy_s": metrics["reward/busy_s"] + greedy.busy_s,
                 }
+        batch = replace(batch, teachers=np.array([taken.teachers.get(int(group), "") for group in batch.groups]))
+        idle = {f"teacher_logprob.{name}" for name in self.recipe.teachers if name not in batch.teachers}
         with self.clock.phase("plan"), span("planning"):
             plans = {
                 phase: join_parts(parts, phase, batch) if self.recipe.starts_early(phase) else self._plan(phase, batch)
-                for phase in ENGINE_PHASES
-                if phase in phases
+                for phase in self.recipe.engine_phases
+                if phase in phases and phase not in idle
             }
         with self._phase("rollout"):
             if self.parts.engines is not None:
@@ -262,25 +272,31 @@ class Trainer:
             samples: dict[int, Sample] = {}
             # Roles with different layouts run different sequences on this rank.
             for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
-                of_place = [plan for phase, plan in plans.items() if self.parts.roles[ROLE_OF[phase]].place == place]
+                of_place = [plan for phase, plan in plans.items() if self.parts.roles[role_of(phase)].place == place]
                 samples |= distribute_samples(rollouts.payload, of_place, place)
         return replace(batch, samples=samples), plans, metrics
 
     def _plan(self, phase: str, batch: Batch, schedule: Schedule | None = None) -> Plan:
         """Plan a phase from its section, or `schedule`, and its role's layout; the same on every rank."""
-        role = ROLE_OF[phase]
-        return plan_phase(
-            schedule or self.recipe.schedule(phase),
-            batch.lengths.tolist(),
-            self.parts.roles[role].place.layout,
+        role, schedule = role_of(phase), schedule or self.recipe.schedule(phase)
+        layout = self.parts.roles[role].place.layout
+        samples = samples_of(role, batch, schedule, layout, self.recipe.max_sequence_tokens)
+        columns = {
+            "groups": batch.groups,
+            "prompts": batch.prompt_lengths,
+            "rollouts": batch.rollouts,
+            "prefixes": batch.prefixes,
+        }
+        plan = plan_phase(
+            schedule,
+            batch.lengths[samples].tolist(),
+            layout,
             # Each step has another order of mini-batches, which a resume repeats.
             seed=self.recipe.run.seed * 1_000_003 + self.number,
             cost=self.costs[role],
-            groups=batch.groups.tolist(),
-            prompts=batch.prompt_lengths.tolist(),
-            rollouts=batch.rollouts.tolist(),
-            prefixes=batch.prefixes.tolist(),
+            **{name: column[samples].tolist() for name, column in columns.items()},
         )
+        return plan if len(samples) == len(batch.lengths) else join_plans([plan], [samples])
 
     def _reward_model(self, plan: Plan, batch: Batch) -> tuple[Batch, Metrics]:
         """Add the reward model's scores to the verifiers' rewards. Masked samples stay masked."""
@@ -297,19 +313,20 @@ class Trainer:
 
     def _forward(self, plan: Plan, batch: Batch, name: str) -> Forward:
         """Run a forward phase; returns the result `name` of every sequence, and what this rank executed."""
-        role = self.parts.roles[ROLE_OF[plan.phase]]
+        role = self.parts.roles[role_of(plan.phase)]
         self._agree(plan)
         (mini_batch,) = plan.mini_batches
         role.announce(plan)
         with role.present():
-            results, executed = role.forward(batch, mini_batch, adapted=ROLE_OF[plan.phase] == role.role)
+            results, executed = role.forward(batch, mini_batch, adapted=role_of(plan.phase) == role.role)
         compare(mini_batch, role.place.data_rank, executed)
         one_each = role.role == "reward_model"
-        return Forward(share_results(next(iter(results.values()), {}), mini_batch, batch, role.place, one_each), executed)
+        shared = share_results(results.get(name, results.get("scores", {})), mini_batch, batch, role.place, one_each)
+        return Forward(shared, executed, results.get("rows", {}))
 
     def _accept(self, plan: Plan, batch: Batch, name: str, ran: Forward) -> tuple[list[torch.Tensor], Batch, Metrics]:
         """Check what a forward phase gave; returns the results, and the batch with NaN samples masked."""
-        role = self.parts.roles[ROLE_OF[plan.phase]]
+        role = self.parts.roles[role_of(plan.phase)]
         _, metrics = self._prove(role.place, plan, batch, [ran.executed])
         return *self.guard.results(role, plan.mini_batches[0], name, ran.results, batch), metrics
 
@@ -322,7 +339,7 @@ class Trainer:
 
     def _update(self, plan: Plan, batch: Batch) -> tuple[MiniBatches, Metrics]:
         """Take the updates of a phase; returns the mini-batches that ran, fewer than planned after an early stop."""
-        role, settings = self.parts.roles[ROLE_OF[plan.phase]], self.kl.settings
+        role, settings = self.parts.roles[role_of(plan.phase)], self.kl.settings
         objective = OBJECTIVES["critic" if plan.phase == "critic_update" else self.recipe.trained_role]
         updates: list[Update] = []
         self._agree(plan)
@@ -348,19 +365,14 @@ class Trainer:
         return ran, metrics
 
     def _refresh_reference(self, number: int) -> Metrics:
-        """Copy the actor's weights to the reference after every `reference.refresh_every`-th step.
-
-        The metric is the step of the reference's weights, 0 for the initial ones.
-        """
+        """Copy the actor's weights to the reference after every `reference.refresh_every`-th step; the metric is the step of
+        the reference's weights, 0 for the initial ones."""
         every = self.recipe.refresh_every
         if every is None:
             return {}
         if number % every == 0:
-            actor, reference = self.parts.roles["actor"], self.parts.roles["reference"]
-            assert reference is not actor, "a reference that follows has its own weights"
-            with span("refresh"), actor.present(), reference.present():
-                actor.gather_weights()
-                reference.take_weights(actor)
+            with span("refresh"):
+                self.parts.roles["reference"].take_weights(self.parts.roles["actor"])
         return {"reference/of_step": number // every * every}
 
     def _agree(self, plan: Plan) -> None:
@@ -383,7 +395,7 @@ class Trainer:
                 )
             for mini_batch, shapes in zip(planned, ran, strict=True):
                 compare(mini_batch, data_rank, shapes)
-        cost, lengths, prompts = self.costs[ROLE_OF[plan.phase]], batch.lengths.tolist(), batch.prompt_lengths.tolist()
+        cost, lengths, prompts = self.costs[role_of(plan.phase)], batch.lengths.tolist(), batch.prompt_lengths.tolist()
         return planned, schedule_metrics(plan, ranks, lengths, cost, prompts)
 
     # Weight sync ------------------------------------------------------------------------------------------------------
@@ -487,7 +499,7 @@ class Trainer:
         batch = self._empty_batch(rollouts, np.zeros(len(valid), np.float32), valid)
         for phase in [phase for phase in FORWARD_PHASES if self.recipe.runs(phase)] or ["actor_logprob"]:
             plan = self._plan(phase, batch, self.recipe.evaluation_schedule(phase))
-            samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[ROLE_OF[phase]].place)
+            samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[role_of(phase)].place)
             ran = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
             batch = batch.with_fields(**{FORWARD_PHASES[phase][1]: ran.results})
         return evaluation_loss(self._advantages(batch)[1], batch.fields["logprobs"], valid)
@@ -543,14 +555,8 @@ class Trainer:
 
     def _save(self, state: dict[str, Any], run: RunDirectory, preemption: Preemption) -> None:
         with self.clock.phase("checkpoint"):  # counted in the next step's line
-            latest = latest_checkpoint(run.checkpoints)
-            try:
-                plain = {name: value for name, value in state.items() if name != "rollouts"}
-                save_checkpoint(run.checkpoints, state["step"], self.parts.moving, plain, state["rollouts"])
-            except BaseException as error:  # torch raises one that is no Exception
-                if is_full(error) and not isinstance(error, DiskFull):
-                    raise no_room(run.checkpoints, f"the checkpoint of step {state['step']}", size_bytes(latest)) from error
-                raise
+            plain = {name: value for name, value in state.items() if name != "rollouts"}
+            save_checkpoint(run.checkpoints, state["step"], self.parts.moving, plain, state["rollouts"])
         preemption.saved = state["step"]
 
     def _leave(self, done: int, state: dict[str, Any] | None, run: RunDirectory, preemption: Preemption) -> Preempted:

@@ -7,6 +7,10 @@ from typing import Any
 from tests.planner_cases import QWEN_7B
 
 LLAMA_2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+QWEN_3 = {
+    "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B-Instruct": QWEN_7B,
     "Qwen/Qwen2.5-32B": QWEN_7B | {
@@ -26,6 +30,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [],
         "decoder_sparse_step": 1, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-8B": QWEN_3 | {
+        "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+    },
+    "Qwen/Qwen3-32B": QWEN_3 | {
+        "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
     },
     "unsloth/DeepSeek-V3-bf16": {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,

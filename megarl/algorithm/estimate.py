@@ -283,6 +283,7 @@ ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = 
     "supervised": lambda scored, *_: _spread(torch.ones_like(scored.rewards), scored),
     "dpo": _dpo,
     "bradley_terry": _bradley_terry,
+    "none": lambda scored, coefficient, _: _spread(torch.zeros_like(scored.rewards), scored),
 }
 
 

@@ -50,12 +50,21 @@ class Batch:
     own_lengths: np.ndarray = None  # type: ignore[assignment]  # [sequences]; None: all completion tokens
     sampled: bool = True  # False: the tokens are data, and no engine's log-probabilities can be compared with
     version: int = 0  # the weight version that is trained
+    teachers: np.ndarray = None  # type: ignore[assignment]  # [sequences] str: the name of the teacher that judges each
+    # The teacher's rows [own tokens, width] of the sequences that this rank's update reads (`teaching.py`), on the host.
+    teacher_rows: dict[int, Tensor] = field(default_factory=dict)
     max_staleness: int = 0  # by how many versions a token may be older; above 0 metrics follow the staleness of tokens
     rollouts: np.ndarray = None  # type: ignore[assignment]  # [sequences], as in `RolloutBatch`; None: one sequence each
     prefixes: np.ndarray = None  # type: ignore[assignment]  # [sequences], as in `RolloutBatch`; None: the groups
 
     def __post_init__(self) -> None:
-        defaults = {"own_lengths": self.completion_lengths, "prefixes": self.groups, "rollouts": np.arange(len(self.groups))}
+        num_sequences = len(self.groups)
+        defaults = {
+            "own_lengths": self.completion_lengths,
+            "prefixes": self.groups,
+            "rollouts": np.arange(num_sequences),
+            "teachers": np.full(num_sequences, ""),
+        }
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
@@ -68,6 +77,10 @@ class Batch:
     def with_fields(self, **fields: Sequence[Tensor]) -> Batch:
         """Return this batch with further per-token results."""
         return replace(self, fields={**self.fields, **fields})
+
+    def with_teacher_rows(self, rows: dict[int, Tensor]) -> Batch:
+        """Return this batch with the rows of one more teacher."""
+        return replace(self, teacher_rows={**self.teacher_rows, **rows})
 
     def without(self, samples: Collection[int]) -> Batch:
         """Return this batch with `samples` and all other segments of their rollouts masked: they no longer count.

@@ -27,7 +27,8 @@ from megarl.megatron.model import DecoderModel, local_name
 from megarl.megatron.non_finite import NotFinite, name_ranks, non_finite_tensors
 from megarl.megatron.parallel import gather_to_all
 from megarl.megatron.role import Role
-from megarl.telemetry.disk import free_bytes, no_room
+from megarl.telemetry.disk import DiskFull, free_bytes, is_full, no_room, size_bytes
+from megarl.telemetry.run_directory import latest_checkpoint
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
@@ -80,9 +81,12 @@ def save_checkpoint(
                     raise no_room(partial.parent, f"checkpoint of step {step}: the {name}", sum(sizes))
                 dist_checkpointing.save(content, str(partial / name))
         dist.barrier()
-    except BaseException:  # whatever ended the save, an interrupt included: leave no partial checkpoint behind
+    except BaseException as error:  # whatever ended the save, an interrupt included: leave no partial checkpoint behind
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
+        if is_full(error) and not isinstance(error, DiskFull):
+            before = size_bytes(latest_checkpoint(Path(directory)))
+            raise no_room(Path(directory), f"the checkpoint of step {step}", before) from error
         raise
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)

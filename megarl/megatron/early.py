@@ -21,6 +21,7 @@ class Forward:
 
     results: list[Tensor]
     executed: Executed
+    rows: dict[int, Tensor] = field(default_factory=dict)  # a teacher's, of the samples that this rank ran (`teaching.py`)
 
 
 @dataclass(frozen=True)

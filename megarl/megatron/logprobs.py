@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,10 +64,10 @@ class LogProbabilities:
     def first_column(self, weight: Tensor) -> int:
         return self.group.rank() * len(weight)
 
-    def blocks(self, num_rows: int, weight: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield rows and columns (of this rank) of each block, without the vocabulary's padding."""
+    def blocks(self, num_rows: int, weight: Tensor, parts: int = 1) -> Iterator[tuple[slice, slice]]:
+        """Yield rows and columns (of this rank) of each block, without the padding; `parts` are held at once."""
         columns = max(0, min(len(weight), self.vocab - self.first_column(weight)))
-        return blocks.cut(num_rows, columns, weight.device.type == "cpu")
+        return blocks.cut(num_rows, columns, weight.device.type == "cpu", parts)
 
 
 class _Head(torch.autograd.Function):
@@ -108,11 +107,7 @@ class _Head(torch.autograd.Function):
         slope = (torch.zeros_like(normaliser) if of_logprobs is None else of_logprobs) / head.temperature
         bonus = None if of_entropy is None else of_entropy / head.temperature
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        has_buffer = hasattr(weight, "main_grad")
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            zeros = partial(torch.zeros, weight.shape, dtype=torch.float32, device=weight.device)
-            grad_weight = weight.main_grad if has_buffer else zeros()
+        grad_weight = begin_weight_gradient(weight, ctx.needs_input_grad[1], torch.float32)
 
         def add_block(
             rows: slice, columns: slice
@@ -123,24 +118,35 @@ class _Head(torch.autograd.Function):
             else:
                 more = (entropies[rows], bonus[rows])
                 block = head.slopes_with_entropy(logits, targets, normaliser[rows], head.temperature, slope[rows], *more)
-            _add_product(grad_hidden[rows], block, weight[columns])
+            add_product(grad_hidden[rows], block, weight[columns])
             if grad_weight is not None:
-                _add_product(grad_weight[columns], block.t(), hidden[rows])
+                add_product(grad_weight[columns], block.t(), hidden[rows])
 
         for block in head.blocks(len(hidden), weight):
             add_block(*block)
         grad_hidden = grad_hidden.to(hidden.dtype)
         if head.group.size() > 1:
             dist.all_reduce(grad_hidden, group=head.group)
-        # For autograd, by the rules of megatron-core's linear layers with fused accumulation: a weight with `zero_out_wgrad`
-        # still gets the embedding's gradient; any other needs some gradient, which the mark keeps from being added.
-        if grad_weight is not None and not has_buffer:
-            grad_weight = grad_weight.to(weight.dtype)
-        elif grad_weight is not None:
-            grad_weight = None if hasattr(weight, "zero_out_wgrad") else torch.empty_like(weight)
-            if grad_weight is not None:
-                weight.grad_added_to_main_grad = True
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, end_weight_gradient(weight, grad_weight), None, None, None
+
+
+def begin_weight_gradient(weight: Any, is_needed: bool, dtype: torch.dtype) -> Tensor | None:
+    """Return what the gradient of a head's weight is added to: megatron-core's buffer, or zeros; None if none is needed."""
+    if not is_needed:
+        return None
+    return weight.main_grad if hasattr(weight, "main_grad") else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+
+def end_weight_gradient(weight: Any, gradient: Tensor | None) -> Tensor | None:
+    """Return what autograd gets of it, by the rules of megatron-core's linear layers with fused accumulation: a weight with
+    `zero_out_wgrad` still gets the embedding's gradient; any other needs some gradient, which the mark keeps from being
+    added."""
+    if gradient is None or not hasattr(weight, "main_grad"):
+        return None if gradient is None else gradient.to(weight.dtype)
+    if hasattr(weight, "zero_out_wgrad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _over_blocks(hidden: Tensor, weight: Tensor, local: Tensor, head: LogProbabilities, entropy: bool) -> tuple[Tensor, ...]:
@@ -224,9 +230,9 @@ def _add_at_target(wide: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
     return wide.scatter_add_(-1, targets.clamp(0, last).unsqueeze(-1), here.unsqueeze(-1))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right, total in fp32."""
-    if left.dtype == torch.float32:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right, total in fp32 or wider."""
+    if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)

@@ -30,7 +30,7 @@ def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest
 
 @dataclass
 class PolicyObjective:
-    """Policy loss, entropy bonus, and the KL term if the recipe puts it in the loss."""
+    """Policy loss, entropy bonus, and the KL term and the divergence from teachers if the recipe puts them in the loss."""
 
     settings: AlgorithmSection
     batch: Batch
@@ -42,7 +42,8 @@ class PolicyObjective:
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         logprobs, entropy = outputs["logprobs"], outputs["entropy"]  # [own tokens]
         lengths, order = _by_rollout(self.batch.rollouts[list(micro.samples)], micro.own_lengths)
-        names = [name for name in ("advantages", "logprobs", "reference_logprobs") if name in self.batch.fields]
+        possible = ("advantages", "logprobs", "reference_logprobs", "teacher_logprobs")
+        names = [name for name in possible if name in self.batch.fields]
         sampled = [self.batch.samples[sample].completion for sample in micro.samples]
         known = {"rollout": np.concatenate([completion.logprobs[completion.own] for completion in sampled])}
         if self.batch.max_staleness:
@@ -57,7 +58,12 @@ class PolicyObjective:
         rollout = fields["rollout"]
         # With one update per batch there is no actor_logprob phase; its results would equal these.
         old = fields.get("logprobs", logprobs.detach())
-        tokens = PolicyTokens(logprobs, old, fields["advantages"], lengths)
+        advantages, teacher, distillation = fields["advantages"], fields.get("teacher_logprobs"), self.settings.distillation
+        if distillation is not None and distillation.place == "advantage":
+            advantages = advantages - distillation.coefficient * (old - fields["teacher_logprobs"])
+        # Where all advantages are 0 the head needs no backward pass of the policy loss.
+        policy = logprobs if self.settings.has_policy_loss else logprobs.detach()
+        tokens = PolicyTokens(policy, old, advantages, lengths)
         losses, clipped = self._loss(tokens)
         difference = (old - rollout).abs() * kept
         correction: Sums = {}
@@ -83,6 +89,14 @@ class PolicyObjective:
             if self.settings.kl.place == "loss":
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
             sums["kl_sum"] = (divergence.detach() * kept).sum()
+        if distillation is not None:
+            if teacher is not None:
+                divergence = kl(logprobs, teacher, distillation.estimator or "k1")
+            else:
+                divergence = outputs["divergence"] if order is None else outputs["divergence"][place]
+            if distillation.place == "loss":
+                loss = loss + distillation.coefficient * (weight * divergence).sum()
+            sums["teacher_kl_sum"] = (divergence.detach() * kept).sum()
         if (stop := self.settings.early_stop) is not None:
             moved = kl(old, logprobs.detach(), stop.estimator)  # the old policy sampled the tokens
             sums["moved_kl_sum"] = (moved * kept).sum()

@@ -160,6 +160,11 @@ class Role:
                     model.requires_grad_(False)
             else:
                 self._make_trainable(training, settings)
+        # A teacher that gives rows reads its head in this way, and they have this width and type; see `teaching.py`.
+        self.reads_head: Callable[[Tensor, Tensor, LogProbabilities], dict[str, Tensor]] | None = None
+        self.row_width, self.row_dtype = 0, self.config.params_dtype
+        # An actor that compares itself with teachers' rows; returns the divergence at this context rank's own tokens.
+        self.distillation: Callable[[Batch, PackedMicroBatch, Tensor, Tensor], Tensor] | None = None
         self.router_replay = RouterReplay(self.models, shape, place) if router_replay else None
         self.activations = ActivationOffload(self.models) if features.offload_activations else None
         offload = memory.offload if memory is not None else "none"
@@ -268,10 +273,16 @@ class Role:
         temperature = self.head.temperature if sampled else 1.0
         adapters = switched_off(() if adapted else self.adapters.values())
         with self.place.active(), torch.no_grad(), adapters, self.head.at(temperature):
+
+            def finish(micro: PackedMicroBatch, output: Tensor) -> tuple[PackedMicroBatch, Outputs]:
+                outputs = self._outputs(micro, output, entropy=False)
+                # Rows are many: the device does not keep them to the end of the phase.
+                return micro, {name: part.cpu() if name == "rows" else part for name, part in outputs.items()}
+
             stored, executed = self._run(
                 batch,
                 mini_batch,
-                lambda micro, output: (micro, self._outputs(micro, output, entropy=False)),
+                finish,
                 forward_only=True,
                 replay=self.router_replay if adapted and sampled else None,  # the base model chooses its experts itself
             )
@@ -279,7 +290,8 @@ class Role:
         samples = [sample for micro, _ in stored for sample in micro.samples]
         lengths = [length for micro, _ in stored for length in micro.own_lengths]
         for name in stored[0][1] if stored else ():
-            flat = torch.cat([outputs[name] for _, outputs in stored]).float().cpu()  # the only wait of the host
+            flat = torch.cat([outputs[name] for _, outputs in stored])
+            flat = flat if name == "rows" else flat.float().cpu()  # the only wait of the host
             results[name] = dict(zip(samples, flat.split(lengths), strict=True))
         return results, executed
 
@@ -299,6 +311,9 @@ class Role:
 
             def finish(micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
                 outputs = self._outputs(micro, output, entropy=True)
+                if self.distillation is not None:
+                    local = self.distillation(batch, micro, output.squeeze(1), self.models[-1].head_weight)
+                    outputs["divergence"] = over_context(local, micro, self.place)
                 if not micro.samples:  # padding, so that all ranks run as many micro-batches
                     loss = torch.stack([values.sum() for values in outputs.values()]).sum()
                     return loss, ((micro.samples, loss.detach()), {})
@@ -329,13 +344,15 @@ class Role:
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
     def take_weights(self, other: Role) -> None:
-        """Copy this rank's shards from another role of the same model under the same layout."""
-        for target, source in zip(self.models, other.models, strict=True):
-            weights, sources = dict(target.named_parameters()), dict(source.named_parameters())
-            assert weights.keys() == sources.keys(), (
-                f"{self.role} and {other.role} are built differently: {weights.keys() ^ sources.keys()}"
-            )
-            with torch.no_grad():
+        """Copy this rank's shards from another role of the same model under the same layout. Collective."""
+        assert self is not other, f"the {self.role} has no weights of its own"
+        with self.present(), other.present(), torch.no_grad():
+            other.gather_weights()
+            for target, source in zip(self.models, other.models, strict=True):
+                weights, sources = dict(target.named_parameters()), dict(source.named_parameters())
+                assert weights.keys() == sources.keys(), (
+                    f"{self.role} and {other.role} are built differently: {weights.keys() ^ sources.keys()}"
+                )
                 for name, weight in weights.items():
                     weight.copy_(sources[name])
 
@@ -472,6 +489,8 @@ class Role:
         # output [this context rank's own tokens, 1, hidden], or [1, this context rank's own tokens, 1] of a scalar role
         if self.role in SCALAR_ROLES:
             local = {SCALAR_ROLES[self.role]: output.float().flatten()}
+        elif self.reads_head is not None:
+            local = self.reads_head(output.squeeze(1), self.models[-1].head_weight, self.head)
         else:
             weight = self.models[-1].head_weight
             if self.optimizer is not None:  # the head is no module whose hook would wait for the gather
@@ -504,7 +523,8 @@ def share_results(
 ) -> list[Tensor]:
     """Broadcast the results of each data-parallel rank; returns the results of every sequence, in sample order.
 
-    Results are per token, or one per sequence if `one_each`. `place` belongs to the role that computed them. Collective.
+    Results are per token, or one per sequence if `one_each`; 0 for sequences that the phase did not run. `place` belongs to
+    the role that computed them. Collective.
     """
     ordered: list[Tensor] = []
     for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
@@ -520,4 +540,6 @@ def share_results(
             host = flat.cpu()  # here the host waits for a GPU
         ordered += host.split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
+    absent = {sample for sample in range(len(batch.own_lengths)) if sample not in by_sample}
+    by_sample |= {sample: torch.zeros(int(batch.own_lengths[sample])) for sample in absent}
     return [by_sample[sample] for sample in range(len(batch.own_lengths))]

@@ -25,8 +25,7 @@ from megarl.planner.memory_estimate import (
     worst_load,
 )
 from megarl.planner.roles import PlannedRole
-from megarl.recipe import ENGINE_PHASES, Recipe
-from megarl.recipe.phases_section import ROLE_OF
+from megarl.recipe import Recipe, role_of
 from megarl.recipe.sizes import engines_of, limits_of, memory_roles
 from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 from megarl.schedule import Quality, Schedule, plan_phase, quality, violations
@@ -59,7 +58,7 @@ class Job:
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
-        return next(role for role in self.roles if role.name == ROLE_OF[phase])
+        return next(role for role in self.roles if role.name == role_of(phase))
 
     def runs(self, schedule: Schedule) -> bool:
         """Whether the role's layout runs a schedule for every batch that the recipe allows."""
@@ -120,7 +119,7 @@ def job_of(
     limits, device = limits_of(recipe), recipe.device
     return Job(
         roles=tuple(roles.values()),
-        schedules=tuple(recipe.schedule(phase) for phase in ENGINE_PHASES if recipe.runs(phase)),
+        schedules=tuple(recipe.schedule(phase) for phase in recipe.engine_phases if recipe.runs(phase)),
         lengths=find_lengths(lengths, limits, seed, read_metrics),
         limits=limits,
         seed=seed,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megarl.models.layout import Layout
 from megarl.planner.forecast import Job
-from megarl.recipe import ROLE_OF
+from megarl.recipe import role_of
 from megarl.recipe.layout_section import divisors, tensor_divides
 from megarl.schedule.schedule import in_micro_batch
 
@@ -25,7 +25,7 @@ def layouts_of(job: Job, role_name: str) -> list[Layout]:
     """
     role = next(role for role in job.roles if role.name == role_name)
     total, shape = job.limits.num_sequences, role.shape
-    sizes = [schedule.mini_batch or total for schedule in job.schedules if ROLE_OF[schedule.phase] == role_name]
+    sizes = [schedule.mini_batch or total for schedule in job.schedules if role_of(schedule.phase) == role_name]
     layouts = []
     for tensor in range(1, min(NODE_RANKS, job.ranks) + 1):
         if not tensor_divides(shape, tensor):

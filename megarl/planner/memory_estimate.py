@@ -87,6 +87,7 @@ def resident(role: PlannedRole, pipeline_rank: int, during: str = "update") -> D
     if role.borrows_weights:
         return DeviceMemory()
     weights = (stage_weights(role, pipeline_rank) + adapter_weights(role, pipeline_rank)) * role.bytes_per_weight
+    heads = role.vocab_width * sum(role.teacher_widths) if role.has_head(pipeline_rank) else 0  # they stay on the device
     copies = 2 if role.precision == "fp32" else 3
     gradients = _FP32 * trained_weights(role, pipeline_rank)
     optimizer = _FP32 * copies * optimizer_share(role, pipeline_rank)
@@ -95,6 +96,7 @@ def resident(role: PlannedRole, pipeline_rank: int, during: str = "update") -> D
         host, gradients, optimizer = optimizer, 0, 0  # gradients are dropped
     if during == "between" and offload == "all":
         host, weights = host + weights, 0
+    weights += heads * role.bytes_per_weight
     return DeviceMemory(weights=weights, gradients=gradients, optimizer=optimizer, host=host)
 
 
@@ -257,6 +259,7 @@ def _update_moments(role: PlannedRole, pipeline_rank: int, tokens: int, head_tok
         moments.append(DeviceMemory(gradients=_FP32 * max(weights - routed, routed)))
     if role.has_head(pipeline_rank) and not role.has_value_head:
         rows = activations.head_rows(role, head_tokens)
+        saved += head_tokens * max(role.teacher_widths, default=0) * width  # the teacher's rows
         # The final norm keeps its input in fp32 and its normalised input.
         final_norm = (_FP32 + (width if role.lora is None else 0)) * hidden
         saved += rows if offloads else tokens * final_norm + rows

@@ -329,8 +329,9 @@ class HostMemory:
     """Bytes of one node's host by what holds them.
 
     `devices` is what trainer ranks and engines hold, where their device is a CPU; `offloaded` what roles keep there between
-    their phases, and `activations` what an update offloads, pinned copies as large as torch makes them; `checkpoint` the
-    optimizer states that each rank gathers to save them; `processes` what each process takes before it holds anything.
+    their phases; `teacher_rows` what teachers gave for each token of a step; `activations` what an update offloads, pinned
+    copies as large as torch makes them; `checkpoint` the optimizer states that each rank gathers to save them; `processes`
+    what each process takes before it holds anything.
     """
 
     devices: int
@@ -339,6 +340,7 @@ class HostMemory:
     checkpoint: int
     weight_sync: int
     routing: int
+    teacher_rows: int
     ray: int
     processes: int
 
@@ -418,6 +420,20 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostM
         checkpoint=saved * ranks,
         weight_sync=weight_sync,
         routing=routing,
+        teacher_rows=_teacher_row_bytes(recipe, job) * ranks,
         ray=OBJECT_STORE_BYTES,
         processes=PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
     )
+
+
+def _teacher_row_bytes(recipe: Recipe, job: Job) -> int:
+    """Bytes of a rank for the rows that teachers give and that the actor's update reads: of the tokens that it judges, and
+    of those that it trains on."""
+    actor, distillation, rows = job.roles[0], recipe.algorithm.distillation, 0
+    for teacher in job.roles:
+        if distillation is None or distillation.over == "sampled" or not teacher.name.startswith("teachers."):
+            continue
+        width = 8 * distillation.top_k if distillation.top_k else teacher.shape.hidden * teacher.bytes_per_weight
+        tokens = recipe.num_sequences * recipe.max_own_tokens
+        rows = max(rows, (tokens // teacher.layout.data + tokens // actor.layout.data) * width)
+    return rows

@@ -29,8 +29,9 @@ class PlannedRole:
     """A Megatron role: its model, its layout, and the recipe sections that change what it holds.
 
     `trained` roles have gradients and an optimizer. With `lora` only the adapters are trained. A role with `borrows_weights`
-    uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `scores`: the actor is trained as a
-    reward model.
+    uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `teacher_widths` are the hidden
+    sizes of teachers whose heads the last stage holds, to compare vocabularies. `scores`: the actor is trained as a reward
+    model.
     """
 
     name: str
@@ -43,14 +44,20 @@ class PlannedRole:
     lora: LoraSection | None = None
     entropy_bonus: bool = False
     borrows_weights: bool = False
+    teacher_widths: tuple[int, ...] = ()
     on_cpu: bool = False
     scores: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in ("actor", "reference", "critic", "reward_model"):
-            raise ValueError(f"role = {self.name!r}; one of actor, reference, critic and reward_model")
+        if self.name not in ("actor", "reference", "critic", "reward_model") and not self.is_frozen_policy:
+            raise ValueError(f"role = {self.name!r}; one of actor, reference, teachers.NAME, critic and reward_model")
         if self.precision not in BYTES:
             raise ValueError(f"precision = {self.precision!r}; one of {sorted(BYTES)}")
+
+    @property
+    def is_frozen_policy(self) -> bool:
+        """Whether the role gives log-probabilities and is never trained."""
+        return self.name == "reference" or self.name.startswith("teachers.")
 
     @property
     def has_value_head(self) -> bool:

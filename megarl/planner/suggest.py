@@ -30,6 +30,7 @@ from megarl.planner.forecast import (
 )
 from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.planner.memory_estimate import MIB, gib
+from megarl.recipe import kind_of
 from megarl.schedule import Schedule
 
 # Mean sequences in a cap that leaves the packing free to fill it.
@@ -119,9 +120,7 @@ def _saving_job(job: Job, settings: dict[str, str | bool]) -> Job:
     """The job with each role's `memory` saving at least as much as `settings`, as far as the role has such a key."""
     roles = []
     for role in job.roles:
-        has_key = role.trained or (
-            role.name == "reference" and not role.borrows_weights and settings.get("offload") == "all"
-        )
+        has_key = role.trained or (role.is_frozen_policy and not role.borrows_weights and settings.get("offload") == "all")
         stated = {key: getattr(role.memory, key) for key in settings if has_key and (role.trained or key == "offload")}
         update = {key: max(value, settings[key], key=_ORDER.index) for key, value in stated.items()}
         roles.append(replace(role, memory=role.memory.model_copy(update=update)))
@@ -318,4 +317,4 @@ def _phase_keys(plan: Forecast) -> Iterator[Suggestion]:
         )
         if phase.phase == "actor_logprob":
             reason = f"the rule of actor_update, which keeps the first policy ratios near 1; {reason}"
-        yield Suggestion(f"phases.{phase.phase}.micro_batch", {"max_tokens": phase.schedule.max_tokens}, reason)
+        yield Suggestion(f"phases.{kind_of(phase.phase)}.micro_batch", {"max_tokens": phase.schedule.max_tokens}, reason)

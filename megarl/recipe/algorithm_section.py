@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 Advantage = Literal[
-    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
+    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "none",
     "supervised", "dpo", "bradley_terry",
 ]  # fmt: skip
 
@@ -126,6 +126,50 @@ class KlSection(Section):
         return section
 
 
+class DistillationSection(Section):
+    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] = "reverse_kl"
+    """Of the policy p and the teacher q: `reverse_kl` KL(p || q), `forward_kl` KL(q || p), or `jensen_shannon`, that of both
+    from their mixture."""
+    over: Literal["sampled", "top_k", "vocabulary"] = "sampled"
+    """At each position: `sampled` estimates the reverse KL from the sampled token; `top_k` compares the teacher's `top_k`
+    likeliest tokens, and the rest as one; `vocabulary` compares all tokens."""
+    place: Literal["advantage", "loss"]
+    """Subtract the divergence from the advantage of each token, or add it to the loss."""
+    coefficient: Above = 1.0
+    """Factor of the divergence."""
+    estimator: Literal["k1", "k2", "k3", "absolute"] | None = None
+    """With `over: sampled` in the loss, the estimator of the reverse KL, as in `algorithm.kl`; the expected gradient of `k2`
+    is that of the divergence."""
+    top_k: Positive | None = None
+    """With `over: top_k`, how many of the teacher's tokens are compared."""
+    mixture: Below | None = None
+    """With `jensen_shannon`, the teacher's share of the mixture; null for one half."""
+    route: Annotated[str, Field(min_length=1)] | None = None
+    """With several teachers, the field of a data row that names the teacher of its completions; null draws a teacher for
+    each prompt, by `teachers.NAME.weight`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> DistillationSection:
+        if self.over == "sampled" and self.divergence != "reverse_kl":
+            raise broken_rule(
+                "the policy's own tokens estimate the reverse KL alone", "divergence: reverse_kl, or over: top_k"
+            )
+        if self.over != "sampled" and self.place == "advantage":
+            raise broken_rule("a divergence over several tokens is no advantage of one", "place: loss, or over: sampled")
+        needed = {
+            "estimator": self.over == "sampled" and self.place == "loss",
+            "top_k": self.over == "top_k",
+            "mixture": self.divergence == "jensen_shannon",
+        }
+        values = {"estimator": self.estimator, "top_k": self.top_k, "mixture": self.mixture}
+        for name, is_read in needed.items():
+            if values[name] is not None and not is_read:
+                raise broken_rule(f"nothing reads {name} here", f"remove {name}")
+            if values[name] is None and is_read and name != "mixture":
+                raise broken_rule(f"needs {name}", "estimator: k2" if name == "estimator" else "top_k: 64")
+        return self
+
+
 class GroupSection(Section):
     deviation: bool = True
     """Divide by the deviation of the group's rewards."""
@@ -210,8 +254,9 @@ class AlgorithmSection(Section):
     ]
     """How much better than expected a token was. `gae` needs a critic; `grpo`, `dr_grpo`, `rloo` and
     `reinforce_plus_plus_baseline` compare the completions of a prompt; `remax` compares each with one extra greedy
-    completion a prompt; `module:function` is yours, decorated with `megarl.algorithm.advantage`. `supervised`, `dpo` and
-    `bradley_terry` are those of `run.kind: sft`, `dpo` and `reward_model`."""
+    completion a prompt; `none` learns from no reward, only from `distillation`; `module:function` is yours, decorated with
+    `megarl.algorithm.advantage`. `supervised`, `dpo` and `bradley_terry` are those of `run.kind: sft`, `dpo` and
+    `reward_model`."""
     group_size: Positive
     """Completions of one prompt."""
     group: GroupSection | None = None
@@ -226,6 +271,8 @@ class AlgorithmSection(Section):
     """Factor of the entropy bonus."""
     kl: KlSection | None = None
     """The KL term against the reference; null for none, and no reference runs."""
+    distillation: DistillationSection | None = None
+    """Learn from `teachers` on the policy's own completions; null for none, and no teacher runs."""
     gae: GaeSection | None = None
     """Generalized advantage estimation; with `advantage: gae` only."""
     value_loss: ValueLossSection | None = None
@@ -251,6 +298,11 @@ class AlgorithmSection(Section):
         of_rollouts = self.mismatch is not None and self.mismatch.level != "token"
         return of_rollouts or self.policy_loss.kind in ("gspo", "gmpo", "function")
 
+    @property
+    def has_policy_loss(self) -> bool:
+        """Whether the policy loss teaches anything: not where a divergence in the loss is all that is learned from."""
+        return self.advantage != "none" or self.distillation is None or self.distillation.place == "advantage"
+
 
 def algorithm_rules(recipe: Recipe) -> Violations:
     """Advantages, losses and corrections that do not work together, or lack what they read."""
@@ -264,7 +316,8 @@ def algorithm_rules(recipe: Recipe) -> Violations:
         if algorithm.advantage in OF_TOKENS:
             rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
             yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
-    if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None:
+    yield from _distillation_rules(recipe)
+    if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None and algorithm.has_policy_loss:
         rule = f"required with rollout.max_staleness = {staleness}: older weights than the trainer's sample the tokens"
         nearest = "mismatch: {correction: truncate}, or rollout.max_staleness: 0"
         yield Violation("algorithm.mismatch", MISSING, rule, nearest)
@@ -313,6 +366,28 @@ def _advantage_rules(recipe: Recipe) -> Violations:
             yield Violation(key, GIVEN, "needs algorithm.advantage: gae (PPO)", f"remove {key}, or algorithm.advantage: gae")
         if section is None and algorithm.advantage == "gae":
             yield Violation(key, MISSING, "required with algorithm.advantage: gae (PPO)", example)
+
+
+def _distillation_rules(recipe: Recipe) -> Violations:
+    """Runs without rewards have a teacher, and nothing that would only change rewards."""
+    algorithm, key = recipe.algorithm, "algorithm.advantage"
+    distillation = algorithm.distillation
+    if distillation is not None and distillation.place == "advantage" and algorithm.policy_loss.kind == "gmpo":
+        rule = "has one advantage a sequence; algorithm.distillation.place = advantage gives each token its own"
+        yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
+    if algorithm.advantage != "none":
+        return
+    if distillation is None:
+        yield Violation(key, "none", "without algorithm.distillation nothing is learned", "grpo, or add distillation")
+    unread = {
+        "algorithm.mismatch": algorithm.mismatch is not None and not algorithm.has_policy_loss,
+        "algorithm.kl.place": algorithm.kl is not None and algorithm.kl.place == "reward",
+        "algorithm.overlong.buffer": algorithm.overlong is not None and algorithm.overlong.buffer > 0,
+        "reward_model": recipe.reward_model is not None,
+    }
+    for other, holds in unread.items():
+        if holds:
+            yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
 
 
 def _dynamic_sampling_rules(recipe: Recipe) -> Violations:

@@ -48,6 +48,8 @@ from megarl.recipe.role_sections import (
     reference_rules,
     reward_model_files,
     reward_model_rules,
+    teacher_fits_model,
+    teacher_rules,
     trained_role_rules,
 )
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
@@ -69,6 +71,7 @@ RULES: tuple[Callable[[Recipe], Violations], ...] = (
     algorithm_rules,
     trained_role_rules,
     reference_rules,
+    teacher_rules,
     reward_model_rules,
     modules_exist,
     reward_rules,
@@ -168,6 +171,8 @@ def _model_faults(recipe: Recipe, key: str, path: str, fetch: Fetch | None, rank
     else:
         roles = [of_key]
         faults += same_tokens(recipe, key, path, fetch)
+        if of_key.startswith("teachers."):
+            faults += teacher_fits_model(recipe, key, path, shape, fetch)
     if of_key == "reward_model":
         faults += reward_model_files(path, find_model(path, fetch))
     written = dict(written_layouts(recipe))
@@ -242,6 +247,7 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[Any], list[type[Section]], Field
     here: list[type[Section]] = [Recipe]
     owners: list[type[Section]] = []
     field: FieldInfo | None = None
+    depth = 0  # of `field` in the path
     for part in loc:
         chosen = [section for section in here if len(here) > 1 and part in kinds(section)]
         if chosen:
@@ -249,9 +255,12 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[Any], list[type[Section]], Field
             continue
         if field is not None and not here and not isinstance(part, int):
             continue  # the tag of a union of plain values
-        path.append(part)
-        if isinstance(part, int):
+        if part != "[key]":  # an illegal name, which pydantic gives before
+            path.append(part)
+        is_name = field is not None and typing.get_origin(field.annotation) is dict and len(path) - 1 == depth
+        if isinstance(part, int) or is_name:
             continue
+        depth = len(path)
         owners = here
         field = next((section.model_fields[part] for section in here if part in section.model_fields), None)
         here = sections_of(field.annotation) if field else []
@@ -295,7 +304,9 @@ def _rule_and_nearest(detail: dict[str, Any], value: Any, field: FieldInfo | Non
         return "must be a section, a mapping of keys to values", ""
     if kind == "string_pattern_mismatch":
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
-        return rule, cleaned if re.search(context["pattern"], cleaned) else "module:function"
+        if re.search(context["pattern"], cleaned):
+            return rule, cleaned
+        return rule, "module:function" if ":" in context["pattern"] else "a letter, then letters, digits, _ or -"
     if kind == "literal_error" and field is not None and _takes_numbers(field.annotation):
         return f"must be a whole number or {options[0]}", str(value) if str(value).isdecimal() else options[0]
     if kind == "literal_error":

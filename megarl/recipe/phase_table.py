@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.device_section import is_for_cpus
-from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
+from megarl.recipe.phases_section import UPDATE_PHASES, role_of
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.rollout_section import known_engine_args
 from megarl.recipe.weight_sync_section import obstacle_to_mapping
@@ -34,13 +34,13 @@ class PhaseRow:
 def phase_table(recipe: Recipe) -> list[PhaseRow]:
     """A row for each phase that runs, in order."""
     return [
-        _engine_row(recipe, phase) if phase in ENGINE_PHASES else _other_row(recipe, phase)
+        _engine_row(recipe, phase) if phase in recipe.engine_phases else _other_row(recipe, phase)
         for phase in recipe.running_phases
     ]
 
 
 def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
-    role = ROLE_OF[phase]
+    role = role_of(phase)
     schedule, layout = recipe.schedule(phase), recipe.layout(role)
     longest, segments = recipe.max_sequence_tokens, recipe.max_segments
     count = worst_case_micro_batches(schedule, recipe.num_rollouts, layout, longest, segments)

@@ -95,6 +95,8 @@ class PhasesSection(Section):
     `rollout.max_staleness` above 0, or pairs (`run.kind: dpo` and `reward_model`, whose scores these are)."""
     reference_logprob: ForwardPhaseSection | None = None
     """Log-probabilities under the reference; runs with a KL term, and with `run.kind: dpo`."""
+    teacher_logprob: ForwardPhaseSection | None = None
+    """What each teacher gives for the completions that it judges; runs once for each of `teachers`."""
     critic_value: ForwardPhaseSection | None = None
     """Values of every token; runs with a critic."""
     critic_update: UpdatePhaseSection | None = None
@@ -103,13 +105,14 @@ class PhasesSection(Section):
     """Updates of the actor."""
 
 
-# Every phase, in the order of a step.
+# Every phase, in the order of a step. A recipe runs `teacher_logprob` once for each teacher, as `teacher_logprob.NAME`.
 PHASES = (
     "rollout",
     "reward",
     "reward_model",
     "actor_logprob",
     "reference_logprob",
+    "teacher_logprob",
     "critic_value",
     "advantage",
     "critic_update",
@@ -119,7 +122,7 @@ PHASES = (
 
 
 # Phases that a Megatron role runs by micro-batches; each has a section under `phases`.
-FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "critic_value")
+FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "teacher_logprob", "critic_value")
 
 
 UPDATE_PHASES = ("critic_update", "actor_update")
@@ -128,7 +131,7 @@ UPDATE_PHASES = ("critic_update", "actor_update")
 ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
 
 
-# Which role runs an engine phase.
+# Which role runs an engine phase; `role_of` knows the phases of teachers, too.
 ROLE_OF = {
     "reward_model": "reward_model",
     "actor_logprob": "actor",
@@ -139,12 +142,24 @@ ROLE_OF = {
 }
 
 
+def kind_of(phase: str) -> str:
+    """The name of a phase's section: `teacher_logprob` for `teacher_logprob.math`."""
+    return phase.partition(".")[0]
+
+
+def role_of(phase: str) -> str:
+    """The role that runs an engine phase: `teachers.math` for `teacher_logprob.math`."""
+    kind, _, teacher = phase.partition(".")
+    return f"teachers.{teacher}" if teacher else ROLE_OF[kind]
+
+
 SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
 # When a phase runs.
 REASONS = {
     "reward_model": "it runs with a reward_model",
     "reference_logprob": "it runs with algorithm.kl, which reads the reference, and with run.kind: dpo",
     "actor_logprob": "it runs with several updates per batch, rollout.max_staleness > 0, algorithm.kl.place: reward; pairs",
+    "teacher_logprob": "it runs with algorithm.distillation",
     "critic_value": "it runs with algorithm.advantage: gae (PPO)",
     "critic_update": "it runs with algorithm.advantage: gae (PPO)",
 }
@@ -152,19 +167,21 @@ REASONS = {
 
 def phase_rules(recipe: Recipe) -> Violations:
     """Phases without a section, sections of phases that never run, and sizes that `schedule/schedule.py` refuses."""
-    for phase in ENGINE_PHASES:
-        section, key, runs = recipe.phase_section(phase), f"phases.{phase}", recipe.runs(phase)
+    absent: set[str] = set()
+    for phase in recipe.engine_phases:
+        section, key, runs = recipe.phase_section(phase), f"phases.{kind_of(phase)}", recipe.runs(phase)
         if phase == "actor_logprob" and recipe.num_rollouts % recipe.phases.actor_update.mini_batch:
             continue  # whether the phase runs depends on a mini-batch size that is illegal
         if section is None or not runs:
-            if runs:
+            if runs and key not in absent:
+                absent.add(key)  # teachers share a section
                 size = "mini_batch: ..., " if phase in UPDATE_PHASES else ""
-                example = f"{phase}: {{{size}micro_batch: {{max_tokens: ...}}}}"
-                yield Violation(key, MISSING, f"required: {REASONS[phase]}", example)
+                example = f"{kind_of(phase)}: {{{size}micro_batch: {{max_tokens: ...}}}}"
+                yield Violation(key, MISSING, f"required: {REASONS[kind_of(phase)]}", example)
             elif section is not None:
-                yield Violation(key, GIVEN, f"the phase never runs: {REASONS[phase]}", f"remove {key}")
+                yield Violation(key, GIVEN, f"the phase never runs: {REASONS[kind_of(phase)]}", f"remove {key}")
             continue
-        role, cap = ROLE_OF[phase], section.micro_batch.max_tokens
+        role, cap = role_of(phase), section.micro_batch.max_tokens
         layout, longest = recipe.layout(role), recipe.max_sequence_tokens
         if isinstance(cap, str) and recipe.device is None:
             rule = "needs device.memory_gib, the memory that the cap must fit"
@@ -209,10 +226,12 @@ def held_out_rules(recipe: Recipe) -> Violations:
 
 def _early_rules(recipe: Recipe, phase: str) -> Violations:
     """A phase may start early where the groups of a step are known before they are sampled, on devices without engines."""
-    key, prompts, layout = f"phases.{phase}.start", recipe.phases.rollout.prompts, recipe.layout(ROLE_OF[phase])
+    key, prompts = f"phases.{kind_of(phase)}.start", recipe.phases.rollout.prompts
+    layout = recipe.layout(role_of(phase))
     refused = {
         "a reward model scores whole batches": phase == "reward_model",
         f"run.kind: {recipe.run.kind} samples nothing": recipe.run.is_supervised,
+        "teachers judge whole batches": kind_of(phase) == "teacher_logprob",
         f"rollout.max_staleness = {recipe.rollout.max_staleness} has whole batches sampled ahead": (
             recipe.rollout.max_staleness > 0
         ),

@@ -17,16 +17,24 @@ from megarl.recipe.model_section import ModelSection
 from megarl.recipe.phases_section import (
     ENGINE_PHASES,
     PHASES,
-    ROLE_OF,
     ForwardPhaseSection,
     PhasesSection,
     UpdatePhaseSection,
+    kind_of,
+    role_of,
 )
 from megarl.recipe.reward_section import JudgeSection, RewardSection
-from megarl.recipe.role_sections import ActorSection, CriticSection, LoraSection, ReferenceSection, RewardModelSection
+from megarl.recipe.role_sections import (
+    ActorSection,
+    CriticSection,
+    LoraSection,
+    ReferenceSection,
+    RewardModelSection,
+    TeacherSection,
+)
 from megarl.recipe.rollout_section import RolloutSection
 from megarl.recipe.run_section import RunSection
-from megarl.recipe.section import Section
+from megarl.recipe.section import Name, Section
 from megarl.recipe.supervised import fill_sections
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.recipe.trainer_section import TrainerSection
@@ -57,6 +65,8 @@ class Recipe(Section):
     """The model that is trained."""
     reference: ReferenceSection | None = None
     """The actor as it was at the start; with `algorithm.kl` only."""
+    teachers: dict[Name, TeacherSection] = {}
+    """Frozen models that the actor learns from, by a name of your choice; with `algorithm.distillation` only."""
     critic: CriticSection | None = None
     """The value model; with `algorithm.advantage: gae` only."""
     reward_model: RewardModelSection | None = None
@@ -89,7 +99,16 @@ class Recipe(Section):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that run, the actor first."""
-        return tuple(dict.fromkeys(ROLE_OF[phase] for phase in ("actor_update", *ENGINE_PHASES) if self.runs(phase)))
+        return tuple(dict.fromkeys(role_of(phase) for phase in ("actor_update", *self.engine_phases) if self.runs(phase)))
+
+    @property
+    def engine_phases(self) -> tuple[str, ...]:
+        """Phases that a Megatron role may run, in order; one for each teacher."""
+        return self._for_each_teacher(ENGINE_PHASES)
+
+    def _for_each_teacher(self, phases: tuple[str, ...]) -> tuple[str, ...]:
+        of_teachers = tuple(f"teacher_logprob.{name}" for name in self.teachers) or ("teacher_logprob",)
+        return tuple(one for phase in phases for one in (of_teachers if phase == "teacher_logprob" else (phase,)))
 
     def layout(self, role: str) -> Layout:
         """The layout of a role; the data-parallel size is what the other sizes leave of the trainer ranks."""
@@ -113,9 +132,11 @@ class Recipe(Section):
         return section.layout if section is not None and section.layout is not None else self.actor.layout
 
     @property
-    def other_roles(self) -> dict[str, ReferenceSection | CriticSection | RewardModelSection]:
+    def other_roles(self) -> dict[str, ReferenceSection | TeacherSection | CriticSection | RewardModelSection]:
         """The sections of roles beside the actor that the recipe has."""
+        sections: dict[str, ReferenceSection | TeacherSection | CriticSection | RewardModelSection | None]
         sections = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        sections |= {f"teachers.{name}": section for name, section in self.teachers.items()}
         return {role: section for role, section in sections.items() if section is not None}
 
     @property
@@ -265,7 +286,7 @@ class Recipe(Section):
     @property
     def running_phases(self) -> tuple[str, ...]:
         """Phases of one step, in order."""
-        return tuple(phase for phase in PHASES if self.runs(phase))
+        return tuple(phase for phase in self._for_each_teacher(PHASES) if self.runs(phase))
 
     @property
     def warmup_phases(self) -> tuple[str, ...]:
@@ -275,10 +296,10 @@ class Recipe(Section):
         still take its weights again.
         """
         kl = self.algorithm.kl
-        idle = {"actor_update", "weight_sync"}
+        idle = {"actor_update", "weight_sync", "teacher_logprob"}
         if kl is None or kl.place != "reward":  # where advantages read none
             idle |= {"actor_logprob", "reference_logprob"}
-        return tuple(phase for phase in self.running_phases if phase not in idle)
+        return tuple(phase for phase in self.running_phases if kind_of(phase) not in idle)
 
     def runs(self, phase: str) -> bool:
         """A phase that nothing needs does not run."""
@@ -287,12 +308,16 @@ class Recipe(Section):
             return False
         if self.run.learns_from_pairs and phase == "actor_logprob":
             return True  # the margins that the update is weighted by
+        if phase == "actor_logprob" and not self.algorithm.has_policy_loss:
+            return self.algorithm.early_stop is not None
         if phase == "actor_logprob":
             # With one update per batch the training forward itself gives the old log-probabilities; but where older weights
             # sampled, the ratio's denominator is never left to it.
             return (kl is not None and kl.place == "reward") or self.updates_per_batch > 1 or self.rollout.max_staleness > 0
         if phase == "reference_logprob":
             return kl is not None or self.run.kind == "dpo"
+        if kind_of(phase) == "teacher_logprob":
+            return bool(self.teachers) and self.algorithm.distillation is not None
         if phase == "reward_model":
             return self.reward_model is not None
         if phase in ("critic_value", "critic_update"):
@@ -305,11 +330,12 @@ class Recipe(Section):
             "reward_model": self.phases.reward_model,
             "actor_logprob": self.phases.actor_logprob,
             "reference_logprob": self.phases.reference_logprob,
+            "teacher_logprob": self.phases.teacher_logprob,
             "critic_value": self.phases.critic_value,
             "critic_update": self.phases.critic_update,
             "actor_update": self.phases.actor_update,
         }
-        return sections[phase]
+        return sections[kind_of(phase)]
 
     def evaluation_schedule(self, phase: str) -> Schedule:
         """The schedule of a forward phase on held-out rows, for a run that is not `rl`."""
@@ -322,12 +348,12 @@ class Recipe(Section):
         without a section, and for `auto` without a cap."""
         section = self.phase_section(phase)
         if section is None:
-            raise ValueError(f"phases.{phase} is not in the recipe; add the section")
+            raise ValueError(f"phases.{kind_of(phase)} is not in the recipe; add the section")
         rule = section.micro_batch
         cap = automatic_cap if isinstance(rule.max_tokens, str) else rule.max_tokens
         if cap is None and rule.sequences is None:
             raise ValueError(
-                f"phases.{phase}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
+                f"phases.{kind_of(phase)}.micro_batch.max_tokens = auto is not resolved; load the recipe with load_recipe"
             )
         if isinstance(section, UpdatePhaseSection):
             # The loss of the actor alone may have terms of whole rollouts.

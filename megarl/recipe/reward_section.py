@@ -148,9 +148,10 @@ COUNTS = ("code", "http")  # kinds whose reasons are counted, as `reward/<name>_
 
 def reward_rules(recipe: Recipe) -> Violations:
     """Recipes without rewards, and functions whose name is taken by another metric."""
-    if not recipe.reward and recipe.environment is None and not recipe.run.is_supervised:
+    is_needed = recipe.environment is None and not recipe.run.is_supervised and recipe.algorithm.advantage != "none"
+    if not recipe.reward and is_needed:
         rule = "must not be empty: without an environment nothing else gives rewards"
-        yield Violation("reward", MISSING, rule, "[{kind: last_number}], or an environment")
+        yield Violation("reward", MISSING, rule, "[{kind: last_number}], algorithm.advantage: none, or an environment")
     judges = [(number, part) for number, part in enumerate(recipe.reward) if part.kind != "model"]
     named = list(zip(judges, part_names([part for _, part in judges]), strict=True))
     counted = [f"{name}_num_" for (_, part), name in named if part.kind in COUNTS]

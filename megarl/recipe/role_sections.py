@@ -1,4 +1,4 @@
-"""`actor`, `reference`, `critic`, `reward_model`: a role's optimizer, memory, adapters and frozen weights."""
+"""`actor`, `reference`, `teachers`, `critic`, `reward_model`: a role's optimizer, memory, adapters and frozen weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megarl.models import ModelShape
 from megarl.planner.roles import adapted_sizes
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.layout_section import LayoutSection
+from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.reward_section import ModelRewardSection
-from megarl.recipe.section import Count, FilePath, Positive, Section, Share, Weight, broken_rule, refuse_repeats
+from megarl.recipe.section import Above, Count, FilePath, Positive, Section, Share, Weight, broken_rule, refuse_repeats
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class MemorySection(Section):
 
 class ReferenceMemorySection(Section):
     offload: Literal["none", "all"] = "none"
-    """`all` keeps the weights in the host's memory and brings them to the device for `reference_logprob`."""
+    """`all` keeps the weights in the host's memory and brings them to the device for the role's phase."""
 
 
 class FreezeSection(Section):
@@ -156,6 +157,17 @@ class ReferenceSection(Section):
     hold the reference's weights too."""
     memory: ReferenceMemorySection = ReferenceMemorySection()
     """Ways to need less of the device's memory."""
+
+
+class TeacherSection(Section):
+    path: FilePath
+    """Hugging Face directory or hub name of the teacher, of any size and family with the actor's tokens."""
+    layout: LayoutSection | None = None
+    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
+    memory: ReferenceMemorySection = ReferenceMemorySection()
+    """Ways to need less of the device's memory."""
+    weight: Above = 1.0
+    """Share of the prompts whose completions this teacher judges, in proportion to the weights of the other teachers."""
 
 
 class CriticSection(Section):
@@ -234,6 +246,41 @@ def reference_rules(recipe: Recipe) -> Violations:
     for other, (rule, holds) in refused.items():
         if holds:
             yield Violation(key, every, rule, f"remove {key}, or {other}")
+
+
+def teacher_rules(recipe: Recipe) -> Violations:
+    """Teachers that nothing reads, distillation without one, and weights and routes that choose nothing."""
+    teachers, distillation = recipe.teachers, recipe.algorithm.distillation
+    if distillation is None:
+        if teachers:
+            yield Violation("teachers", GIVEN, "without algorithm.distillation nothing reads them", "remove teachers")
+        return
+    route, key = distillation.route, "algorithm.distillation.route"
+    if not teachers:
+        yield Violation("teachers", MISSING, "required: algorithm.distillation has none", "teachers: {NAME: {path: ...}}")
+    elif route is not None and len(teachers) == 1:
+        yield Violation(key, route, "one teacher judges all completions", f"remove {key}")
+    for name, section in teachers.items():
+        if section.weight != 1.0 and (route is not None or len(teachers) == 1):
+            rule = f"{key} chooses the teacher of each row" if route is not None else "one teacher judges all completions"
+            yield Violation(f"teachers.{name}.weight", section.weight, rule, f"remove teachers.{name}.weight")
+
+
+def teacher_fits_model(recipe: Recipe, key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
+    """Each token of the student has a probability under the teacher; over the vocabulary, no other token has one."""
+    distillation = recipe.algorithm.distillation
+    try:
+        vocab = model_shape(recipe.model.path, fetch).vocab
+    except (ValueError, OSError):
+        return  # another rule reports it
+    if distillation is None or shape.vocab == vocab:
+        return
+    rule = f"its vocabulary has {shape.vocab} tokens, that of model.path {vocab}"
+    if shape.vocab < vocab:
+        yield Violation(key, path, rule, "a teacher with all tokens of model.path")
+    elif distillation.over == "vocabulary":
+        rule += ", and algorithm.distillation.over = vocabulary compares token by token"
+        yield Violation(key, path, rule, "a teacher with the vocabulary of model.path, or over: sampled")
 
 
 def reward_model_rules(recipe: Recipe) -> Violations:

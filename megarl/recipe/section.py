@@ -16,6 +16,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Above = Annotated[float, Field(gt=0)]
 Below = Annotated[float, Field(gt=0, lt=1)]
+# A name that the recipe gives; it becomes a part of keys and metrics.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 # A function or class of a user's own module.
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 

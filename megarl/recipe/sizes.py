@@ -18,23 +18,24 @@ from megarl.planner.memory_estimate import GIB, MIB, BatchLimits, largest_cap, r
 from megarl.planner.roles import PlannedRole
 from megarl.recipe.device_section import DeviceSection, is_for_cpus
 from megarl.recipe.model_section import Fetch, model_shape
-from megarl.recipe.phases_section import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES
+from megarl.recipe.phases_section import UPDATE_PHASES, kind_of, role_of
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.role_sections import FreezeSection, MemorySection, trained_sections
+from megarl.recipe.role_sections import FreezeSection, MemorySection, ReferenceSection, TeacherSection, trained_sections
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.schedule.schedule import in_micro_batch
 
 
 def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, PlannedRole]:
     """The roles on the trainer ranks, by name. Raises what `model_shape` raises."""
-    updated = {ROLE_OF[phase] for phase in UPDATE_PHASES if recipe.runs(phase)}
-    sections, roles = dict(trained_sections(recipe)), {}
+    updated = {role_of(phase) for phase in UPDATE_PHASES if recipe.runs(phase)}
+    sections, roles = dict(trained_sections(recipe)), dict[str, PlannedRole]()
+    distillation = recipe.algorithm.distillation
     for role in recipe.roles:
         section, memory, freeze = sections.get(role), MemorySection(), FreezeSection()
         if section is not None:
             memory, freeze = section.memory, section.freeze
-        elif role == "reference" and recipe.reference is not None:
-            memory = MemorySection(offload=recipe.reference.memory.offload)
+        elif isinstance(other := recipe.other_roles.get(role), ReferenceSection | TeacherSection):
+            memory = MemorySection(offload=other.memory.offload)
         roles[role] = PlannedRole(
             role,
             model_shape(recipe.path(role), fetch),
@@ -49,6 +50,9 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             on_cpu=is_for_cpus(recipe),
             scores=role == "actor" and recipe.trained_role == "reward_model",
         )
+    if distillation is not None and distillation.over == "vocabulary":
+        widths = tuple(role.shape.hidden for name, role in roles.items() if name.startswith("teachers."))
+        roles["actor"] = replace(roles["actor"], teacher_widths=widths)
     return roles
 
 
@@ -87,7 +91,8 @@ def limits_of(recipe: Recipe) -> BatchLimits:
 
 def with_least_caps(recipe: Recipe) -> Recipe:
     """The recipe with the smallest legal cap for every `max_tokens: auto`, whether or not it fits."""
-    return _with_caps(recipe, {phase: _least_cap(recipe, phase) for phase in _automatic_phases(recipe)})
+    least = sorted((_least_cap(recipe, phase), kind_of(phase)) for phase in _automatic_phases(recipe))
+    return _with_caps(recipe, {kind: cap for cap, kind in least})
 
 
 def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
@@ -104,12 +109,12 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
 
         def largest(budget: int, phase: str = phase) -> int | None:
             schedule = recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase))
-            return largest_cap(list(roles.values()), roles[ROLE_OF[phase]], schedule, limits_of(recipe), budget)
+            return largest_cap(list(roles.values()), roles[role_of(phase)], schedule, limits_of(recipe), budget)
 
         if (cap := largest(room - engine_bytes)) is not None:
-            caps[phase] = cap
+            caps[kind_of(phase)] = min(cap, caps.get(kind_of(phase), cap))  # teachers share a section
             continue
-        device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{ROLE_OF[phase]}.layout.tensor or pipeline"
+        device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{role_of(phase)}.layout.tensor or pipeline"
         rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
         way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
         if engines is not None and largest(room) is not None:
@@ -118,22 +123,22 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
                 f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
             )
             way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
-        faults.append(Violation(f"phases.{phase}.micro_batch.max_tokens", "auto", rule, way_out))
+        faults.append(Violation(f"phases.{kind_of(phase)}.micro_batch.max_tokens", "auto", rule, way_out))
     return _with_caps(recipe, caps), faults
 
 
 def _automatic_phases(recipe: Recipe) -> list[str]:
-    sections = {phase: recipe.phase_section(phase) for phase in ENGINE_PHASES if recipe.runs(phase)}
+    sections = {phase: recipe.phase_section(phase) for phase in recipe.engine_phases if recipe.runs(phase)}
     return [phase for phase, section in sections.items() if section and section.micro_batch.max_tokens == "auto"]
 
 
 def _least_cap(recipe: Recipe, phase: str) -> int:
     together = recipe.schedule(phase, automatic_cap=1).together
-    return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(ROLE_OF[phase]), together)
+    return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(role_of(phase)), together)
 
 
 def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
-    phases = recipe.phases
+    phases = recipe.phases  # `caps` are by section
     for phase, cap in caps.items():
         section = recipe.phase_section(phase)
         assert section is not None, "only a phase with a section has a cap"

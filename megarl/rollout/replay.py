@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.prompts import PromptStream
+from megarl.data.routing import teachers_of
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
@@ -210,7 +211,7 @@ class ReplayStream:
         self._prompts.learn(prompts, rewards.rewards, rewards.valid)
         if rollouts.greedy is not None:
             greedy = self._score(rollouts.greedy, prompts)
-        return Taken(rollouts, rewards, greedy, {})
+        return Taken(rollouts, rewards, greedy, {}, teachers_of(self._recipe, prompts))
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""

@@ -27,6 +27,7 @@ import torch
 
 from megarl.algorithm.advantage import informative_groups
 from megarl.data.prompts import PromptStream
+from megarl.data.routing import teachers_of
 from megarl.data.sample import Prompt
 from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
@@ -92,6 +93,7 @@ class Taken:
     rewards: RewardResult
     greedy_rewards: RewardResult | None
     metrics: dict[str, float]
+    teachers: dict[int, str] = field(default_factory=dict)  # the teacher of each group by its id
 
     def check(self, recipe: Recipe) -> None:
         """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
@@ -449,7 +451,8 @@ class RolloutStream:
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
         if not self._is_synchronous:
             metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
-        return Taken(rollouts, rewards.select(taken_rollouts), greedy_rewards, metrics)
+        teachers = teachers_of(self._recipe, [group.prompt for group in chosen])
+        return Taken(rollouts, rewards.select(taken_rollouts), greedy_rewards, metrics, teachers)
 
     async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
         """Return finished groups as one batch, with their rewards if they were scored for an evaluation."""

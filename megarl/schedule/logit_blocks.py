@@ -14,13 +14,13 @@ BLOCK_ROWS = 8192
 _FP32 = 4
 
 
-def cut(num_rows: int, num_columns: int, on_cpu: bool) -> Iterator[tuple[slice, slice]]:
-    """Blocks of at most BLOCK_ROWS rows and, in fp32, BLOCK_BYTES (on a CPU CPU_BLOCK_BYTES), as equal as whole multiples of
-    64 columns allow."""
+def cut(num_rows: int, num_columns: int, on_cpu: bool, parts: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Blocks of at most BLOCK_ROWS rows and, in fp32, BLOCK_BYTES (on a CPU CPU_BLOCK_BYTES) over `parts`, the blocks that
+    are held at once, as equal as whole multiples of 64 columns allow."""
     rows = min(num_rows, BLOCK_ROWS)
     if rows == 0 or num_columns == 0:
         return
-    limit = (CPU_BLOCK_BYTES if on_cpu else BLOCK_BYTES) // (_FP32 * rows)
+    limit = max((CPU_BLOCK_BYTES if on_cpu else BLOCK_BYTES) // (_FP32 * rows * parts), 1)
     columns = -(-num_columns // -(-num_columns // limit))  # equal parts
     columns = min(-(-columns // 64) * 64, max(limit // 64 * 64, 1))  # matrix products like whole multiples
     for row in range(0, num_rows, rows):

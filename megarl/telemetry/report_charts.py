@@ -19,7 +19,8 @@ MOST_SLICES = 6000  # of the timeline: a browser draws each as a shape
 # One color per phase in every chart; each is distinct on white and on near black.
 PHASES = {
     "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
-    "reference_logprob": "#76c4b7", "critic_value": "#d8a93a", "advantage": "#a3ad55", "critic_update": "#e58a3c",
+    "reference_logprob": "#76c4b7", "teacher_logprob": "#3f8f7f", "critic_value": "#d8a93a",
+    "advantage": "#a3ad55", "critic_update": "#e58a3c",
     "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
     "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
 }  # fmt: skip
@@ -55,6 +56,11 @@ class Chart:
     note: str = ""
     height: int = 300
     wide: bool = True
+
+
+def _color(phase: str) -> str:
+    """The color of a phase; teachers share one."""
+    return PHASES.get(phase.partition(".")[0], GREY)
 
 
 def step_axis(run: Run) -> dict[str, Any]:
@@ -117,7 +123,7 @@ def phase_times(run: Run) -> list[Chart]:
     data = []
     for name in sorted(known, key=lambda name: order.index(name) if name in PHASES else len(PHASES)):
         x, y = thin(*run.points(f"time/{name}"), MOST_BARS)
-        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": PHASES.get(name, GREY)},
+        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": _color(name)},
                      "hovertemplate": f"{name}: %{{y:.3g}} s<extra>step %{{x}}</extra>"})  # fmt: skip
     layout = {"barmode": "stack", "bargap": 0.15, "xaxis": step_axis(run), "yaxis": SECONDS}
     note = "The first step also warms engines and kernels up; the answers above leave it out."
@@ -170,7 +176,7 @@ def useful_shares(run: Run) -> list[Chart]:
         steps, values = run.points(key)
         if key.startswith("schedule/") and key.endswith("/useful_share") and values:
             phase = key.split("/")[1]
-            data.append(line(phase, steps, [100 * value for value in values], PHASES.get(phase, GREY)))
+            data.append(line(phase, steps, [100 * value for value in values], _color(phase)))
     layout = {"xaxis": step_axis(run), "yaxis": {"ticksuffix": " %", "rangemode": "tozero"}}
     return [Chart("useful-share", "Useful tokens of the batches", data, layout, height=220)] if data else []
 
@@ -267,7 +273,7 @@ def _bars(slices: Sequence[_Slice]) -> list[dict[str, Any]]:
             "showlegend": kind != "span", "base": [round(part.start, 5) for part in members],
             "x": [round(part.seconds, 6) for part in members],
             "y": [part.lane + (-0.24 if is_phase else 0.16) for part in members], "width": 0.42 if is_phase else 0.34,
-            "marker": {"color": WAIT_GREY if kind == "wait" else PHASES.get(phase, GREY), "line": {"width": 0}},
+            "marker": {"color": WAIT_GREY if kind == "wait" else _color(phase), "line": {"width": 0}},
             "opacity": 0.75 if kind == "span" else 1, "customdata": hover,
             "hovertemplate": "%{customdata}: %{x:.4g} s from %{base:.4g} s<extra></extra>",
         })  # fmt: skip

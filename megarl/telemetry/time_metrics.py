@@ -17,7 +17,7 @@ from typing import Any
 from megarl.models import ModelShape
 from megarl.planner.flops import forward_flops, update_flops
 from megarl.planner.placement import EnginePlace
-from megarl.recipe import ENGINE_PHASES, ROLE_OF, UPDATE_PHASES, Recipe
+from megarl.recipe import ENGINE_PHASES, UPDATE_PHASES, Recipe, kind_of, role_of
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
 from megarl.telemetry.metrics_file import duration
@@ -69,23 +69,26 @@ def role_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
     """Return shares of all ranks' time that sum to 1 for each role: `idle/<role>/busy_share`, `.../<cause>_share` (the
     bubble is `pipeline`), and `.../resting_share` for phases of other roles."""
     total = sum(sum(spans.values()) for spans in ranks)
-    ran = {phase for spans in ranks for phase, _ in spans}
     metrics: dict[str, float] = {}
-    for role in dict.fromkeys(ROLE_OF.values()):
-        phases = [phase for phase in ROLE_OF if ROLE_OF[phase] == role and phase in ran]
-        if phases:
-            seconds = _sum([causes(spans, phases) for spans in ranks])
-            shares = {cause: seconds[cause] / total for cause in sorted(seconds)}
-            shares["resting"] = 1.0 - sum(shares.values())
-            metrics |= {f"idle/{role}/{cause}_share": share for cause, share in shares.items()}
+    for role in dict.fromkeys(map(role_of, engine := _engine_phases(ranks))):
+        seconds = _sum([causes(spans, [phase for phase in engine if role_of(phase) == role]) for spans in ranks])
+        shares = {cause: seconds[cause] / total for cause in sorted(seconds)}
+        shares["resting"] = 1.0 - sum(shares.values())
+        metrics |= {f"idle/{role}/{cause}_share": share for cause, share in shares.items()}
     return metrics
+
+
+def _engine_phases(ranks: Sequence[Spans]) -> list[str]:
+    """The engine phases that ran, in the order of a step."""
+    ran = sorted({phase for spans in ranks for phase, _ in spans if kind_of(phase) in ENGINE_PHASES})
+    return sorted(ran, key=lambda phase: ENGINE_PHASES.index(kind_of(phase)))
 
 
 def bubble_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
     """Return the measured `idle/<phase>/bubble_share`: the share of a phase's pipeline runs in which stages waited for each
     other. The plan's expectation is `schedule/<phase>/bubble_share`."""
     metrics = {}
-    for phase in ROLE_OF:
+    for phase in _engine_phases(ranks):
         seconds = {name: sum(spans.get((phase, name), 0.0) for spans in ranks) for name in PIPELINE_RUN}
         if seconds["wait_pipeline"]:
             metrics[f"idle/{phase}/bubble_share"] = seconds["wait_pipeline"] / sum(seconds.values())
@@ -199,7 +202,7 @@ class TimeMetrics:
         given = recipe.telemetry.peak_tflops
         trained = "fp8" if recipe.trainer.fp8 is not None else recipe.trainer.precision
         sampled = "fp8" if recipe.rollout.quantization == "fp8" else recipe.rollout_precision
-        self._peaks: dict[str, float | None] = dict.fromkeys(ENGINE_PHASES, given or peak_tflops(trained))
+        self._peaks: dict[str, float | None] = dict.fromkeys(recipe.engine_phases, given or peak_tflops(trained))
         self._peaks["rollout"] = given or peak_tflops(sampled)
 
     def of(
@@ -220,7 +223,7 @@ class TimeMetrics:
         line["idle/device/busy_share"] = self._devices.busy_share(ranks, busy_s)
         per_s = sizes.useful / step_s
         line |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
-        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in ENGINE_PHASES}
+        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in self._recipe.engine_phases}
         # The engines also sampled tokens that no update trains on; observations are not sampled.
         untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
         passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)
@@ -254,7 +257,7 @@ def step_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], sizes: Sizes) -
 
 def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -> Callable[[int, int], float]:
     """Return the operations of a phase as a function of a sequence's tokens and the tokens that pass the head."""
-    role = ROLE_OF[phase]
+    role = role_of(phase)
     shape, has_value_head = shapes[role], (recipe.trained_role if role == "actor" else role) in ("critic", "reward_model")
     if phase not in UPDATE_PHASES:
         return partial(forward_flops, shape, critic=has_value_head)

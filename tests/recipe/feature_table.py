@@ -41,6 +41,8 @@ OPTIONS = (
     ("advantages", "algorithm.advantage"),
     ("policy loss", "algorithm.policy_loss.kind"),
     ("KL term", "algorithm.kl.place"),
+    ("distillation", "algorithm.distillation.divergence"),
+    ("distillation, compared tokens", "algorithm.distillation.over"),
     ("rewards", "reward.kind"),
     ("prompts", "data.prompts.kind"),
     ("sinks, besides JSONL", "telemetry.sinks.kind"),

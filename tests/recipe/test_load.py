@@ -42,7 +42,8 @@ def test_every_recipe_is_legal_for_a_model_that_divides(file: Path, tmp_path: Pa
     layers = 12 * 5 * 7
     config = CONFIG | {"num_hidden_layers": layers, "max_position_embeddings": 2**20}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    recipe = load_recipe(file, [f"model.path={tmp_path}", f"rollout.kv_cache_bytes={2**40}"])
+    teachers = [f"teachers.{name}.path={tmp_path}" for name in yaml.safe_load(file.read_text()).get("teachers", {})]
+    recipe = load_recipe(file, [f"model.path={tmp_path}", *teachers, f"rollout.kv_cache_bytes={2**40}"])
     assert phase_table(recipe)
 
 
@@ -119,7 +120,7 @@ def test_a_phase_runs_only_when_something_reads_it(folder: Path) -> None:
 def test_each_phase_has_the_schedule_of_its_own_section(folder: Path) -> None:
     """A different size in every section, and each comes back from its own phase (verl #1028, #7462)."""
     file = write(folder, edited())
-    phases = [phase for phase in ENGINE_PHASES if phase != "reward_model"]  # the recipe has none
+    phases = [phase for phase in ENGINE_PHASES if phase not in ("reward_model", "teacher_logprob")]  # it has neither
     sizes = {phase: 101 + number for number, phase in enumerate(phases)}
     overrides = [f"phases.{phase}.micro_batch={{max_tokens: {size}}}" for phase, size in sizes.items()]
     recipe = load_recipe(file, overrides)

@@ -1,0 +1,33 @@
+"""Which teacher judges the completions of a prompt: `algorithm.distillation.route`, or a draw by the teachers' weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from megarl.data.sample import Prompt
+from megarl.recipe import Recipe
+
+
+def teachers_of(recipe: Recipe, prompts: Iterable[Prompt]) -> dict[int, str]:
+    """Return the name of the teacher of each prompt by the prompt's index, which is the id of its group; empty without
+    `algorithm.distillation`. Raises ValueError for a row that names no teacher."""
+    distillation, teachers = recipe.algorithm.distillation, recipe.teachers
+    if distillation is None:
+        return {}
+    if distillation.route is None:
+        names, weights = list(teachers), [section.weight for section in teachers.values()]
+        # Drawn from the index alone, so that a resume, a replay and every order of completion choose the same teacher.
+        return {prompt.index: random.Random(prompt.index).choices(names, weights)[0] for prompt in prompts}
+    routes: dict[int, str] = {}
+    for prompt in prompts:
+        name = prompt.row.get(distillation.route)
+        if name in teachers:
+            routes[prompt.index] = name
+        else:
+            row = prompt.where or f"the row of prompt {prompt.index}"
+            raise ValueError(
+                f"{row}: {distillation.route} = {name!r} names no teacher (algorithm.distillation.route); give each row one "
+                f"of {', '.join(teachers)}"
+            )
+    return routes

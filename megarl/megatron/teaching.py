@@ -1,0 +1,195 @@
+"""What teachers give to the actor's update: the sequences that each judges, the rows that travel, the divergence.
+
+Over sampled tokens a teacher gives log-probabilities, which are replicated as all forward phases' results are. Rows are too
+large for that: the teacher's last hidden row of each token (`over: vocabulary`), or its likeliest tokens (`over: top_k`).
+They go from the rank that has them to the ranks of the actor's last stage that train on the sequence, and wait on the host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.algorithm.divergence import HALF, over_likeliest
+from megarl.megatron.batch import Batch, PackedMicroBatch
+from megarl.megatron.divergence import Divergence, likeliest_tokens, log_probabilities_of
+from megarl.megatron.logprobs import LogProbabilities
+from megarl.megatron.parallel import Place
+from megarl.megatron.role import Role
+from megarl.megatron.weights import load_shards
+from megarl.models import ModelShape
+from megarl.models.layout import Layout
+from megarl.models.megatron_weights import padded_vocab, weight_segments
+from megarl.models.weight_table import head
+from megarl.recipe.algorithm_section import DistillationSection
+from megarl.recipe.phases_section import role_of
+from megarl.schedule import Plan, Schedule, violations
+from megarl.telemetry.clock import span
+
+TEACHERS = "teachers."  # before the name in a role's name
+
+
+def samples_of(role: str, batch: Batch, schedule: Schedule, layout: Layout, longest: int) -> list[int]:
+    """Return the samples that a role's phase runs: all, or those that a teacher judges, and the shortest others up to a
+    number that the layout can run."""
+    everything = list(range(len(batch.lengths)))
+    if not role.startswith(TEACHERS):
+        return everything
+    judged = (batch.teachers == role.removeprefix(TEACHERS)).tolist()
+    first = sorted(everything, key=lambda sample: (not judged[sample], batch.lengths[sample], sample))
+    counts = range(sum(judged), len(everything) + 1)
+    return sorted(first[: next(count for count in counts if not violations(schedule, count, layout, longest))])
+
+
+def take_judgement(
+    batch: Batch, roles: Mapping[str, Role], results: list[Tensor], rows: Mapping[int, Tensor], plan: Plan, update: Plan
+) -> Batch:
+    """Return the batch with what the teacher of a `plan` gave for the samples that it judges: `results` everywhere, or
+    `rows` to the ranks that run the actor's `update`. Collective."""
+    teacher, actor = roles[role_of(plan.phase)], roles["actor"].place
+    judged = np.flatnonzero(batch.teachers == teacher.role.removeprefix(TEACHERS)).tolist()
+    if teacher.reads_head is not None:
+        moved = move_rows(rows, judged, plan, update, teacher, actor, batch)
+        return batch.with_teacher_rows(moved)
+    known = list(batch.fields.get("teacher_logprobs", results))
+    for sample in judged:
+        known[sample] = results[sample]
+    return batch.with_fields(teacher_logprobs=known)
+
+
+def move_rows(
+    rows: Mapping[int, Tensor], judged: Iterable[int], plan: Plan, update: Plan, teacher: Role, actor: Place, batch: Batch
+) -> dict[int, Tensor]:
+    """Send the rows of the samples that a teacher judges to the ranks whose update reads them; returns those of this rank.
+
+    `rows` are on this rank where it is the source of a data-parallel rank of the teacher's. All ranks go through the samples
+    in the same order, so that none waits for one that waits for it. Collective.
+    """
+    (mini_batch,), place, width = plan.mini_batches, teacher.place, teacher.row_width
+    source = {
+        sample: place.source_of(data_rank)
+        for data_rank, micro_batches in enumerate(mini_batch.micro_batches)
+        for micro in micro_batches
+        for sample in micro.samples
+    }
+    readers: dict[int, set[int]] = defaultdict(set)
+    for mini in update.mini_batches:
+        for data_rank, micro_batches in enumerate(mini.micro_batches):
+            ranks = last_stage(actor.layout, data_rank)
+            for micro in micro_batches:
+                for sample in micro.samples:
+                    readers[sample] |= ranks
+    moved: dict[int, Tensor] = {}
+    with span("wait_ranks"):
+        for sample in judged:
+            if place.rank in readers[sample]:
+                moved[sample] = rows.get(sample, torch.empty(0))
+            if place.rank == source[sample]:
+                on_device = rows[sample].to(place.device)
+                for reader in sorted(readers[sample] - {place.rank}):
+                    dist.send(on_device, reader)
+            elif place.rank in readers[sample]:
+                size = int(batch.own_lengths[sample]), width
+                received = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
+                dist.recv(received, source[sample])
+                moved[sample] = received.cpu()
+    return moved
+
+
+def last_stage(layout: Layout, data_rank: int) -> set[int]:
+    """Return the ranks of a data-parallel rank's last pipeline stage."""
+    ranks = ((tensor, context) for tensor in range(layout.tensor) for context in range(layout.context))
+    return {layout.rank(tensor, layout.pipeline - 1, data_rank, context) for tensor, context in ranks}
+
+
+# Both ends ----------------------------------------------------------------------------------------------------------------
+
+
+def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path], compile: bool) -> None:
+    """Let teachers give the rows that `algorithm.distillation` reads, and the actor compare itself with them.
+
+    `directories` are the teachers' models by role.
+    """
+    if section.over == "sampled":
+        return
+    actor = roles["actor"]
+    mixture = HALF if section.mixture is None else section.mixture
+    divergence = Divergence(section.divergence, mixture, actor.head, compile)
+    compare = FromTeachers(divergence, section.top_k, actor.place)
+    for name, directory in directories.items():
+        teacher = roles[name]
+        if section.top_k is not None:
+            teacher.reads_head = partial(_give_likeliest, section.top_k)
+            teacher.row_width, teacher.row_dtype = 2 * section.top_k, torch.float32
+        else:
+            teacher.reads_head = _give_hidden
+            teacher.row_width = teacher.shape.hidden
+            compare.load_head(name.removeprefix(TEACHERS), teacher.shape, directory, teacher.row_dtype)
+    actor.distillation = compare
+
+
+def _give_hidden(hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
+    return {"rows": hidden, "logprobs": hidden.float().square().mean(-1)}  # NaN where a row is broken
+
+
+def _give_likeliest(count: int, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
+    rows = likeliest_tokens(hidden, weight, head, count)
+    return {"rows": rows, "logprobs": rows[:, 0]}
+
+
+class FromTeachers:
+    """Computes the divergence of the actor's own tokens from the teachers that judge them, on the actor's last stage. The
+    heads of teachers stay on the device, cut as the actor's."""
+
+    def __init__(self, divergence: Divergence, top_k: int | None, place: Place) -> None:
+        self._divergence, self._top_k, self._place = divergence, top_k, place
+        self._heads: dict[str, Tensor] = {}
+
+    def load_head(self, name: str, shape: ModelShape, directory: Path, dtype: torch.dtype) -> None:
+        """Read this tensor rank's part of a teacher's head."""
+        place, layout = self._place, self._place.layout
+        if place.pipeline_rank != layout.pipeline - 1:
+            return
+        weight = torch.empty(padded_vocab(shape, layout.tensor) // layout.tensor, shape.hidden, dtype=dtype)
+        segments = weight_segments(layout, place.rank, "", "", head(shape))
+        load_shards(directory, shape, segments, {head(shape).megatron.parameter: weight})
+        self._heads[name] = weight.to(place.device)
+
+    def __call__(self, batch: Batch, micro: PackedMicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the divergence at this context rank's own tokens, from their hidden rows and the actor's head."""
+        own = np.repeat(batch.teachers[list(micro.samples)], micro.own_lengths)  # [own tokens]
+        row_of = torch.full((len(own),), -1, device=hidden.device)
+        row_of[micro.heads] = torch.arange(len(hidden), device=hidden.device)
+        parts, places = [], []
+        for name in dict.fromkeys(own.tolist()):
+            rows = torch.cat([_rows(batch, sample) for sample in micro.samples if batch.teachers[sample] == name])
+            at = row_of[torch.from_numpy(np.flatnonzero(own == name)).to(hidden.device)]
+            here = at >= 0  # not a row of another context rank
+            rows, at = rows.to(hidden.device)[here], at[here]
+            parts.append(self._compare(name, hidden[at], weight, rows))
+            places.append(at)
+        if not parts:
+            return hidden.sum(-1).float() * 0.0
+        return torch.zeros_like(row_of[: len(hidden)], dtype=parts[0].dtype).index_copy(
+            0, torch.cat(places), torch.cat(parts)
+        )
+
+    def _compare(self, name: str, hidden: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+        if self._top_k is None:
+            return self._divergence(hidden, weight, rows, self._heads[name])
+        logprobs, numbers = rows.split(self._top_k, -1)
+        chosen = log_probabilities_of(hidden, weight, numbers.long(), self._divergence.head)
+        return over_likeliest(chosen, logprobs, self._divergence.kind, self._divergence.mixture)
+
+
+def _rows(batch: Batch, sample: int) -> Tensor:
+    """A teacher's rows; zeros for a masked sample, whose rows may be NaN."""
+    rows = batch.teacher_rows[sample]
+    return torch.zeros_like(rows) if sample in batch.masked else rows

@@ -1,0 +1,47 @@
+"""The divergence from a teacher, block by block, equals that of whole distributions, gradients too, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+KINDS = ("reverse_kl", "forward_kl", "jensen_shannon")
+SMALL = 4 * 4 * 64 * 5  # of each block that is held at once, five rows of 64 columns in fp32
+
+
+def _cases() -> list[Any]:
+    from tests.divergence_cases import Case
+
+    cases = [case for kind in KINDS for case in (
+        Case(kind),  # of two ranks the second has three tokens
+        Case(kind, vocab=100),  # and here none
+        Case(kind, temperature=0.7, block_bytes=SMALL, block_rows=5),  # ragged blocks of rows and columns
+        Case(kind, rows=13, vocab=1000, padded=1024, temperature=1.3, block_bytes=SMALL, block_rows=3),
+        Case(kind, rows=0),  # a context rank whose part of a sequence is prompt
+    )]  # fmt: skip
+    return [*cases, Case("jensen_shannon", mixture=0.1), Case("jensen_shannon", mixture=0.9)]
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_blocks_give_what_whole_distributions_give(tensor: int, main_grad: bool) -> None:
+    """In fp64 over the vocabulary; over the likeliest tokens, which travel in fp32, in fp32."""
+    from tests.divergence_cases import run
+
+    whole = _cases()
+    likeliest = [replace(case, top_k=5, precision=torch.float32) for case in whole]
+    ranks = run_ranks(run, tensor, [*whole, *likeliest], tensor, main_grad)
+    for number, case in enumerate([*whole, *likeliest]):
+        found, expected = [rank[number] for rank in ranks], case.expected()
+        tolerance = 1e-9 if case.top_k is None else 2e-6
+        gradient = np.concatenate([one.pop("weight") for one in found])
+        np.testing.assert_allclose(gradient, expected.pop("weight"), atol=tolerance, err_msg=str(case))
+        for one in found:
+            for name, value in expected.items():
+                np.testing.assert_allclose(one[name], value, atol=tolerance, err_msg=f"{name} of {case}")

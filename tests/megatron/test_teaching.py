@@ -1,0 +1,62 @@
+"""What the actor learns from teachers equals brute force over Hugging Face's models, under every layout, cut and packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.models.layout import Layout
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.layout
+
+ONE, TENSOR, PIPELINE = Layout(), Layout(tensor=2, sequence_parallel=True), Layout(pipeline=2)
+CONTEXT, DATA = Layout(context=2), Layout(data=2)
+LOSSES: tuple[dict[str, Any], ...] = (
+    {"place": "advantage", "coefficient": 0.7},
+    {"place": "loss", "estimator": "k2"},
+    {"place": "loss", "over": "vocabulary", "coefficient": 0.5},
+    {"place": "loss", "over": "vocabulary", "divergence": "forward_kl"},
+    {"place": "loss", "over": "vocabulary", "divergence": "jensen_shannon", "mixture": 0.3},
+    {"place": "loss", "over": "top_k", "top_k": 8},
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A student, and teachers of other families, one with experts and one whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("models")
+    teachers = {"experts": save_tiny_model(folder / "experts", "qwen3_moe", seed=2, layers=2)}
+    teachers["tied"] = save_tiny_model(folder / "tied", "llama", tied=True, seed=3, layers=2)
+    return save_tiny_model(folder / "student", tied=True, layers=2), teachers
+
+
+@pytest.mark.parametrize(
+    ("layouts", "max_tokens"),
+    [
+        ((ONE, ONE), 400),
+        ((ONE, ONE), 24),
+        ((TENSOR, PIPELINE), 40),
+        ((PIPELINE, DATA), 40),
+        ((DATA, TENSOR), 40),
+        ((CONTEXT, DATA), 40),
+        ((DATA, Layout(data=2, expert=2)), 400),
+    ],
+)
+def test_an_update_equals_brute_force(
+    models: tuple[Path, dict[str, Path]], layouts: tuple[Layout, Layout], max_tokens: int
+) -> None:
+    """In fp32, the precision of the roles: to 2e-5 of the loss and of the gradient's norm."""
+    from tests.distillation_cases import expected, learn, settings_of
+
+    student, teachers = models
+    if layouts[1].expert > 1:
+        teachers = {"experts": teachers["experts"]}
+    for loss in LOSSES:
+        settings = settings_of(**loss)
+        found = run_ranks(learn, layouts[0].ranks, student, teachers, layouts, max_tokens, settings)
+        for learned in found:
+            assert learned == pytest.approx(expected(student, teachers, settings), rel=2e-5), loss

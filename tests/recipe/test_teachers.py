@@ -1,0 +1,120 @@
+"""Teachers and distillation in a recipe: what runs, what is refused, and who judges which prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.routing import teachers_of
+from megarl.data.sample import Prompt
+from megarl.recipe import RecipeError, load_recipe
+from tests.recipe_cases import CONFIG, edited, make_folder, write
+
+TEACHERS = {"math": {"path": "deep"}, "code": {"path": "tiny", "layout": {"tensor": 1}}}
+SECTION = {"micro_batch": {"max_tokens": 128}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_folder(tmp_path, monkeypatch)
+    for name, vocab in (("wide", 300), ("narrow", 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab}))
+    return tmp_path
+
+
+def changes(*more: tuple[str, Any], **distillation: Any) -> list[tuple[str, Any]]:
+    """Edits of a legal recipe with two teachers; later edits win."""
+    section = {"place": "advantage"} | distillation
+    return [("teachers", TEACHERS), ("algorithm.distillation", section), ("phases.teacher_logprob", SECTION), *more]
+
+
+def test_each_teacher_has_a_phase_and_a_layout(folder: Path) -> None:
+    recipe = load_recipe(write(folder, edited(*changes())))
+    phases = recipe.running_phases
+    assert phases.index("teacher_logprob.math") + 1 == phases.index("teacher_logprob.code")
+    layouts = recipe.layouts
+    assert layouts["teachers.math"] == layouts["actor"] and layouts["teachers.code"].tensor == 1
+    assert "teacher_logprob.math" not in recipe.warmup_phases
+    assert recipe.schedule("teacher_logprob.code").max_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("edits", "key", "rule"),
+    [
+        ([("algorithm.distillation", None), ("phases.teacher_logprob", None)], "teachers", "nothing reads them"),
+        ([("teachers", {})], "teachers", "required"),
+        ([("phases.teacher_logprob", None)], "phases.teacher_logprob", "required"),
+        ([("phases.teacher_logprob.start", "early")], "phases.teacher_logprob.start", "whole batches"),
+        ([("phases.teacher_logprob.micro_batch.max_tokens", 8)], "phases.teacher_logprob.micro_batch.max_tokens", "below"),
+        ([("teachers.code.layout.tensor", 3)], "teachers.code.layout.pipeline", "divide"),
+        ([("teachers.code.path", "short")], "rollout.max_new_tokens", "teachers.code's model has 16 positions"),
+        ([("teachers.code.path", "narrow")], "teachers.code.path", "200 tokens, that of model.path 256"),
+        ([("teachers.code.weight", 2.0), ("algorithm.distillation.route", "kind")], "teachers.code.weight", "route"),
+        ([("teachers", {"math": TEACHERS["math"]}), ("algorithm.distillation.route", "kind")], "algorithm.distillation.route",
+         "one teacher"),
+        ([("algorithm.policy_loss", {"kind": "gmpo"}), ("algorithm.advantage", "none"), ("algorithm.gae", None),
+          ("algorithm.value_loss", None), ("critic", None), ("phases.critic_value", None), ("phases.critic_update", None)],
+         "algorithm.policy_loss.kind", "one advantage a sequence"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(folder: Path, edits: list[tuple[str, Any]], key: str, rule: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, edited(*changes(*edits))))
+    assert [(fault.key, rule in fault.rule) for fault in caught.value.violations] == [(key, True)]
+
+
+@pytest.mark.parametrize("distillation", [{"over": "vocabulary"}, {"over": "top_k", "top_k": 4}])
+def test_a_wider_vocabulary_is_refused_where_all_of_it_is_compared(folder: Path, distillation: dict[str, Any]) -> None:
+    file = write(folder, edited(*changes(("teachers.code.path", "wide"), place="loss", **distillation)))
+    if distillation["over"] == "top_k":
+        load_recipe(file)
+        return
+    with pytest.raises(RecipeError, match="300 tokens, that of model.path 256"):
+        load_recipe(file)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"place": "advantage", "divergence": "forward_kl"},
+        {"place": "advantage", "over": "vocabulary"},
+        {"place": "loss"},
+        {"place": "loss", "over": "top_k"},
+        {"place": "advantage", "estimator": "k2"},
+        {"place": "loss", "over": "vocabulary", "top_k": 3},
+        {"place": "loss", "over": "vocabulary", "mixture": 0.4},
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(folder: Path, section: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, edited(*changes(("algorithm.distillation", section)))))
+    assert [fault.key for fault in caught.value.violations] == ["algorithm.distillation"]
+
+
+def prompt(index: int, **row: Any) -> Prompt:
+    return Prompt(index, np.zeros(2, np.int32), "", "", row, where=f"qa.jsonl, row {index}")
+
+
+def test_rows_or_weights_choose_the_teacher(folder: Path) -> None:
+    weighted = load_recipe(write(folder, edited(*changes(("teachers.math.weight", 3.0)))))
+    prompts = [prompt(index) for index in range(4000)]
+    drawn = teachers_of(weighted, prompts)
+    assert list(drawn.values()).count("math") / 4000 == pytest.approx(0.75, abs=0.03)
+    assert drawn == dict(reversed(teachers_of(weighted, reversed(prompts)).items())), "whatever the order"
+    routed = load_recipe(write(folder, edited(*changes(route="kind"))))
+    assert teachers_of(routed, [prompt(7, kind="code"), prompt(9, kind="math")]) == {7: "code", 9: "math"}
+    with pytest.raises(ValueError, match=r"qa.jsonl, row 3: kind = 'art' names no teacher .* math, code"):
+        teachers_of(routed, [prompt(3, kind="art")])
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_token(folder: Path) -> None:
+    for name, order in (("tiny", "ab"), ("deep", "ba")):
+        content = {"model": {"vocab": {token: number for number, token in enumerate(order)}}, "added_tokens": []}
+        (folder / name / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match=r"teachers.math.path.*gives 'a' the number 1, that of model.path gives it 0"):
+        load_recipe(write(folder, edited(*changes())))
