@@ -65,9 +65,9 @@ class Platform:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes that are copied and hashed at a time. A CPU's cache holds 2 MiB; on a GPU each piece costs a dozen kernels,
-        so pieces are larger."""
-        return 32 << 20 if self.kind == "cuda" else 2 << 20
+        """Bytes that are copied and hashed at most at a time: on a CPU as many as its last cache holds, since every piece
+        costs time in Python; on a GPU each piece takes a dozen kernels."""
+        return 32 << 20 if self.kind == "cuda" else 8 << 20
 
     @property
     def shares_by_moving(self) -> bool:

@@ -117,7 +117,8 @@ def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:
     assert apart.device_peak == max(trainer, worker) and apart.worst_memory["rollout"].total == worker
     assert turns.device_peak == max(trainer, at_rest + worker)
     assert host.device_peak == sum(peaks(host))
-    assert (apart.safe_utilization, host.safe_utilization) == (pytest.approx(0.9), None)
+    buckets = 3 * 128 / (80 * 1024)  # of the weight sync, as 16 GPUs are two hosts
+    assert (apart.safe_utilization, host.safe_utilization) == (pytest.approx(0.9 - buckets), None)
     assert turns.safe_utilization == pytest.approx(0.9 - at_rest / (80 * GIB))
     replayed = forecast_of(file, [f"rollout.replay={tmp_path}"])
     assert (replayed.job.engine_bytes, replayed.safe_utilization) == (0, None)
