@@ -75,7 +75,7 @@ class LoopThread:
         if not turned.wait(self._limit_s) and not self._has_ended:
             self._is_stalled = True
             frame = sys._current_frames()[self._thread.ident or 0]
-            stands = "".join(traceback.format_stack(frame)[-2:])
+            stands = "".join(traceback.format_stack(frame)[-4:])
             raise RolloutError(f"phase rollout: the loop of the stream has stood still for {self._limit_s:g} s in\n{stands}")
 
     def _run(self) -> None:
