@@ -101,7 +101,7 @@ class Served:
         self.loop.close()
 
 
-def openai_client(opened: OpenSession) -> openai.OpenAI:
+def openai_client(opened: OpenSession) -> Any:
     return openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, max_retries=0, http_client=HTTP)
 
 

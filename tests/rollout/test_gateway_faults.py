@@ -21,7 +21,7 @@ from tests.chat_templates import ADD
 from tests.gateway_cases import GATEWAY_LIMITS, HTTP, WAIT_S, Script, Served, check_session, openai_client
 
 pytestmark = pytest.mark.agent
-ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
+ASKED: Any = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "any", "messages": ASKED}
 PATHS = ("chat/completions", "messages")
 
@@ -138,8 +138,8 @@ def no_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
 
 
 def odd_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    headers = {"authorization": "Bearer \xff\xe9".encode("latin-1")}
-    return HTTP.post(f"{opened.url}/v1/{path}", json=CHAT, headers=headers)  # type: ignore[arg-type]
+    headers: Any = {"authorization": "Bearer \xff\xe9".encode("latin-1")}
+    return HTTP.post(f"{opened.url}/v1/{path}", json=CHAT, headers=headers)
 
 
 def token_of_another(served: Served, opened: OpenSession, path: str) -> httpx.Response:
@@ -190,7 +190,8 @@ def too_many_segments(served: Served, opened: OpenSession, path: str) -> httpx.R
 
 
 def broken_engine(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    opened.sample.fault = "engine 3 died"  # type: ignore[attr-defined]
+    script: Any = opened.sample
+    script.fault = "engine 3 died"
     return send(opened, path, CHAT | {"max_tokens": 9})
 
 
@@ -266,7 +267,7 @@ def test_requests_that_wait_when_their_session_ends_are_told(served: Served, oth
     client = openai_client(opened)
     ender = served.submit(end_when_waiting(served, opened, script))
     with pytest.raises(openai.APIError, match="the session has ended"):
-        for _ in client.chat.completions.create(model="any", messages=ASKED, stream=streams):  # type: ignore[call-overload]
+        for _ in client.chat.completions.create(model="any", messages=ASKED, stream=streams):
             pass
     ender.result(WAIT_S)
     assert script.cancelled == 1 and not opened.session.segments
@@ -284,11 +285,11 @@ def test_a_broken_engine_ends_a_stream_with_the_providers_error(served: Served, 
     opened = served.open(script)
     client = openai_client(opened)
     with pytest.raises(openai.APIError, match="engine 3 died"):
-        list(client.chat.completions.create(model="any", messages=ASKED, stream=True))  # type: ignore[call-overload]
-    other = anthropic.Anthropic(base_url=opened.url, auth_token=opened.token, timeout=WAIT_S, max_retries=0)
+        list(client.chat.completions.create(model="any", messages=ASKED, stream=True))
+    other: Any = anthropic.Anthropic(base_url=opened.url, auth_token=opened.token, timeout=WAIT_S, max_retries=0)
     with (
         pytest.raises(anthropic.APIStatusError, match="engine 3 died"),
-        other.messages.stream(model="any", max_tokens=9, messages=ASKED) as events,  # type: ignore[arg-type]
+        other.messages.stream(model="any", max_tokens=9, messages=ASKED) as events,
     ):
         events.get_final_message()
     assert "engine 3 died" in opened.fault and not opened.session.segments
