@@ -77,10 +77,6 @@ class ClientSection(EpisodeSection):
     reasoning_parser: str | None = None
     """vLLM's parser that takes the reasoning out of the text for clients, as `qwen3`; null leaves it there."""
 
-    def most_tokens(self, turn: int) -> int:
-        """Most tokens after the first messages of a conversation, whatever a turn has."""
-        return self.max_episode_tokens
-
 
 class AgentSection(ClientSection):
     kind: Literal["agent"]

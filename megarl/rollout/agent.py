@@ -175,12 +175,12 @@ class _AgentProcess:
             os.chdir(self._folder / "work")
             self._start(question)
             status = 0
-        except BaseException as error:  # SystemExit too: an agent that exits has no reward
+        except BaseException as error:  # whatever the user's code raises, SystemExit too, leaves it without a reward
             traceback.print_exc()
             if is_outage(error):
                 (self._folder / "outage").touch()
         finally:
-            with suppress(BaseException):
+            with suppress(BaseException):  # a closed output must not keep the process
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(status)
