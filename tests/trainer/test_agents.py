@@ -1,4 +1,4 @@
-"""Whole runs with an agent or a command: what is trained is what was sampled, and each rollout has its reward or its mask."""
+"""Whole runs with an agent or a command: what is trained was sampled, and each rollout has its reward or its mask."""
 
 from __future__ import annotations
 
