@@ -281,7 +281,7 @@ def sampled(rollout, own, **changes):
     return row | changes
 
 
-CONVERSATION = """
+CONVERSATION = """\
 step 2, rollout 4 of group 1: reward 0.75 (environment 0.75), advantage -0.5
   segment 1 of 2: 4 prompt tokens, 9 after them, ended by stop
     prompt
