@@ -35,8 +35,7 @@ class EnvironmentSection(EpisodeSection):
     kind: Literal["class"] = "class"
     """Your class answers the policy."""
     target: Target
-    """The class as `module:Class`, yours or megarl's: `megarl.rollout.calculator:Calculator`,
-    `megarl.rollout.guessing_game:GuessingGame`. docs/agents.md describes its methods."""
+    """The class as `module:Class`. docs/agents.md describes its methods, and recipes/environments has two examples."""
     options: dict[str, Any] = {}
     """Options of the class, by name."""
     max_observation_tokens: Positive
