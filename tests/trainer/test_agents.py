@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.telemetry.disk import read_lines
+from tests.learning_cases import LAST, rewards_of
 from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.sync
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PROMPTS, SIZE = 4, 2
 LIMITS: dict[str, Any] = {"max_turns": 4, "max_episode_tokens": 60, "max_segments": 2}
 PROGRAM = """
@@ -65,3 +69,19 @@ def test_a_run_trains_on_what_an_agent_asked(tmp_path: Path, monkeypatch: pytest
                 assert "no board" in row["reason"]
         if kind == "agent":
             assert line["agent/messages"] == 4
+
+
+@pytest.mark.learning
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", ["calculator", "game", "scratchpad"])
+def test_the_reward_of_an_example_rises_within_a_quarter_of_an_hour(tmp_path: Path, name: str, seed: int) -> None:
+    recipe = yaml.safe_load((RECIPES / f"agent-{name}.yaml").read_text())
+    recipe["run"] |= {"dir": str(tmp_path), "seed": seed}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train_on_ranks(tmp_path / "recipe.yaml")
+    lines = (tmp_path / recipe["run"]["name"] / "metrics.jsonl").read_text().splitlines()
+    rewards = rewards_of([json.loads(line) for line in lines])
+    print(f"{name}, seed {seed}:", *(f"{reward:.2f}" for reward in rewards[::5]))
+    assert fmean(rewards[-LAST:]) >= fmean(rewards[:LAST]) + 0.3, rewards
