@@ -139,6 +139,7 @@ async def measure_load(gateway: Gateway, tokenizer: Any, sizes: Sizes) -> dict[s
     added = np.array(await asyncio.to_thread(ours.recv))
     seconds, busy = time.perf_counter() - begun, time.process_time() - busy
     process.join()
+    gc.unfreeze()
     segments = sum(len(one.session.segments) for one in opened if one.session.segments)
     talked = sum(bool(one.session.segments) for one in opened)
     for one in opened:

@@ -54,7 +54,7 @@ DROPPING: dict[str, str] = {
 }  # fmt: skip
 TEMPLATES = KEEPING | DROPPING
 
-ADD = {
+ADD: Any = {
     "type": "function",
     "function": {
         "name": "add",

@@ -9,7 +9,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import httpx
 import numpy as np
+import openai
 
 from megarl.data.sample import Completion
 from megarl.rollout.gateway import Gateway, GatewayLimits, OpenSession, SamplingRequest
@@ -18,7 +20,8 @@ from tests.session_cases import LIMITS, Policy, check_trained, renderer
 
 T = TypeVar("T")
 WAIT_S = 60.0
-GATEWAY_LIMITS = GatewayLimits(LIMITS, max_new_tokens=1000, max_body_bytes=1 << 20, max_requests=8, body_timeout_s=0.5)
+HTTP = httpx.Client(verify=False, timeout=WAIT_S, trust_env=False)  # to load certificates takes longer than most cases
+GATEWAY_LIMITS = GatewayLimits(LIMITS, max_new_tokens=1000, max_body_bytes=1 << 20, max_requests=8)
 
 
 class Script:
@@ -96,6 +99,10 @@ class Served:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
         self.loop.close()
+
+
+def openai_client(opened: OpenSession) -> Any:
+    return openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, max_retries=0, http_client=HTTP)
 
 
 def check_session(opened: OpenSession, script: Script) -> None:

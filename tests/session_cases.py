@@ -51,7 +51,7 @@ def check_trained(segments: Sequence[Segment], sampled: Sequence[Completion]) ->
             assert logprob not in trained, "a token is trained twice"
             trained[logprob] = (token, version)
         assert not completion.logprobs[~completion.own].any()
-    told = {}
+    told: dict[float, tuple[int, int]] = {}
     for completion in sampled:
         told |= {p: (t, v) for t, p, v in zip(*(array.tolist() for array in vars_of(completion)), strict=True)}
     assert trained == told

@@ -236,7 +236,7 @@ class ChatRenderer:
         ids = self.ids(text)
         return ids[1:] if ids[:1].tolist() == [last] else ids
 
-    def known(self, ids: Sequence[int]) -> np.ndarray:
+    def known(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return token ids as int32. Raises ValueError for a token that the model does not have."""
         tokens = np.asarray(ids, dtype=np.int64)
         unknown = tokens[(tokens < 0) | (tokens >= self._num_tokens)]

@@ -19,12 +19,12 @@ from pydantic import TypeAdapter
 
 from megarl.rollout.gateway import OpenSession
 from tests.chat_templates import ADD, KEEPING
-from tests.gateway_cases import WAIT_S, Script, Served, check_session
+from tests.gateway_cases import HTTP, WAIT_S, Script, Served, check_session, openai_client
 
 pytestmark = pytest.mark.agent
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
-ANTHROPIC_ADD = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
-ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
+ANTHROPIC_ADD = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}
+ASKED: Any = [{"role": "user", "content": "What is it?"}]
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +34,13 @@ def served() -> Iterator[Served]:
     served.close()
 
 
-def openai_client(opened: OpenSession, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, **options)
-
-
-def anthropic_client(opened: OpenSession) -> anthropic.Anthropic:
+def anthropic_client(opened: OpenSession) -> Any:
     return anthropic.Anthropic(base_url=opened.url, auth_token=opened.token, timeout=WAIT_S)
 
 
 def post(opened: OpenSession, path: str, **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {opened.token}"}
-    return httpx.post(f"{opened.url}/v1/{path}", json=body, headers=headers, timeout=WAIT_S)
+    return HTTP.post(f"{opened.url}/v1/{path}", json=body, headers=headers)
 
 
 def one_segment(opened: OpenSession, script: Script) -> None:
@@ -64,7 +60,7 @@ def test_openai_s_client_calls_tools_and_goes_on(served: Served, streams: bool) 
             with client.chat.completions.stream(model="any", messages=messages, tools=[ADD]) as events:
                 reply = events.get_final_completion().choices[0]
         else:
-            reply = client.chat.completions.create(model="any", messages=messages, tools=[ADD]).choices[0]  # type: ignore
+            reply = client.chat.completions.create(model="any", messages=messages, tools=[ADD]).choices[0]
         replies.append(reply)
         messages.append(reply.message)
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in reply.message.tool_calls or []]
@@ -74,7 +70,7 @@ def test_openai_s_client_calls_tools_and_goes_on(served: Served, streams: bool) 
     assert (
         calls is not None
         and [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [("add", {"a": 1})] * 2
-    )  # type: ignore
+    )
     assert replies[0].message.content == "Let me see. " and calls[0].id != calls[1].id
     assert [reply.finish_reason for reply in replies] == ["tool_calls", "stop", "stop"]
     assert replies[1].message.content == "It is 2."
@@ -87,7 +83,7 @@ def test_openai_s_asynchronous_client_runs_many_turns_at_once(served: Served) ->
     opened = [served.open(script) for script in scripts]
 
     async def talk(number: int) -> list[str]:
-        client = openai.AsyncOpenAI(base_url=opened[number].openai_url, api_key=opened[number].token, timeout=WAIT_S)
+        client: Any = openai.AsyncOpenAI(base_url=opened[number].openai_url, api_key=opened[number].token, timeout=WAIT_S)
         messages: list[Any] = list(ASKED)
         for _ in range(4):
             stream = await client.chat.completions.create(model="any", messages=messages, stream=True)
@@ -140,7 +136,7 @@ def test_litellm_runs_unchanged(served: Served, streams: bool, monkeypatch: pyte
     for _ in range(2):
         options: Any = dict(model="openai/any", api_base=opened.openai_url, api_key=opened.token, timeout=WAIT_S)
         answer = litellm.completion(messages=messages, tools=[ADD], stream=streams, **options)
-        message = (litellm.stream_chunk_builder(list(answer)) if streams else answer).choices[0].message  # type: ignore
+        message = (litellm.stream_chunk_builder(list(answer)) if streams else answer).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []]
     assert messages[-1]["content"] == "It is 2."
@@ -225,7 +221,7 @@ def test_completions_of_text_go_on_from_their_tokens(served: Served) -> None:
 
 def test_log_probabilities_are_those_of_the_sampled_tokens(served: Served) -> None:
     opened = served.open(Script("ab"))
-    choice = openai_client(opened).chat.completions.create(model="any", messages=ASKED, logprobs=True).choices[0]  # type: ignore
+    choice = openai_client(opened).chat.completions.create(model="any", messages=ASKED, logprobs=True).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert [(one.token, one.logprob) for one in choice.logprobs.content] == [("a", 0.0), ("b", -1.0), ("<|turn_end|>", -2.0)]
 
@@ -258,8 +254,8 @@ def test_reasoning_is_told_from_the_answer_and_stays_in_the_prompt() -> None:
         script = Script("<think>two and two</think>4", "<think>hm</think>ok", template=template)
         opened = served.open(script)
         client = openai_client(opened)
-        first = client.chat.completions.create(model="any", messages=ASKED).choices[0].message  # type: ignore
-        assert first.content == "4" and first.reasoning_content == "two and two"  # type: ignore[attr-defined]
+        first = client.chat.completions.create(model="any", messages=ASKED).choices[0].message
+        assert first.content == "4" and first.reasoning_content == "two and two"
         history: list[Any] = [*ASKED, {"role": "assistant", "content": "4"}, {"role": "user", "content": "?"}]
         reply = anthropic_client(opened).messages.create(model="any", max_tokens=99, messages=history)
         assert "<think>two and two</think>4<|turn_end|><|user|>?" in script.prompts[1]
@@ -276,12 +272,12 @@ def test_requests_are_held_while_weights_change(served: Served) -> None:
     served.call(script.gate.clear)
 
     async def ask() -> list[str]:
-        client = openai.AsyncOpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
-        whole = asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED))  # type: ignore[call-overload]
-        stream = await client.chat.completions.create(model="any", messages=ASKED, stream=True)  # type: ignore[call-overload]
+        client: Any = openai.AsyncOpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
+        whole = asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED))
+        stream = await client.chat.completions.create(model="any", messages=ASKED, stream=True)
         served.until(lambda: script.waiting == 2)
-        busy = openai.AsyncOpenAI(base_url=other.openai_url, api_key=other.token, timeout=WAIT_S)
-        answer = await busy.chat.completions.create(model="any", messages=ASKED)  # type: ignore[call-overload]
+        busy: Any = openai.AsyncOpenAI(base_url=other.openai_url, api_key=other.token, timeout=WAIT_S)
+        answer = await busy.chat.completions.create(model="any", messages=ASKED)
         assert answer.choices[0].message.content == "There." and not whole.done()
         served.call(script.gate.set)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -338,18 +334,18 @@ def test_what_leaves_the_distribution_as_it_is_is_accepted(served: Served) -> No
     assert (
         client.chat.completions.create(model="any", messages=ASKED, tools=[ADD], **neutral).choices[0].message.content
         == "yes"
-    )  # type: ignore
+    )
     neutral = dict(tool_choice={"type": "auto"}, metadata={"user_id": "me"}, thinking={"type": "disabled"})
     body = dict(temperature=1.0, top_p=1.0, top_k=-1)
     reply = anthropic_client(opened).messages.create(
         model="any", max_tokens=9, messages=ASKED, tools=[ANTHROPIC_ADD], extra_body=body, **neutral
-    )  # type: ignore[call-overload]
+    )
     assert reply.content[0].text == "yes"
 
 
 def test_tool_choice_none_leaves_calls_as_text(served: Served) -> None:
     client = openai_client(served.open(Script(CALL)))
-    message = client.chat.completions.create(model="any", messages=ASKED, tools=[ADD], tool_choice="none").choices[0].message  # type: ignore
+    message = client.chat.completions.create(model="any", messages=ASKED, tools=[ADD], tool_choice="none").choices[0].message
     assert message.content == CALL and not message.tool_calls
 
 

@@ -18,10 +18,10 @@ import pytest
 from megarl.rollout.gateway import OpenSession
 from megarl.rollout.session import SessionLimits
 from tests.chat_templates import ADD
-from tests.gateway_cases import GATEWAY_LIMITS, WAIT_S, Script, Served, check_session
+from tests.gateway_cases import GATEWAY_LIMITS, HTTP, WAIT_S, Script, Served, check_session, openai_client
 
 pytestmark = pytest.mark.agent
-ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
+ASKED: Any = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "any", "messages": ASKED}
 PATHS = ("chat/completions", "messages")
 
@@ -38,7 +38,7 @@ def others(served: Served) -> Iterator[None]:
     """A conversation of another session goes on before and after a case, and is not touched."""
     script = Script("Hello.", "Hello again.")
     opened = served.open(script)
-    client = openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
+    client = openai_client(opened)
     messages: list[Any] = list(ASKED)
     messages.append(client.chat.completions.create(model="any", messages=messages).choices[0].message)
     yield
@@ -51,7 +51,7 @@ def others(served: Served) -> Iterator[None]:
 def send(opened: OpenSession, path: str, content: Any, method: str = "POST", **headers: str) -> httpx.Response:
     content = content if isinstance(content, (bytes, str, Iterator)) else json.dumps(content)
     headers = {"authorization": f"Bearer {opened.token}"} | headers
-    return httpx.request(method, f"{opened.url}/v1/{path}", content=content, headers=headers, timeout=WAIT_S)
+    return HTTP.request(method, f"{opened.url}/v1/{path}", content=content, headers=headers)
 
 
 def connected(opened: OpenSession) -> socket.socket:
@@ -138,8 +138,8 @@ def no_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
 
 
 def odd_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    headers = {"authorization": "Bearer \xff\xe9".encode("latin-1")}
-    return httpx.post(f"{opened.url}/v1/{path}", json=CHAT, headers=headers, timeout=WAIT_S)  # type: ignore[arg-type]
+    headers: Any = {"authorization": "Bearer \xff\xe9".encode("latin-1")}
+    return HTTP.post(f"{opened.url}/v1/{path}", json=CHAT, headers=headers)
 
 
 def token_of_another(served: Served, opened: OpenSession, path: str) -> httpx.Response:
@@ -148,7 +148,7 @@ def token_of_another(served: Served, opened: OpenSession, path: str) -> httpx.Re
 
 def unknown_session(served: Served, opened: OpenSession, path: str) -> httpx.Response:
     other = f"{served.gateway.url}/s/{'0' * 32}/v1/{path}"
-    return httpx.post(other, json=CHAT, headers={"x-api-key": opened.token}, timeout=WAIT_S)
+    return HTTP.post(other, json=CHAT, headers={"x-api-key": opened.token})
 
 
 def ended_session(served: Served, opened: OpenSession, path: str) -> httpx.Response:
@@ -165,11 +165,16 @@ def wrong_method(served: Served, opened: OpenSession, path: str) -> httpx.Respon
 
 
 def slow_body(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    """The body never ends: only its first bytes come."""
-    with connected(opened) as connection:
-        connection.sendall(raw(opened, path, "{", length=9))
-        status, _, body = connection.recv(65536).decode().partition("\r\n\r\n")
-    return httpx.Response(int(status.split()[1]), text=body)
+    """The body never ends: only its first byte comes."""
+    impatient = Served(None, body_timeout_s=0.05)
+    try:
+        opened = impatient.open(Script("x"))
+        with connected(opened) as connection:
+            connection.sendall(raw(opened, path, "{", length=9))
+            head, _, body = connection.recv(65536).decode().partition("\r\n\r\n")
+    finally:
+        impatient.close()
+    return httpx.Response(int(head.split()[1]), text=body)
 
 
 def too_many_turns(served: Served, opened: OpenSession, path: str) -> httpx.Response:
@@ -185,7 +190,8 @@ def too_many_segments(served: Served, opened: OpenSession, path: str) -> httpx.R
 
 
 def broken_engine(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    opened.sample.fault = "engine 3 died"  # type: ignore[attr-defined]
+    script: Any = opened.sample
+    script.fault = "engine 3 died"
     return send(opened, path, CHAT | {"max_tokens": 9})
 
 
@@ -258,10 +264,10 @@ def test_requests_that_wait_when_their_session_ends_are_told(served: Served, oth
     script = Script("never")
     opened = served.open(script)
     served.call(script.gate.clear)
-    client = openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
+    client = openai_client(opened)
     ender = served.submit(end_when_waiting(served, opened, script))
     with pytest.raises(openai.APIError, match="the session has ended"):
-        for _ in client.chat.completions.create(model="any", messages=ASKED, stream=streams):  # type: ignore[call-overload]
+        for _ in client.chat.completions.create(model="any", messages=ASKED, stream=streams):
             pass
     ender.result(WAIT_S)
     assert script.cancelled == 1 and not opened.session.segments
@@ -277,13 +283,13 @@ def test_a_broken_engine_ends_a_stream_with_the_providers_error(served: Served, 
     script = Script("never")
     script.fault = "engine 3 died"
     opened = served.open(script)
-    client = openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
+    client = openai_client(opened)
     with pytest.raises(openai.APIError, match="engine 3 died"):
-        list(client.chat.completions.create(model="any", messages=ASKED, stream=True))  # type: ignore[call-overload]
-    other = anthropic.Anthropic(base_url=opened.url, auth_token=opened.token, timeout=WAIT_S, max_retries=0)
+        list(client.chat.completions.create(model="any", messages=ASKED, stream=True))
+    other: Any = anthropic.Anthropic(base_url=opened.url, auth_token=opened.token, timeout=WAIT_S, max_retries=0)
     with (
         pytest.raises(anthropic.APIStatusError, match="engine 3 died"),
-        other.messages.stream(model="any", max_tokens=9, messages=ASKED) as events,  # type: ignore[arg-type]
+        other.messages.stream(model="any", max_tokens=9, messages=ASKED) as events,
     ):
         events.get_final_message()
     assert "engine 3 died" in opened.fault and not opened.session.segments
