@@ -50,28 +50,18 @@ def value_loss(
 
 
 def loss_weights(
-    completion_lengths: torch.Tensor,
-    valid: torch.Tensor,
-    aggregation: str,
-    longest: int | None = None,
-    rollouts: torch.Tensor | None = None,
+    completion_lengths: torch.Tensor, valid: torch.Tensor, aggregation: str, longest: int | None = None
 ) -> torch.Tensor:
-    """Return the weight w_i of every token of sequence i; the mini-batch's loss is sum_i w_i * sum_t loss_it.
+    """Return the weight w_i of every token of rollout i; the mini-batch's loss is sum_i w_i * sum_t loss_it.
 
-    completion_lengths [n] tokens and valid [n] bool of the WHOLE mini-batch; `longest` is the most tokens that a rollout may
-    have. Sequences with the same number in `rollouts` [n] are segments of one rollout, which weighs as one sequence with
-    their tokens; None for rollouts of one segment. Returns fp32 [n], 0 where not valid or without tokens.
+    completion_lengths [n] tokens, of all segments of a rollout together, and valid [n] bool of the WHOLE mini-batch;
+    `longest` is the most tokens that a rollout may have. Returns fp32 [n], 0 where not valid or without tokens.
         token_mean     1 / (tokens of all valid rollouts): DAPO (arXiv:2503.14476), equation 8
-        sequence_mean  1 / (valid rollouts * tokens of sequence i's rollout): GRPO (arXiv:2402.03300), equation 3
+        sequence_mean  1 / (valid rollouts * tokens of rollout i): GRPO (arXiv:2402.03300), equation 3
         sequence_sum   1 / (valid rollouts): the log-probability of a whole rollout, as REINFORCE and RLOO have it
         fixed_length   1 / (valid rollouts * longest): Dr. GRPO (arXiv:2503.20783), section 3.2
     Raises ValueError for an unknown aggregation.
     """
-    if rollouts is not None:
-        numbers, position = torch.unique(rollouts, return_inverse=True)
-        tokens = completion_lengths.new_zeros(len(numbers)).index_add(0, position, completion_lengths)
-        counted = valid.new_zeros(len(numbers)).index_put((position,), valid)
-        return loss_weights(tokens, counted, aggregation, longest)[position]
     counted = valid & (completion_lengths > 0)
     lengths = completion_lengths.to(torch.float64) * counted
     sequences = counted.sum().clamp(min=1)

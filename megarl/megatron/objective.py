@@ -20,11 +20,13 @@ Sums = dict[str, Tensor]
 
 
 def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest: int | None = None) -> dict[int, float]:
-    """Return the weight of each sequence's tokens in the loss. Denominators are over the whole mini-batch, so that the loss
-    does not depend on the micro-batches. `longest` is the most own tokens of a rollout, for `fixed_length`."""
+    """Return the weight of each sequence's tokens in the loss, which is its rollout's. Denominators are over the whole
+    mini-batch, so that the loss does not depend on the micro-batches. `longest` is the most own tokens of a rollout, for
+    `fixed_length`."""
     order = list(mini_batch.samples)
-    lengths, valid, rollouts = (torch.from_numpy(of[order]) for of in (batch.own_lengths, batch.valid, batch.rollouts))
-    weights = loss_weights(lengths, valid, aggregation, longest, rollouts)
+    _, place = np.unique(batch.rollouts[order], return_inverse=True)
+    lengths, valid = (torch.from_numpy(np.bincount(place, of[order])) for of in (batch.own_lengths, batch.valid))
+    weights = loss_weights(lengths, valid > 0, aggregation, longest)[place]
     return dict(zip(order, weights.tolist(), strict=True))
 
 

@@ -300,6 +300,6 @@ class Recipe(Section):
         if isinstance(section, UpdatePhaseSection):
             # The loss of the actor alone may have terms of whole rollouts.
             together = self.max_segments if phase == "actor_update" and self.algorithm.has_rollout_terms else 1
-            shared = section.share_prompts
-            return Schedule(phase, rule.sequences, cap, section.mini_batch, section.epochs, shared, together)
+            size, epochs, shares = section.mini_batch, section.epochs, section.share_prompts
+            return Schedule(phase, rule.sequences, cap, size, epochs, shares, together)
         return Schedule(phase, rule.sequences, cap, share_prompts=section.share_prompts)

@@ -327,12 +327,10 @@ class RolloutBatch:
     prefixes: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.own_lengths is None:
-            object.__setattr__(self, "own_lengths", self.completion_lengths)
-        if self.rollouts is None:
-            object.__setattr__(self, "rollouts", np.arange(len(self.groups)))
-        if self.prefixes is None:
-            object.__setattr__(self, "prefixes", self.groups)
+        defaults = {"own_lengths": self.completion_lengths, "prefixes": self.groups, "rollouts": np.arange(len(self))}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -415,28 +413,25 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
     """Raise ValueError for a sequence that is longer than the recipe allows, and for a rollout of too many segments: memory
-    caps were proved without them. Also for a sequence without a token to train."""
+    caps were proved without them."""
     is_first = np.diff(rollouts.rollouts, prepend=-1) > 0  # the prompt of a later segment has its rollout's history
-    limit_key = f"data.max_prompt_tokens and {recipe.completion_key} together"
+    segments = np.bincount(rollouts.rollouts)[rollouts.rollouts]
+    both = f"data.max_prompt_tokens + {recipe.completion_key}"
     for part, lengths, key, limit in (
-        ("prompt", rollouts.prompt_lengths * is_first, "data.max_prompt_tokens", recipe.data.max_prompt_tokens),
-        ("completion", rollouts.completion_lengths, recipe.completion_key, recipe.max_completion_tokens),
-        ("sequence", rollouts.lengths, limit_key, recipe.max_sequence_tokens),
+        (
+            "a prompt of {} tokens",
+            rollouts.prompt_lengths * is_first,
+            "data.max_prompt_tokens",
+            recipe.data.max_prompt_tokens,
+        ),
+        ("a completion of {} tokens", rollouts.completion_lengths, recipe.completion_key, recipe.max_completion_tokens),
+        ("{} tokens", rollouts.lengths, both, recipe.max_sequence_tokens),
+        ("a rollout of {} segments", segments, "environment.max_segments", recipe.max_segments),
     ):
         sample = int(np.argmax(lengths))
         if lengths[sample] > limit:
             raise ValueError(
-                f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has a {part} of {lengths[sample]} "
-                f"tokens, and {key} = {limit}; whatever made it does not keep to the recipe"
+                f"phase rollout: sample {sample} (group {rollouts.groups[sample]}) has {part.format(lengths[sample])}, "
+                f"and {key} = {limit}; whatever made it does not keep to the recipe"
             )
-    if not rollouts.own_lengths.all():
-        raise ValueError(
-            f"phase rollout: sequence {int(rollouts.own_lengths.argmin())} has no token that the policy sampled; whatever "
-            "made it must leave it out"
-        )
-    segments = np.bincount(rollouts.rollouts)
-    if segments.max() > recipe.max_segments:
-        raise ValueError(
-            f"phase rollout: rollout {int(segments.argmax())} has {segments.max()} segments, and environment.max_segments = "
-            f"{recipe.max_segments}; whatever made it does not keep to the recipe"
-        )
+    assert rollouts.own_lengths.all(), "every sequence has a token that the policy sampled"

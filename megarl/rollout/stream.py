@@ -449,9 +449,7 @@ class RolloutStream:
         # Metrics cover the groups that were passed over, too.
         ordered = sorted([*chosen, *passed_over], key=lambda group: group.number)
         rewards = _rewards_of(self._rewards, ordered)
-        taken_rollouts = [
-            n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)
-        ]
+        numbers = [n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)]
         rollouts, _ = await self._join(chosen)
         greedy = [group.greedy for group in chosen if group.greedy is not None]
         greedy_rewards = None
@@ -461,7 +459,7 @@ class RolloutStream:
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
         if not self._is_synchronous:
             metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
-        return Taken(rollouts, rewards.select(taken_rollouts), greedy_rewards, metrics)
+        return Taken(rollouts, rewards.select(numbers), greedy_rewards, metrics)
 
     async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
         """Return finished groups as one batch, with their rewards if they were scored for an evaluation."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from megarl.models.layout import Layout
 from megarl.schedule.balance import Ranks, SequenceCosts, balance
@@ -193,15 +193,17 @@ def plan_phase(
     Raises ValueError for sizes that do not divide, for counts the pipeline cannot run and for a sequence above the cap.
     """
     lengths = [int(length) for length in lengths]
-    segments = _segments(range(len(lengths)) if rollouts is None else rollouts)
+    numbers = range(len(lengths)) if rollouts is None else rollouts
+    segments = [tuple(held) for _, held in groupby(range(len(lengths)), key=numbers.__getitem__)]
+    assert len(segments) == len(set(numbers)), "the segments of a rollout lie side by side"
     has_segments = len(segments) < len(lengths)
     # What one micro-batch runs whole, by its first sample.
     whole = {unit[0]: unit for unit in segments} if schedule.together > 1 else {s: (s,) for s in range(len(lengths))}
-    _refuse_impossible(schedule, lengths, layout, list(whole.values()), len(segments))
     slots = padded(lengths, layout)
     costs = [cost.sequence(length) for length in slots]
     units = [whole.get(sample, ()) for sample in range(len(lengths))]
     work = SequenceCosts([sum(slots[s] for s in unit) for unit in units], [sum(costs[s] for s in unit) for unit in units])
+    _refuse_impossible(schedule, lengths, work.slots, layout, len(segments))
     shared = SharedPrompts.of(schedule, lengths, layout, groups if prefixes is None else prefixes, prompts)
     by_rollout = None if groups is None else [groups[held[0]] for held in segments]
     mini_batches = []
@@ -221,18 +223,6 @@ def plan_phase(
             )
             mini_batches.append(MiniBatch(epoch, samples, micro_batches, schedule.phase))
     return Plan(schedule.phase, tuple(mini_batches), layout)
-
-
-def _segments(rollouts: Sequence[int]) -> list[tuple[int, ...]]:
-    """The samples of each rollout. Raises ValueError where they are not side by side."""
-    segments: list[list[int]] = []
-    for sample, rollout in enumerate(rollouts):
-        if rollout == len(segments):
-            segments.append([])
-        elif rollout != len(segments) - 1:
-            raise ValueError(f"sample {sample} is of rollout {rollout}, behind one of rollout {len(segments) - 1}")
-        segments[-1].append(sample)
-    return [tuple(held) for held in segments]
 
 
 def _in_order(size: int, units: Sequence[tuple[int, ...]], layout: Layout) -> Ranks:
@@ -294,12 +284,7 @@ def _micro_batch(
 
 
 def _balance_shared(
-    schedule: Schedule,
-    samples: Sequence[int],
-    shared: SharedPrompts,
-    layout: Layout,
-    cost: Cost,
-    may_be_empty: bool,
+    schedule: Schedule, samples: Sequence[int], shared: SharedPrompts, layout: Layout, cost: Cost, may_be_empty: bool
 ) -> Ranks:
     """Samples of each micro-batch of each data-parallel rank, groups whole as far as cap and number of micro-batches allow.
 
@@ -339,28 +324,23 @@ def _parts(group: Sequence[int], size: int, shared: SharedPrompts, cap: int | No
 
 
 def _refuse_impossible(
-    schedule: Schedule, lengths: Sequence[int], layout: Layout, units: Sequence[tuple[int, ...]], num_rollouts: int
+    schedule: Schedule, lengths: Sequence[int], slots: Sequence[int], layout: Layout, num_rollouts: int
 ) -> None:
+    """`slots` are of what runs whole, by its first sample."""
     if not lengths:
         raise ValueError(f"phase {schedule.phase}: the batch is empty")
-    shortest, longest = min(lengths), max(lengths)
+    shortest, largest = min(lengths), max(range(len(lengths)), key=lambda sample: (slots[sample], lengths[sample]))
     if shortest < 1:
         raise ValueError(f"phase {schedule.phase}: sample {lengths.index(shortest)} has {shortest} tokens")
-    cap, needed = schedule.max_tokens, in_micro_batch(longest, layout)
+    multiple, cap = layout.micro_batch_multiple, schedule.max_tokens
+    longest, needed = lengths[largest], ceil(slots[largest], multiple) * multiple
     if cap is not None and needed > cap:
-        padding = f" ({needed} with padding)" if needed > longest else ""
+        rest = "padding" if schedule.together == 1 else "padding and the other segments of its rollout"
+        padding = f" ({needed} with {rest})" if needed > longest else ""
         raise ValueError(
-            f"phases.{schedule.phase}.micro_batch.max_tokens = {cap}, but sample {lengths.index(longest)} has {longest} "
+            f"phases.{schedule.phase}.micro_batch.max_tokens = {cap}, but sample {largest} has {longest} "
             f"tokens{padding}; the nearest legal value is {needed}"
         )
-    for unit in units:
-        size = len(unit) if cap is None else sum(padded([lengths[sample] for sample in unit], layout))
-        if size > (schedule.sequences or (cap or 0) // layout.micro_batch_multiple * layout.micro_batch_multiple):
-            key = "sequences" if cap is None else "max_tokens"
-            raise ValueError(
-                f"phases.{schedule.phase}.micro_batch.{key} = {schedule.sequences or cap} is below the {size} that samples "
-                f"{unit}, the segments of one rollout, take together; their tokens share one loss"
-            )
     # With one token a sequence: only packing shows whether these lengths need more micro-batches than a rank has sequences.
     faults = violations(replace(schedule, together=1), num_rollouts, layout, max_sequence_tokens=1)
     if faults:
