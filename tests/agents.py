@@ -113,3 +113,15 @@ def answer(row: Mapping[str, Any], client: Any) -> float:
 
 async def needs_board(row: Mapping[str, Any], client: Any, board: str) -> float:
     return float(len(board))
+
+
+async def talk(row: Mapping[str, Any], client: Any) -> Any:
+    """Ask twice, but for one row."""
+    if row["answer"] == "2":
+        raise OSError("no board")
+    chat: list[dict[str, str]] = []
+    for text in (row["question"], "ok"):
+        chat.append({"role": "user", "content": text})
+        message = (await client.chat.completions.create(model="policy", messages=chat)).choices[0].message
+        chat.append({"role": "assistant", "content": message.content})
+    return Result(len(chat) / 4, {"messages": len(chat)})

@@ -35,8 +35,7 @@ class EnvironmentSection(EpisodeSection):
     kind: Literal["class"] = "class"
     """Your class answers the policy."""
     target: Target
-    """The class as `module:Class`, yours or megarl's: `megarl.rollout.calculator:Calculator`,
-    `megarl.rollout.guessing_game:GuessingGame`. docs/agents.md describes its methods."""
+    """The class as `module:Class`. docs/agents.md describes its methods, and recipes/environments has two examples."""
     options: dict[str, Any] = {}
     """Options of the class, by name."""
     max_observation_tokens: Positive
@@ -76,10 +75,6 @@ class ClientSection(EpisodeSection):
     """vLLM's parser that finds the tool calls of the policy for clients, as `hermes`; null leaves them in the text."""
     reasoning_parser: str | None = None
     """vLLM's parser that takes the reasoning out of the text for clients, as `qwen3`; null leaves it there."""
-
-    def most_tokens(self, turn: int) -> int:
-        """Most tokens after the first messages of a conversation, whatever a turn has."""
-        return self.max_episode_tokens
 
 
 class AgentSection(ClientSection):

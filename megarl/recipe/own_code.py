@@ -27,17 +27,22 @@ def mark(target: Marked, decorator: str) -> Marked:
     return target
 
 
+def load_target(key: str, target: str) -> Callable[..., Any]:
+    """The function or class that `target` names. Raises RecipeError where it cannot be imported."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except Exception as error:  # whatever the user's module raises
+        rule = f"{type(error).__name__}: {error}"
+        raise RecipeError([Violation(key, target, rule, "a module that imports, on PYTHONPATH of every rank")]) from error
+
+
 def load_marked(key: str, target: str, decorator: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The function or class that `target` names, which takes `options` by name.
 
     Raises RecipeError where it cannot be imported, has not been decorated, or does not take the options.
     """
-    module, _, name = target.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises
-        rule = f"{type(error).__name__}: {error}"
-        raise RecipeError([Violation(key, target, rule, "a module that imports, on PYTHONPATH of every rank")]) from error
+    function = load_target(key, target)
     if getattr(function, _MARK, None) != decorator:
         raise RecipeError([Violation(key, target, "is not decorated", f"@{decorator} above it")])
     known = inspect.signature(function).parameters

@@ -177,7 +177,7 @@ class Recipe(Section):
         section, turn = self.environment, self.rollout.max_new_tokens
         if section is None:
             return turn
-        return section.most_tokens(turn)
+        return section.most_tokens(turn) if section.kind == "class" else section.max_episode_tokens
 
     @property
     def max_own_tokens(self) -> int:

@@ -442,9 +442,11 @@ def below(process: int, deep: bool = True) -> list[int]:
     waiting = [process]
     while waiting:
         parent = waiting.pop()
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with suppress(OSError):  # it has ended
-                (waiting if deep else processes).extend(map(int, children.read_text(encoding="utf-8").split()))
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with suppress(OSError):
+                    children = Path(f"/proc/{parent}/task/{thread}/children").read_text(encoding="utf-8")
+                    (waiting if deep else processes).extend(map(int, children.split()))
         if parent != process:
             processes.append(parent)
     return processes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib
 import inspect
 import json
 import math
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megarl.recipe.environment_section import AgentSection, CommandSection
+from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.reward.fork_server import is_outage
 from megarl.rollout.environment import Fields, Make, Reply, shown
@@ -92,21 +92,16 @@ def _checked_number(name: str, value: Any) -> float:
 def load_agent(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Import the coroutine of `environment.target`. Raises RecipeError if there is none, or if it does not take a row, a
     client and the options."""
-    module, _, name = target.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises
-        rule = f"{type(error).__name__}: {error}"
-        raise RecipeError([Violation("environment.target", target, rule, "a module that imports, on PYTHONPATH")]) from error
+    function = load_target("environment.target", target)
     if not inspect.iscoroutinefunction(function):
-        raise RecipeError([Violation("environment.target", target, "is no coroutine", f"async def {name}(row, client)")])
+        raise RecipeError([Violation("environment.target", target, "is no coroutine", "async def run(row, client)")])
     try:
         inspect.signature(function).bind(None, None, **options)
     except TypeError as error:
         way_out = "what it takes after row and client"
         rule = f"{target}: {error}"
         raise RecipeError([Violation("environment.options", dict(options), rule, way_out)]) from error
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 # In the fork server, and in an episode's process -------------------------------------------------------------------------
@@ -175,12 +170,12 @@ class _AgentProcess:
             os.chdir(self._folder / "work")
             self._start(question)
             status = 0
-        except BaseException as error:  # SystemExit too: an agent that exits has no reward
+        except BaseException as error:  # whatever the user's code raises, SystemExit too, leaves it without a reward
             traceback.print_exc()
             if is_outage(error):
                 (self._folder / "outage").touch()
         finally:
-            with suppress(BaseException):
+            with suppress(BaseException):  # a closed output must not keep the process
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(status)

@@ -36,7 +36,7 @@ class AgentEpisodes(GroupEpisodes):
             with clock.stopped():
                 try:
                     return await self.sample(episode, prompt_ids, request.number, request.max_new_tokens, generate)
-                except Exception as error:
+                except Exception as error:  # whatever an engine raises ends the run, below
                     errors.append(error)
                     raise
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.recipe.environment_section import AnyEnvironment, ClientSection
+from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection
 from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout import environment as interface
@@ -186,7 +186,7 @@ class EnvironmentWorker:
 class AgentClock:
     """The time of an agent, which stands still while one of its requests is answered."""
 
-    def __init__(self, section: ClientSection) -> None:
+    def __init__(self, section: AgentSection | CommandSection) -> None:
         self._section = section
         self._spent_s = 0.0
         self._num_requests = 0

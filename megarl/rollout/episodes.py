@@ -20,7 +20,7 @@ import numpy as np
 from megarl.data.sample import Completion, Prompt
 from megarl.data.tokenizer import Observations, prompt_tokenizer
 from megarl.recipe import Recipe
-from megarl.recipe.environment_section import AnyEnvironment, ClientSection, EnvironmentSection
+from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection, EnvironmentSection
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.environment import SHORT_ERROR, load_environment
@@ -90,7 +90,7 @@ class Environments:
         self.workers = EnvironmentWorkers(self.section, most, recipe.rollout.timeout_s)
         self.numbers = itertools.count()
 
-    def _open_gateway(self, section: ClientSection) -> Gateway:
+    def _open_gateway(self, section: AgentSection | CommandSection) -> Gateway:
         """Make the endpoint, which the stream's loop is to serve. Raises ValueError for parsers that vLLM does not have."""
         from megarl.rollout.gateway import Gateway, GatewayLimits  # takes long, and only agents need it
         from megarl.rollout.gateway_messages import AnswerReader

@@ -21,10 +21,10 @@ from megarl.recipe.environment_section import AgentSection, AnyEnvironment, Envi
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
 from megarl.rollout.agent import Run, _AgentProcess, load_agent
-from megarl.rollout.calculator import Calculator, calculate
 from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
 from megarl.rollout.environment_workers import EnvironmentWorker, Reply, Reset, Step
-from megarl.rollout.guessing_game import GuessingGame
+from recipes.environments.calculator import Calculator, calculate
+from recipes.environments.guessing_game import GuessingGame
 from tests.sink_cases import wait_for
 
 TOOLS = Calculator.tools
@@ -305,7 +305,11 @@ def _is_let_go(reader: int) -> bool:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("megarl.rollout.guessing_game:GuessingGame", {"low": 5, "high": 1}, "constructor raised ValueError: .*low = 5"),
+        (
+            "recipes.environments.guessing_game:GuessingGame",
+            {"low": 5, "high": 1},
+            "constructor raised ValueError: .*low = 5",
+        ),
         ("tests.environments:Faulty", {"hangs": True}, "its constructor gave no answer within environment.timeout_s = 0.5"),
     ],
 )

@@ -281,16 +281,7 @@ def sampled(rollout, own, **changes):
     return row | changes
 
 
-def test_a_rollout_is_shown_as_a_conversation_in_the_terminal_and_in_the_report(tmp_path):
-    run = make_run(tmp_path / "run", [metrics_of(1), metrics_of(2)])
-    assert CliRunner().invoke(app, ["samples", str(run), "--step", "7"]).output.startswith("error: --step = 7: steps 2 to 2")
-    masked = {"valid": False, "reward": None, "reason": "no service", "turn_rewards": []}
-    rows = [sampled(4, ["see", "ok", "<b>"]), sampled(4, ["[2]"], finish_reason="length"), sampled(5, [HOSTILE], **masked)]
-    (run / "samples" / "step-000002.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = CliRunner().invoke(app, ["samples", str(run), "--rollout", "4"]).output
-    assert (
-        shown.splitlines()
-        == """\
+CONVERSATION = """\
 step 2, rollout 4 of group 1: reward 0.75 (environment 0.75), advantage -0.5
   segment 1 of 2: 4 prompt tokens, 9 after them, ended by stop
     prompt
@@ -306,16 +297,24 @@ step 2, rollout 4 of group 1: reward 0.75 (environment 0.75), advantage -0.5
       [bold]1+1=
     policy (3 tokens, weight version 3, reward 0)
       [2]
-""".splitlines()
-    )
+
+"""
+
+
+def test_a_rollout_is_shown_as_a_conversation_in_the_terminal_and_in_the_report(tmp_path):
+    run = make_run(tmp_path / "run", [metrics_of(1), metrics_of(2)])
+    assert CliRunner().invoke(app, ["samples", str(run), "--step", "7"]).output.startswith("error: --step = 7: steps 2 to 2")
+    masked = {"valid": False, "reward": None, "reason": "no service", "turn_rewards": []}
+    rows = [sampled(4, ["see", "ok", "<b>"]), sampled(4, ["[2]"], finish_reason="length"), sampled(5, [HOSTILE], **masked)]
+    (run / "samples" / "step-000002.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = CliRunner().invoke(app, ["samples", str(run), "--rollout", "4"]).output
+    assert shown == CONVERSATION
     everything = CliRunner().invoke(app, ["samples", str(run)]).output
     assert shown in everything and "rollout 5 of group 1: masked: no service" in everything
     html = run_page(read_run(run))
     assert "rollout 4 of group 1: reward 0.75" in html and "&lt;b&gt;" in html and HOSTILE not in html
-    assert (
-        CliRunner().invoke(app, ["samples", str(run), "--rollout", "1"]).output
-        == "error: --rollout = 1: the step kept 4, 5\n"
-    )
+    other = CliRunner().invoke(app, ["samples", str(run), "--rollout", "1"])
+    assert other.exit_code and other.output == "error: --rollout = 1: the step kept 4, 5\n"
     empty = CliRunner().invoke(app, ["samples", str(tmp_path)])
     assert empty.exit_code and "telemetry.samples_per_step" in empty.output
 
