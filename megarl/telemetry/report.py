@@ -102,7 +102,7 @@ def subtitle(run: Run) -> str:
         parts.append(str(run.at("algorithm.advantage")))
     if run.at("trainer.ranks"):
         parts.append(f"{run.at('trainer.ranks')} trainer ranks, {run.at('trainer.precision')}")
-    if run.at("rollout.engines") and not run.at("rollout.replay"):
+    if run.at("rollout.engines") and not run.at("rollout.replay") and run.goal == "mean reward":
         parts.append(f"{run.at('rollout.engines')} rollout engines")
     return " · ".join(parts)
 

@@ -85,7 +85,7 @@ def reward(run: Run) -> list[Chart]:
         over = max(3, len(values) // 10)
         style = {"mode": "lines", "line": {"color": LINES[0], "width": 3}}
         data.append(line(f"mean of {over} steps", steps, smooth(values, over), LINES[0], **style))
-    return [Chart("reward", "Mean reward", data, {"xaxis": step_axis(run)}, height=320)]
+    return [Chart("reward", run.goal.capitalize(), data, {"xaxis": step_axis(run)}, height=320)]
 
 
 def evaluation(run: Run) -> list[Chart]:

@@ -276,7 +276,7 @@ def learning(run: Run, findings: Sequence[Finding]) -> Answer:
     """Judge the change of the mean reward against its noise."""
     question, (_, values) = "Is it learning?", run.rewards()
     if len(values) < FEWEST_STEPS:
-        says = f"{len(values)} steps have a mean reward so far; {FEWEST_STEPS} or more can say something."
+        says = f"{len(values)} steps have a {run.goal} so far; {FEWEST_STEPS} or more can say something."
         return Answer(question, "Too early", [says], "open")
     trend = Trend.of(values)
     gain = trend.last - trend.first
@@ -284,8 +284,8 @@ def learning(run: Run, findings: Sequence[Finding]) -> Answer:
         ("first step", "last") if trend.num_ends == 1 else (f"first {trend.num_ends} steps", f"last {trend.num_ends}")
     )
     says = (
-        f"Mean reward went from {trend.first:.3f} in the {first} to {trend.last:.3f} in the {last}: {gain:+.3f}, "
-        f"where chance alone gives about ±{trend.noise:.3f}."
+        f"{capitalized(run.goal)} went from {trend.first:.3f} in the {first} to {trend.last:.3f} in the {last}: "
+        f"{gain:+.3f}, where chance alone gives about ±{trend.noise:.3f}."
     )
     causes = [f"{capitalized(finding.says)}." for finding in findings if finding.kind in ("fault", "learning")][:2]
     if abs(gain) <= trend.noise or gain == 0.0:

@@ -60,8 +60,16 @@ class Run:
         lines = [line for line in self.steps if is_number(line.get(key))]
         return [line["step"] for line in lines], [line[key] for line in lines]
 
+    @property
+    def goal(self) -> str:
+        """What a run that learns raises: the mean reward, or minus the loss where data take the place of rollouts."""
+        return "mean reward" if self.at("run.kind") in (None, "rl") else "minus the loss"
+
     def rewards(self) -> tuple[list[int], list[float]]:
-        """Return steps and the mean rewards of all that they sampled."""
+        """Return steps and what `goal` names; mean rewards are of all that the steps sampled."""
+        if self.goal != "mean reward":
+            steps, losses = self.points("preference/loss" if "preference/loss" in self.keys else "actor/loss")
+            return steps, [-loss for loss in losses]
         pairs = [(line["step"], reward) for line in self.steps if is_number(reward := mean_reward(line))]
         return [step for step, _ in pairs], [reward for _, reward in pairs]
 
@@ -127,15 +135,15 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[li
 
 
 def show_curve(run: Run, console: Console) -> None:
-    """Print the mean reward of a run as a plot, and its totals. Raises ValueError where no step has a mean reward."""
+    """Print the mean reward of a run, or minus its loss, as a plot, and its totals. Raises ValueError without any."""
     steps, rewards = run.rewards()
     if not rewards:
-        raise ValueError(f"{run.path / 'metrics.jsonl'} has no mean reward yet; a run has one after its first step")
+        raise ValueError(f"{run.path / 'metrics.jsonl'} has no {run.goal} yet; a run has one after its first step")
     ends = min(ENDS, len(rewards))
     first, last = fmean(rewards[:ends]), fmean(rewards[-ends:])
     summary = f"first {ends} steps {first:.3f}, last {ends} steps {last:.3f}, change {last - first:+.3f}"
     totals = totals_lines(run_totals(run.steps)) if run.points("time/step")[0] else []
-    for line in (f"mean reward of {run.name}", *plot_lines(steps, rewards), summary, *totals, *run.starts):
+    for line in (f"{run.goal} of {run.name}", *plot_lines(steps, rewards), summary, *totals, *run.starts):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl.models import ModelShape
 from megarl.models.stored_weights import check_weights
 from megarl.recipe import load_recipe
+from megarl.telemetry.report import run_page, subtitle
+from megarl.telemetry.report_run import read_run
 from tests.runs import megarl, metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
@@ -137,3 +139,6 @@ def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_
     (batch,) = batches_of(held_out)
     assert losses[0] == pytest.approx(float(sft_loss(model, batch).detach()), rel=1e-5)  # 5 rows in a batch of 8
     assert losses[-1] < 0.8 * losses[0]
+    page = run_page(report := read_run(tmp_path / "runs" / "whole"))
+    assert report.goal == "minus the loss" and report.rewards()[1][-1] > report.rewards()[1][0]
+    assert "Minus the loss went from" in page and "rollout engines" not in subtitle(report)
