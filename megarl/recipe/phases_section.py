@@ -159,7 +159,7 @@ REASONS = {
     "reward_model": "it runs with a reward_model",
     "reference_logprob": "it runs with algorithm.kl, which reads the reference, and with run.kind: dpo",
     "actor_logprob": "it runs with several updates per batch, rollout.max_staleness > 0, algorithm.kl.place: reward; pairs",
-    "teacher_logprob": "it runs with algorithm.distillation",
+    "teacher_logprob": "it runs with algorithm.distillation and teachers",
     "critic_value": "it runs with algorithm.advantage: gae (PPO)",
     "critic_update": "it runs with algorithm.advantage: gae (PPO)",
 }
@@ -167,14 +167,14 @@ REASONS = {
 
 def phase_rules(recipe: Recipe) -> Violations:
     """Phases without a section, sections of phases that never run, and sizes that `schedule/schedule.py` refuses."""
-    absent: set[str] = set()
+    reported: set[str] = set()  # teachers share a section
     for phase in recipe.engine_phases:
         section, key, runs = recipe.phase_section(phase), f"phases.{kind_of(phase)}", recipe.runs(phase)
         if phase == "actor_logprob" and recipe.num_rollouts % recipe.phases.actor_update.mini_batch:
             continue  # whether the phase runs depends on a mini-batch size that is illegal
         if section is None or not runs:
-            if runs and key not in absent:
-                absent.add(key)  # teachers share a section
+            if runs and key not in reported:
+                reported.add(key)
                 size = "mini_batch: ..., " if phase in UPDATE_PHASES else ""
                 example = f"{kind_of(phase)}: {{{size}micro_batch: {{max_tokens: ...}}}}"
                 yield Violation(key, MISSING, f"required: {REASONS[kind_of(phase)]}", example)
@@ -195,7 +195,8 @@ def phase_rules(recipe: Recipe) -> Violations:
                 rule += f" ({made_of})" if not recipe.run.is_supervised else " (data.max_tokens)"
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
                 yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
-        if isinstance(section, ForwardPhaseSection) and section.start == "early":
+        if isinstance(section, ForwardPhaseSection) and section.start == "early" and key not in reported:
+            reported.add(key)
             yield from _early_rules(recipe, phase)
         if section.share_prompts:
             refused = {
