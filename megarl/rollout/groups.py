@@ -12,10 +12,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import ray
+import torch
 
 from megarl.cluster.ray_cluster import NAMESPACE
 from megarl.data.sample import Completion, Sample
@@ -23,6 +24,8 @@ from megarl.planner.lengths import QUANTILES
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
 from megarl.rollout.session import Segment
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, eq=False)
@@ -443,3 +446,19 @@ def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
                 f"and {key} = {limit}; whatever made it does not keep to the recipe"
             )
     assert rollouts.own_lengths.all(), "every sequence has a token that the policy sampled"
+
+
+def saved(record: Any) -> dict[str, Any]:
+    """Return a dataclass of arrays as tensors and plain values, which `torch.load` reads without pickle's code."""
+    values = {}
+    for name, value in vars(record).items():
+        is_text = isinstance(value, np.ndarray) and value.dtype.kind == "U"
+        values[name] = value.tolist() if is_text else torch.tensor(value) if isinstance(value, np.ndarray) else value
+    return values
+
+
+def restored(kind: type[Record], values: dict[str, Any]) -> Record:
+    """Return the dataclass that `saved` was given."""
+    arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    texts = {name: np.array(value, np.str_) for name, value in values.items() if isinstance(value, list)}
+    return kind(**values | arrays | texts)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -37,7 +37,17 @@ from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.episodes import Environments, Episode, Episodes, GroupEpisodes
-from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, refuse_overlong
+from megarl.rollout.groups import (
+    EpisodeFacts,
+    GroupFacts,
+    GroupPayload,
+    GroupResult,
+    Partial,
+    RolloutBatch,
+    refuse_overlong,
+    restored,
+    saved,
+)
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
@@ -45,7 +55,6 @@ from megarl.schedule import PlanMismatch
 from megarl.schedule.admission import Admission
 from megarl.telemetry.progress import advance_work, begin_work
 
-Record = TypeVar("Record")
 Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
@@ -234,12 +243,12 @@ class RolloutStream:
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, values["step"], temperature=0.0)
             for part, part_values in zip(group.parts, values["parts"], strict=True):
-                part.partials = tuple(_restored(Partial, member) for member in part_values["partials"])
+                part.partials = tuple(restored(Partial, member) for member in part_values["partials"])
                 if part_values["result"] is not None:
-                    result = _restored(GroupResult, part_values["result"])
+                    result = restored(GroupResult, part_values["result"])
                     part.facts, part.tokens = GroupFacts.of(result), ray.put(result)
                 if part_values["episodes"] is not None:
-                    part.episodes = _restored(EpisodeFacts, part_values["episodes"])
+                    part.episodes = restored(EpisodeFacts, part_values["episodes"])
             self._groups[group.number] = group
             self._restored.append(group)
             if values["is_to_learn"]:
@@ -472,10 +481,10 @@ class RolloutStream:
         for group in [self._groups[number] for number, _ in admission["waiting"]]:
             parts = []
             for part in group.parts:
-                result = None if part.tokens is None else _saved(await part.tokens)
+                result = None if part.tokens is None else saved(await part.tokens)
                 cut = partials.get(part, part.partials) if result is None else ()
-                episodes = None if part.episodes is None else _saved(part.episodes)
-                parts.append({"result": result, "partials": [_saved(member) for member in cut], "episodes": episodes})
+                episodes = None if part.episodes is None else saved(part.episodes)
+                parts.append({"result": result, "partials": [saved(member) for member in cut], "episodes": episodes})
             names = {"number": group.number, "step": group.step, "index": group.prompt.index, "origin": group.prompt.origin}
             groups.append(names | {"parts": parts, "is_to_learn": group in self._to_learn})
         self._router.resume([])
@@ -577,22 +586,6 @@ def open_stream(
     stream = RolloutStream(recipe, pool, recipe.run.seed, prompts, rewards, environments)
     stack.callback(stream.close)
     return stream
-
-
-def _saved(record: Any) -> dict[str, Any]:
-    """Return a dataclass of arrays as tensors and plain values, which `torch.load` reads without pickle's code."""
-    values = {}
-    for name, value in vars(record).items():
-        is_text = isinstance(value, np.ndarray) and value.dtype.kind == "U"
-        values[name] = value.tolist() if is_text else torch.tensor(value) if isinstance(value, np.ndarray) else value
-    return values
-
-
-def _restored(kind: type[Record], values: dict[str, Any]) -> Record:
-    """Return the dataclass that `_saved` was given."""
-    arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
-    texts = {name: np.array(value, np.str_) for name, value in values.items() if isinstance(value, list)}
-    return kind(**values | arrays | texts)
 
 
 def _episodes_of(groups: Sequence[Group]) -> EpisodeFacts:
