@@ -38,13 +38,15 @@ def test_every_shipped_recipe_prints_its_plan(tmp_path: Path, monkeypatch: pytes
     config = CONFIG | {"num_hidden_layers": 12 * 5 * 7, "max_position_embeddings": 2**20}
     (tmp_path / "config.json").write_text(json.dumps(config))
     overrides = [f"model.path={tmp_path}", f"rollout.kv_cache_bytes={2**40}"]
-    result = check(*RECIPES, "--plan", *overrides)
+    files = [file for file in RECIPES if "\n  kind:" not in file.read_text().split("\nmodel:")[0]]  # those with engines
+    assert check(*(file for file in RECIPES if file not in files), "--plan", overrides[0]).exit_code == 0
+    result = check(*files, "--plan", *overrides)
     assert result.exit_code == 0, result.output
     sections = result.output
-    for file in RECIPES:
+    for file in files:
         recipe = load_recipe(file, overrides)
         start = sections.index(f"{recipe.run.name} ({file})")
-        later = [sections.find(f"({other})", start + 1) for other in RECIPES if other != file]
+        later = [sections.find(f"({other})", start + 1) for other in files if other != file]
         own = sections[start : min([end for end in later if end > start], default=len(sections))]
         for phase in recipe.running_phases:
             assert any(line.strip().startswith(phase) for line in own.splitlines()), (file, phase)
