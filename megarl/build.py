@@ -376,6 +376,8 @@ def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:
     at_a_time = recipe.rollout.engines * (recipe.phases.rollout.max_concurrent or recipe.num_rollouts)
     rounds = -(-ahead * recipe.num_rollouts // at_a_time) * turns
     rollouts = (rounds * recipe.rollout.timeout_s + ENGINE_START_S) * (1 + recipe.rollout.max_restarts)
+    if (section := recipe.environment) is not None and section.kind != "class":  # agents have their own time, too
+        rollouts += -(-ahead * recipe.num_rollouts // (section.workers * section.max_concurrent)) * section.timeout_s
     tasks = -(-ahead * recipe.num_rollouts // recipe.phases.reward.sequences)
     return ENGINE_START_S + rollouts + syncs, tasks * recipe.phases.reward.timeout_s
 
