@@ -182,7 +182,7 @@ def _take(
     network: Network | None,
 ) -> None:
     reader._prepare(manifest)
-    boxes = len(reader._pieces) if manifest.transport == "mapped" else len(reader._stream.copy)
+    boxes = len(reader._stream.copy)
     states = {0: "first", boxes // 2: "middle", boxes - 1: "last"}
     writer = BoxWriter(lambda number: _meet(fault, states.get(number, ""), network), parameters)
     for _ in reader.read(manifest, engine, writer):

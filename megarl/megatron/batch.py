@@ -111,10 +111,10 @@ class Batch:
         """Return what the advantages are computed from; `longest` and `limit` as there."""
         truncated = np.zeros(len(self.valid), bool) if self.truncated is None else self.truncated
         columns = self.rewards, self.valid, self.groups, truncated
-        of_rollouts = (torch.from_numpy(column[self.ends]) for column in columns)
+        rewards, valid, groups, cut = (torch.from_numpy(column[self.ends]) for column in columns)
         segments, lengths = np.bincount(self.rollouts).tolist(), torch.from_numpy(self.own_lengths)
         baselines = None if self.baselines is None else torch.from_numpy(self.baselines[self.ends])
-        return StepRewards(*of_rollouts, segments, lengths, self.fields, baselines, longest, limit)
+        return StepRewards(rewards, valid, groups, cut, segments, lengths, self.fields, baselines, longest, limit)
 
     def gather(self, name: str, samples: Iterable[int]) -> Tensor:
         """Concatenate a per-token result of some sequences: [their own tokens]."""

@@ -199,7 +199,7 @@ def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
 ) -> None:
     played, _ = play(tokenizer, agent, lambda episode, turn: [20, END], max_segments=2)
     facts, (episode,) = played.facts(), played.episodes
-    np.testing.assert_equal(facts.rewards, np.float32([reward]))
+    np.testing.assert_equal(facts.rewards, np.array([reward], np.float32))
     assert (episode.ended, episode.cause) == (ended, cause) and failure in episode.failure
     assert bool(episode.failure) == bool(failure)
     group = played.result()
@@ -223,7 +223,7 @@ def test_an_engine_s_error_is_the_run_s_and_not_the_agent_s(tokenizer: Any) -> N
 
 def test_a_slow_agent_holds_up_nobody(tokenizer: Any) -> None:
     """The first one waits until the second has ended."""
-    ended = []
+    ended: list[int] = []
 
     async def waits(client: Any, run: Run) -> Reply:
         number = len(ended)

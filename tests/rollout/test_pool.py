@@ -205,7 +205,7 @@ def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: 
 
     pool = pools(Scripted(0, [PAUSED], [RECEIVED]))
     pool._store = SimpleNamespace(add=SimpleNamespace(remote=add))
-    facts = GroupFacts(0, 1, (1,), (1,), ("stop",), (0,), (0,))
+    facts = GroupFacts(0, (0,), (0,), (1,), (1,), (1,), ("stop",), (0,), (0,))
     with pytest.raises(RolloutError, match=r"the store of rollouts.* did not take batch 1 within rollout.timeout_s"):
         asyncio.run(pool.store_batch([facts], [None]))
 

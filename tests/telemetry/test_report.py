@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -304,7 +305,7 @@ step 2, rollout 4 of group 1: reward 0.75 (environment 0.75), advantage -0.5
 def test_a_rollout_is_shown_as_a_conversation_in_the_terminal_and_in_the_report(tmp_path):
     run = make_run(tmp_path / "run", [metrics_of(1), metrics_of(2)])
     assert CliRunner().invoke(app, ["samples", str(run), "--step", "7"]).output.startswith("error: --step = 7: steps 2 to 2")
-    masked = {"valid": False, "reward": None, "reason": "no service", "turn_rewards": []}
+    masked: dict[str, Any] = {"valid": False, "reward": None, "reason": "no service", "turn_rewards": []}
     rows = [sampled(4, ["see", "ok", "<b>"]), sampled(4, ["[2]"], finish_reason="length"), sampled(5, [HOSTILE], **masked)]
     (run / "samples" / "step-000002.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = CliRunner().invoke(app, ["samples", str(run), "--rollout", "4"]).output
