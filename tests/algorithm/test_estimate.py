@@ -112,6 +112,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
     "reinforce_plus_plus_baseline": ({}, lambda: whitened(spread(relative))),
     "remax": ({}, lambda: [[one - BASELINES[at] for one in each] for at, each in enumerate(rewards_to_go())]),
     "gae": ({"gae": GaeSection(discount=0.9, smoothing=0.8, whiten=False)}, lambda: generalized(0.9, 0.8)),
+    "none": ({}, lambda: spread(lambda _: 0.0)),
     "supervised": ({}, lambda: spread(lambda _: 1.0)),
     "dpo": ({"dpo": DpoSection(beta=0.3)}, lambda: spread(lambda one: slopes(implicit_rewards(), 0.3)[one])),
     "bradley_terry": ({}, lambda: [[slope] for slope in slopes(REWARDS, 1.0)]),

@@ -245,7 +245,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
     assert (stream.num_rows, stream.num_dropped) == (2, 2)
     first = stream.take(1)[0]
     assert first.token_ids.dtype == np.int32 and len(first.token_ids) in (3, 5)
-    with pytest.raises(ValueError, match=r"max_prompt_tokens is 2, but the shortest of the 4 prompts of data.prompts has 3"):
+    with pytest.raises(ValueError, match=r"max_prompt_tokens is 2, but the shortest of the 4 rows of data.prompts has 3"):
         PromptStream(section(jsonl(path), max_prompt_tokens=2), 0, byte_tokenizer())
 
 

@@ -32,6 +32,38 @@ def test_a_sequence_has_room_for_all_turns_and_the_observations_between(
     assert (single.max_completion_tokens, single.max_own_tokens, single.max_sequence_tokens) == (32, 32, 64)
 
 
+AGENT = {"kind": "agent", "target": "statistics:mean", "max_turns": 3, "max_episode_tokens": 60}
+
+
+def test_the_segments_of_an_agent_have_room_for_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = [*CAPS, ("reward", [])]
+    recipe = load_edited(tmp_path, monkeypatch, *edits, ("environment", AGENT | {"max_segments": 2}))
+    assert (recipe.max_completion_tokens, recipe.max_own_tokens, recipe.max_sequence_tokens) == (60, 96, 92)
+    assert recipe.num_sequences == 2 * recipe.num_rollouts and recipe.completion_key == "environment.max_episode_tokens"
+
+
+@pytest.mark.parametrize(("environment", "key", "rule", "way_out"), [
+    (AGENT | {"kind": "agnt"}, "environment.kind", "must be one of class, agent, command", "agent"),
+    ({"kind": "agent", "max_turns": 3, "max_episode_tokens": 60}, "environment.target", "required", ""),
+    ({"kind": "agent", "target": "statistics:mean", "max_turns": 3}, "environment.max_episode_tokens", "required", ""),
+    (AGENT | {"kind": "command"}, "environment.run", "required", ""),
+    (AGENT | {"kind": "command", "run": ""}, "environment.run", "at least 1 character", ""),
+    (AGENT | {"max_observation_tokens": 3}, "environment.max_observation_tokens", "unknown key", ""),
+    (EPISODES | {"idle_s": 3.0}, "environment.idle_s", "unknown key", ""),
+    (AGENT | {"max_episode_tokens": 20}, "environment.max_episode_tokens", "no room for one turn of rollout", "32"),
+    (AGENT | {"max_episode_tokens": 400}, "environment.max_episode_tokens", "with data.max_prompt_tokens 32 makes", "224"),
+    (AGENT | {"idle_s": 9.0, "timeout_s": 3.0}, "environment.idle_s", "must not exceed environment.timeout_s = 3", "3"),
+    (AGENT | {"target": "nobody_has_it:run"}, "environment.target", "no module 'nobody_has_it'", ""),
+])  # fmt: skip
+def test_what_an_agent_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: Any, key: str, rule: str, way_out: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_edited(tmp_path, monkeypatch, *CAPS, ("reward", []), ("environment", environment))
+    found = [one for one in raised.value.violations if one.key == key and rule in one.rule]
+    assert found and way_out in found[0].nearest, raised.value
+
+
 TURNS = "environment.max_turns 3 x rollout.max_new_tokens 32 + 2 x environment.max_observation_tokens 10"
 
 

@@ -49,9 +49,15 @@ class ScriptedWorkers:
 
 
 def play(
-    tokenizer: Any, agent: Agent, answer: Callable[[Episode, int], list[int]], size: int = 1, **changes: Any
+    tokenizer: Any,
+    agent: Agent,
+    answer: Callable[[Episode, int], list[int]],
+    size: int = 1,
+    together: int = 1,
+    **changes: Any,
 ) -> tuple[AgentEpisodes, Any]:
-    """Play the episodes of a group; `answer` is what is sampled in a turn of an episode."""
+    """Play the episodes of a group; `answer` is what is sampled in a turn of an episode, once `together` requests wait."""
+    barrier = asyncio.Barrier(together)
     base = pool_recipe(Path("model"), max_new_tokens=4).model_dump()
     base["data"]["max_prompt_tokens"] = 40
     limits = {"max_turns": 3, "max_episode_tokens": 30, "max_segments": 2}
@@ -65,6 +71,7 @@ def play(
     played = AgentEpisodes(made, prompts(tokenizer, 1)[0], size, None, DRAW)  # type: ignore[arg-type]
 
     async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
+        await barrier.wait()
         tokens = answer(episode, episode.turns)
         return result(request, tokens[: request.max_new_tokens], version=episode.turns)
 
@@ -197,7 +204,8 @@ NAN = float("nan")
 def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
     tokenizer: Any, agent: Agent, reward: float, ended: str, cause: str, failure: str
 ) -> None:
-    played, _ = play(tokenizer, agent, lambda episode, turn: [20, END], max_segments=2)
+    together = 3 if agent is asks_at_once else 1
+    played, _ = play(tokenizer, agent, lambda episode, turn: [20, END], together=together, max_segments=2)
     facts, (episode,) = played.facts(), played.episodes
     np.testing.assert_equal(facts.rewards, np.array([reward], np.float32))
     assert (episode.ended, episode.cause) == (ended, cause) and failure in episode.failure

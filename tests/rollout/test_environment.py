@@ -17,7 +17,7 @@ import yaml
 from openai.types.chat import ChatCompletionMessage
 from pydantic import TypeAdapter
 
-from megarl.recipe.environment_section import AgentSection, AnyEnvironment, EnvironmentSection
+from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection, EnvironmentSection
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
 from megarl.rollout.agent import Run, _AgentProcess, load_agent
@@ -366,7 +366,7 @@ def test_the_page_takes_an_agent_to_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     recipes = [yaml.safe_load(block)["environment"] for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     agent, command = map(TypeAdapter(AnyEnvironment).validate_python, recipes)
-    assert agent.kind == "agent" and command.kind == "command"
+    assert isinstance(agent, AgentSection) and isinstance(command, CommandSection)
     (tmp_path / "my_agent.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     run = load_agent(agent.target, agent.options)
