@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import ray
-import torch
 
 from megarl.cluster.ray_cluster import NAMESPACE
 from megarl.data.sample import Completion, Sample
@@ -450,6 +449,8 @@ def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
 
 def saved(record: Any) -> dict[str, Any]:
     """Return a dataclass of arrays as tensors and plain values, which `torch.load` reads without pickle's code."""
+    import torch  # not above: a process that only fetches tokens needs none
+
     values = {}
     for name, value in vars(record).items():
         is_text = isinstance(value, np.ndarray) and value.dtype.kind == "U"
@@ -459,6 +460,6 @@ def saved(record: Any) -> dict[str, Any]:
 
 def restored(kind: type[Record], values: dict[str, Any]) -> Record:
     """Return the dataclass that `saved` was given."""
-    arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    arrays = {name: value.numpy() for name, value in values.items() if hasattr(value, "numpy")}
     texts = {name: np.array(value, np.str_) for name, value in values.items() if isinstance(value, list)}
     return kind(**values | arrays | texts)

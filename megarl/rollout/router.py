@@ -191,7 +191,8 @@ class Router:
             self._renew_deadline(lane)
         for task in self._tasks - self._restarts:
             task.cancel()
-        self._pool.end_restarts()  # they are in threads, which cannot be cancelled
+        if self._restarts:
+            self._pool.end_restarts()  # they are in threads, which cannot be cancelled
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _schedule(self) -> None:

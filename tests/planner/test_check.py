@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from megarl.cli import app
@@ -38,8 +39,14 @@ def test_every_shipped_recipe_prints_its_plan(tmp_path: Path, monkeypatch: pytes
     config = CONFIG | {"num_hidden_layers": 12 * 5 * 7, "max_position_embeddings": 2**20}
     (tmp_path / "config.json").write_text(json.dumps(config))
     overrides = [f"model.path={tmp_path}", f"rollout.kv_cache_bytes={2**40}"]
-    files = [file for file in RECIPES if "\n  kind:" not in file.read_text().split("\nmodel:")[0]]  # those with engines
-    assert check(*(file for file in RECIPES if file not in files), "--plan", overrides[0]).exit_code == 0
+    texts = {file: file.read_text() for file in RECIPES}
+    with_teachers = [file for file, text in texts.items() if "\nteachers:" in text]
+    for file in with_teachers:
+        paths = [f"teachers.{name}.path={tmp_path}" for name in yaml.safe_load(texts[file])["teachers"]]
+        assert check(file, "--plan", *overrides, *paths).exit_code == 0, file
+    supervised = [file for file, text in texts.items() if "\n  kind:" in text.split("\nmodel:")[0]]
+    assert check(*supervised, "--plan", overrides[0]).exit_code == 0
+    files = [file for file in RECIPES if file not in supervised + with_teachers]
     result = check(*files, "--plan", *overrides)
     assert result.exit_code == 0, result.output
     sections = result.output

@@ -241,7 +241,7 @@ def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) 
     return SimpleNamespace(
         section=SimpleNamespace(target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
         recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),
-        seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers,
+        seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers, gateway=None,
         tokenizer=SimpleNamespace(decode=lambda ids: "turn"),
         observations=SimpleNamespace(behind=lambda last, messages: np.array([5], np.int32)),
     )  # fmt: skip
