@@ -20,7 +20,7 @@ from tests.session_cases import LIMITS, Policy, check_trained, renderer
 
 T = TypeVar("T")
 WAIT_S = 60.0
-HTTP = httpx.Client(verify=False, timeout=WAIT_S, trust_env=False)  # to load certificates takes longer than most cases
+HTTP: Any = httpx.Client(verify=False, timeout=WAIT_S, trust_env=False)  # to load certificates takes longer than most cases
 GATEWAY_LIMITS = GatewayLimits(LIMITS, max_new_tokens=1000, max_body_bytes=1 << 20, max_requests=8)
 
 

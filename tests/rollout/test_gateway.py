@@ -136,7 +136,8 @@ def test_litellm_runs_unchanged(served: Served, streams: bool, monkeypatch: pyte
     for _ in range(2):
         options: Any = dict(model="openai/any", api_base=opened.openai_url, api_key=opened.token, timeout=WAIT_S)
         answer = litellm.completion(messages=messages, tools=[ADD], stream=streams, **options)
-        message = (litellm.stream_chunk_builder(list(answer)) if streams else answer).choices[0].message
+        whole: Any = litellm.stream_chunk_builder(list(answer)) if streams else answer
+        message = whole.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []]
     assert messages[-1]["content"] == "It is 2."

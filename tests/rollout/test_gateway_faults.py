@@ -61,7 +61,12 @@ def connected(opened: OpenSession) -> socket.socket:
 
 
 def raw(opened: OpenSession, path: str, body: str, length: int | None = None) -> bytes:
-    head = f"POST {httpx.URL(opened.url).path}/v1/{path} HTTP/1.1", "Host: x", f"X-Api-Key: {opened.token}"
+    head = (
+        f"POST {httpx.URL(opened.url).path}/v1/{path} HTTP/1.1",
+        "Host: x",
+        "Connection: close",
+        f"X-Api-Key: {opened.token}",
+    )
     return "\r\n".join([*head, f"Content-Length: {length or len(body)}", "", body]).encode()
 
 
@@ -171,7 +176,8 @@ def slow_body(served: Served, opened: OpenSession, path: str) -> httpx.Response:
         opened = impatient.open(Script("x"))
         with connected(opened) as connection:
             connection.sendall(raw(opened, path, "{", length=9))
-            head, _, body = connection.recv(65536).decode().partition("\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+            head, _, body = answer.partition("\r\n\r\n")
     finally:
         impatient.close()
     return httpx.Response(int(head.split()[1]), text=body)
