@@ -250,6 +250,8 @@ def write_dump(
     columns: dict[str, Any] = {
         "group_size": np.int64(size),
         "groups": np.repeat(np.arange(first, first + len(prompts)), size),
+        "rollouts": np.arange(count),
+        "prefixes": np.repeat(np.arange(len(prompts)), size),
         "prompt_lengths": np.array([len(ids) for ids in questions]),
         "completion_lengths": np.array([len(ids) for ids in answers]),
         "own_lengths": np.array([sum(marks) for _, marks, _ in made]),
