@@ -239,11 +239,12 @@ def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) 
         SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
     ]
     return SimpleNamespace(
-        section=SimpleNamespace(target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
-        recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),
-        seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers, gateway=None,
+        section=SimpleNamespace(kind="class", target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
+        recipe=SimpleNamespace(max_completion_tokens=24, max_segments=1, rollout=SimpleNamespace(max_new_tokens=4),
+                               data=SimpleNamespace(max_prompt_tokens=64)),
+        gateway=None, seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers,
         tokenizer=SimpleNamespace(decode=lambda ids: "turn"),
-        observations=SimpleNamespace(behind=lambda last, messages: np.array([5], np.int32)),
+        observations=SimpleNamespace(chat=None, behind=lambda last, messages: np.array([5], np.int32)),
     )  # fmt: skip
 
 
