@@ -26,6 +26,7 @@ from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
 from megarl.cluster.ray_cluster import ClusterError, join_cluster
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
+from megarl.data.routing import teachers_of
 from megarl.megatron.model import DTYPES, has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
@@ -337,6 +338,7 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     if prompts.num_dropped:
         limit = "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens"
         print(f"data: {prompts.num_dropped} rows left out, longer than data.{limit}", file=sys.stderr)
+    teachers_of(recipe, prompts.every())  # a row that names no teacher ends the run at once
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
         parts.held_out = (HeldOutRows if recipe.run.is_supervised else HeldOut)(recipe, held_out, prompts)

@@ -22,7 +22,7 @@ def teachers_of(recipe: Recipe, prompts: Iterable[Prompt]) -> dict[int, str]:
     routes: dict[int, str] = {}
     for prompt in prompts:
         name = prompt.row.get(distillation.route)
-        if name in teachers:
+        if isinstance(name, str) and name in teachers:
             routes[prompt.index] = name
         else:
             row = prompt.where or f"the row of prompt {prompt.index}"

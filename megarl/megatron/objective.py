@@ -114,7 +114,7 @@ class PolicyObjective:
             "ratio_drift_max": ratio_drift.max(),
             "tokens": kept.sum(),
         }
-        if self.batch.sampled:
+        if self.batch.sampled and (self.settings.has_policy_loss or "logprobs" in fields):  # else `old` is not what sampled
             correction |= {"mismatch_sum": difference.sum(), "mismatch_max": difference.max()}
         return loss, sums | correction
 

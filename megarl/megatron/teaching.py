@@ -37,15 +37,16 @@ TEACHERS = "teachers."  # before the name in a role's name
 
 
 def samples_of(role: str, batch: Batch, schedule: Schedule, layout: Layout, longest: int) -> list[int]:
-    """Return the samples that a role's phase runs: all, or those that a teacher judges, and the shortest others up to a
-    number that the layout can run."""
-    everything = list(range(len(batch.lengths)))
+    """Return the samples that a role's phase runs: all, or those of the rollouts that a teacher judges, and of the shortest
+    other rollouts up to a number that the layout can run."""
     if not role.startswith(TEACHERS):
-        return everything
-    judged = (batch.teachers == role.removeprefix(TEACHERS)).tolist()
-    first = sorted(everything, key=lambda sample: (not judged[sample], batch.lengths[sample], sample))
-    counts = range(sum(judged), len(everything) + 1)
-    return sorted(first[: next(count for count in counts if not violations(schedule, count, layout, longest))])
+        return list(range(len(batch.lengths)))
+    judged = (batch.teachers[batch.ends] == role.removeprefix(TEACHERS)).tolist()  # [rollouts]
+    tokens = np.bincount(batch.rollouts, batch.lengths)
+    first = sorted(range(len(judged)), key=lambda rollout: (not judged[rollout], tokens[rollout], rollout))
+    counts = range(sum(judged), len(judged) + 1)
+    count = next(count for count in counts if not violations(schedule, count, layout, longest))
+    return np.flatnonzero(np.isin(batch.rollouts, first[:count])).tolist()
 
 
 def take_judgement(

@@ -137,7 +137,7 @@ def bucket_bytes_of(recipe: Recipe) -> int:
     section, device, rollout = recipe.weight_sync, recipe.device, recipe.rollout
     if device is None or device.kind == "cpu" or section.wire == "delta" or recipe.sent_adapter is not None:
         return 0
-    if rollout.replay is not None:
+    if not recipe.has_engines:
         return 0
     separate = rollout.placement == "separate"
     devices = recipe.trainer.ranks + (rollout.engines * rollout.layout.workers if separate else 0)

@@ -381,6 +381,7 @@ def _distillation_rules(recipe: Recipe) -> Violations:
         yield Violation(key, "none", "without algorithm.distillation nothing is learned", "grpo, or add distillation")
     unread = {
         "algorithm.mismatch": algorithm.mismatch is not None and not algorithm.has_policy_loss,
+        "algorithm.policy_loss": algorithm.policy_loss != ClipLossSection(kind="clip") and not algorithm.has_policy_loss,
         "algorithm.kl.place": algorithm.kl is not None and algorithm.kl.place == "reward",
         "algorithm.overlong.buffer": algorithm.overlong is not None and algorithm.overlong.buffer > 0,
         "reward_model": recipe.reward_model is not None,

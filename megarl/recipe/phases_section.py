@@ -158,7 +158,10 @@ SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs
 REASONS = {
     "reward_model": "it runs with a reward_model",
     "reference_logprob": "it runs with algorithm.kl, which reads the reference, and with run.kind: dpo",
-    "actor_logprob": "it runs with several updates per batch, rollout.max_staleness > 0, algorithm.kl.place: reward; pairs",
+    "actor_logprob": (
+        "it runs with run.kind: dpo or reward_model, and for a policy loss with several updates per batch, "
+        "rollout.max_staleness > 0 or algorithm.kl.place: reward; without a policy loss for algorithm.early_stop alone"
+    ),
     "teacher_logprob": "it runs with algorithm.distillation and teachers",
     "critic_value": "it runs with algorithm.advantage: gae (PPO)",
     "critic_update": "it runs with algorithm.advantage: gae (PPO)",

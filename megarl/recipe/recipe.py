@@ -64,7 +64,7 @@ class Recipe(Section):
     actor: ActorSection
     """The model that is trained."""
     reference: ReferenceSection | None = None
-    """The actor as it was at the start; with `algorithm.kl` only."""
+    """The actor as it was at the start; with `algorithm.kl` or `run.kind: dpo` only."""
     teachers: dict[Name, TeacherSection] = {}
     """Frozen models that the actor learns from, by a name of your choice; with `algorithm.distillation` only."""
     critic: CriticSection | None = None

@@ -229,7 +229,9 @@ def reference_rules(recipe: Recipe) -> Violations:
     if reference is None:
         return
     if not recipe.runs("reference_logprob"):
-        yield Violation("reference", GIVEN, "without algorithm.kl nothing reads the reference", "remove reference")
+        yield Violation(
+            "reference", GIVEN, "without algorithm.kl or run.kind: dpo nothing reads the reference", "remove reference"
+        )
     if reference.memory.offload != "none" and recipe.reference_is_base:
         rule = "the reference is the actor without its adapters and has no weights of its own"
         yield Violation("reference.memory.offload", reference.memory.offload, rule, "actor.memory.offload: all")
@@ -273,13 +275,18 @@ def teacher_fits_model(recipe: Recipe, key: str, path: str, shape: ModelShape, f
         vocab = model_shape(recipe.model.path, fetch).vocab
     except (ValueError, OSError):
         return  # another rule reports it
-    if distillation is None or shape.vocab == vocab:
+    if distillation is None:
+        return
+    if distillation.top_k is not None and distillation.top_k >= vocab:
+        rule = f"the vocabulary has {vocab} tokens"
+        yield Violation("algorithm.distillation.top_k", distillation.top_k, rule, "over: vocabulary, or fewer tokens")
+    if shape.vocab == vocab:
         return
     rule = f"its vocabulary has {shape.vocab} tokens, that of model.path {vocab}"
     if shape.vocab < vocab:
         yield Violation(key, path, rule, "a teacher with all tokens of model.path")
-    elif distillation.over == "vocabulary":
-        rule += ", and algorithm.distillation.over = vocabulary compares token by token"
+    elif distillation.over != "sampled":
+        rule += f", and algorithm.distillation.over = {distillation.over} compares token by token"
         yield Violation(key, path, rule, "a teacher with the vocabulary of model.path, or over: sampled")
 
 

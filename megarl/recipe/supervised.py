@@ -76,6 +76,8 @@ def supervised_rules(recipe: Recipe) -> Violations:
         if recipe.algorithm.advantage in [algorithm["advantage"] for algorithm in ALGORITHMS.values()]:
             rule = "learns from data, and run.kind is rl"
             yield Violation("algorithm.advantage", recipe.algorithm.advantage, rule, "grpo, or another run.kind")
+        if recipe.algorithm.dpo is not None:
+            yield Violation("algorithm.dpo", GIVEN, "only run.kind: dpo reads it", "remove algorithm.dpo")
         return
     if data.max_tokens is None:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
@@ -103,6 +105,9 @@ def supervised_rules(recipe: Recipe) -> Violations:
     if data.max_prompt_tokens != 1:
         rule = f"{why}: data.max_tokens limits whole sequences"
         yield Violation("data.max_prompt_tokens", data.max_prompt_tokens, rule, "remove data.max_prompt_tokens")
+    if data.answer_format != "text":
+        rule = f"{why}, and no verifier reads answers"
+        yield Violation("data.answer_format", data.answer_format, rule, "remove data.answer_format")
     if data.prompt_format == "token_ids":
         yield Violation("data.prompt_format", data.prompt_format, f"{why} to prompts of token ids", "text or messages")
     for key, given in (("run.dump_rollouts", recipe.run.dump_rollouts), ("actor.router_replay", recipe.actor.router_replay)):

@@ -41,6 +41,7 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
     own = np.array([int(sample.completion.own.sum()) for sample in samples])
     prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
     lengths = np.array([len(sample.completion.token_ids) for sample in samples])
+    prefixes: dict[bytes, int] = {}  # the sequences of a pair may have different prompts
     return RolloutBatch(
         payload=DataPayload(samples),
         groups=np.array([sample.group for sample in samples]),
@@ -56,6 +57,7 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
             "tokens/trained": int(own.sum()),
         },
         own_lengths=own,
+        prefixes=np.array([prefixes.setdefault(sample.prompt_ids.tobytes(), len(prefixes)) for sample in samples]),
     )
 
 

@@ -20,6 +20,8 @@ from megarl.telemetry.metrics_file import duration, mean_reward, tokens_per_seco
 STEP_METRICS = (
     ("rollout/completion_length_mean", "length", ".1f"),
     ("actor/policy_loss", "loss", ".4f"),
+    ("preference/loss", "preference loss", ".4f"),
+    ("actor/teacher_kl", "teacher KL", ".4f"),
     ("actor/grad_norm", "grad norm", ".3f"),
     ("actor/entropy", "entropy", ".3f"),
     ("time/step", "seconds", ".1f"),

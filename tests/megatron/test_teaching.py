@@ -60,3 +60,23 @@ def test_an_update_equals_brute_force(
         found = run_ranks(learn, layouts[0].ranks, student, teachers, layouts, max_tokens, settings)
         for learned in found:
             assert learned == pytest.approx(expected(student, teachers, settings), rel=2e-5), loss
+
+
+def test_a_teacher_runs_whole_rollouts_in_a_number_that_its_layout_can_run() -> None:
+    """Of those that it judges, and the shortest others; however many segments they fell into."""
+    import numpy as np
+
+    from megarl.megatron.batch import Batch
+    from megarl.megatron.teaching import samples_of
+    from megarl.schedule import Schedule
+
+    rollouts = np.array([0, 0, 1, 2, 2, 2, 3])
+    ones = np.ones(7, np.int64)
+    lengths = np.array([9, 1, 2, 1, 1, 1, 8])
+    named = np.where(rollouts == 0, "one", "two")
+    batch = Batch(ones, lengths, rollouts, np.zeros(7, np.float32), ones.astype(bool), rollouts=rollouts, teachers=named)
+    schedule = Schedule("teacher_logprob.one", max_tokens=100)
+    assert samples_of("teachers.one", batch, schedule, Layout(), 20) == [0, 1]
+    assert samples_of("teachers.one", batch, schedule, DATA, 20) == [0, 1, 2], "one more rollout: the shortest"
+    assert samples_of("teachers.two", batch, schedule, DATA, 20) == list(range(7)), "three are no number for two ranks"
+    assert samples_of("actor", batch, schedule, DATA, 20) == list(range(7))
