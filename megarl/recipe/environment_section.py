@@ -22,7 +22,7 @@ class EpisodeSection(Section):
     """Processes in the Ray cluster that run episodes, each in a process of its own."""
     memory_mib: Positive = 4096
     """Most resident memory of an episode's process and its children, in MiB, without what importing `target` loads for all
-    episodes."""
+    episodes; of an agent also the size of each file that it writes."""
     max_processes: Positive = 64
     """Most processes of an episode at a time."""
     on_error: Literal["mask", "stop"] = "mask"
@@ -115,6 +115,13 @@ def environment_rules(recipe: Recipe) -> Violations:
         if section.timeout_s >= limit:  # a worker's deadline must pass before rank 0's
             rule = f"must be below rollout.timeout_s = {limit:g}, after which its worker counts as silent"
             yield Violation("environment.timeout_s", section.timeout_s, rule, f"{limit / 2:g}")
-    elif section.idle_s > section.timeout_s:
+        return
+    if not recipe.data.chat_template:
+        rule = "the endpoint renders the messages of agents with the chat template of model.path"
+        yield Violation("data.chat_template", False, rule, "true")
+    if section.host in ("0.0.0.0", "::"):
+        rule = "is no address that an agent can call"
+        yield Violation("environment.host", section.host, rule, "the address of the node of rank 0")
+    if section.idle_s > section.timeout_s:
         rule = f"must not exceed environment.timeout_s = {section.timeout_s:g}, after which the episode has ended"
         yield Violation("environment.idle_s", section.idle_s, rule, f"{section.timeout_s:g}")

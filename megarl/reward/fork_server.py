@@ -149,6 +149,8 @@ class ForkServerClient:
             if not self._is_lost and self._loop is None:
                 self._loop = asyncio.get_running_loop()
                 self._loop.add_reader(self._connection.fileno(), self._receive)
+                # uvloop, which Ray's actors run on, has made it non-blocking: long messages would fail in the middle.
+                os.set_blocking(self._connection.fileno(), True)
             try:
                 # In a thread: answers are still read while the pipe is full, or both ends would wait for each other.
                 await asyncio.to_thread(self._connection.send, message)
@@ -276,7 +278,7 @@ class ForkServer:
         child = self._children[key]
         try:
             answer = child.pipe.recv()
-        except (EOFError, ConnectionError):
+        except Exception:  # it has died, perhaps in the middle of an answer, or its answer cannot be unpickled
             self._report_death(key, child, "crash", f"died with {self._end(key)}")
             return
         number, child.question = child.question, None
@@ -507,7 +509,7 @@ def kill_tree(process: int, itself: bool = True) -> None:
 
 
 def _send(process: int, number: int) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # a program below may run as another user
         os.kill(process, number)
 
 

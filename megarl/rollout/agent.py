@@ -19,6 +19,7 @@ import re
 import resource
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from typing import Any, NoReturn
 from megarl.recipe.environment_section import AgentSection, CommandSection
 from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
-from megarl.reward.fork_server import is_outage
+from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, is_outage
 from megarl.rollout.environment import Fields, Make, Reply, shown
 
 # Of what an agent prints, and of the file with its reward, this many bytes at the end are kept.
@@ -120,13 +121,13 @@ def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable
     folder = Path(tempfile.mkdtemp(prefix="megarl-agents-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sys.path[:] = map(os.path.abspath, sys.path)  # an agent has another working directory
-    return partial(_AgentProcess, start, folder, section.memory_mib << 20)
+    return partial(_AgentProcess, start, folder, section.memory_mib << 20, section.kind == "command")
 
 
 class _AgentProcess:
     """Starts an agent, and waits for its end."""
 
-    def __init__(self, start: Callable[[Run], None], folder: Path, file_bytes: int) -> None:
+    def __init__(self, start: Callable[[Run], None], folder: Path, file_bytes: int, writes_row: bool) -> None:
         self._start, self._file_bytes = start, file_bytes
         for other in folder.iterdir():  # of episodes that were killed
             if not Path(f"/proc/{other.name}").exists():
@@ -134,11 +135,14 @@ class _AgentProcess:
         self._folder = folder / str(os.getpid())
         (self._folder / "work").mkdir(parents=True)
         self._reward = self._folder / "reward"
+        # A coroutine has the row as an argument, and a file would show the answer to what the policy runs.
+        self._row = self._folder / "row.json" if writes_row else None
 
     def __call__(self, question: Make | Run) -> Reply:
         if isinstance(question, Make):
             return Reply()
-        (self._folder / "row.json").write_text(json.dumps(question.row, default=str), encoding="utf-8")
+        if self._row is not None:
+            self._row.write_text(json.dumps(question.row, default=str), encoding="utf-8")
         streams = [os.pipe(), os.pipe()]
         process = os.fork()
         if process == 0:
@@ -162,6 +166,8 @@ class _AgentProcess:
         """Run the user's code, in the process of the agent."""
         status = BAD_EXIT
         try:
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # an agent never outlives its fork server
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block some, and a mask survives exec
             for number, stream in enumerate(streams, start=1):
                 os.dup2(stream, number)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self._file_bytes, self._file_bytes))
@@ -188,7 +194,6 @@ class _AgentProcess:
             "OPENAI_API_KEY": question.token,
             "ANTHROPIC_BASE_URL": question.url,
             "ANTHROPIC_API_KEY": question.token,
-            "MEGARL_ROW": str(self._folder / "row.json"),
             "MEGARL_REWARD": str(self._reward),
             "MEGARL_SEED": str(question.seed),
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -196,7 +201,7 @@ class _AgentProcess:
             "TMPDIR": str(self._folder / "work"),
             "NO_PROXY": unproxied,
             "no_proxy": unproxied,
-        }
+        } | ({} if self._row is None else {"MEGARL_ROW": str(self._row)})
 
     def _read_result(self, output: str) -> Any:
         """Return what the file of the reward holds, or else the last line that the agent printed. Raises ValueError if that
@@ -214,6 +219,8 @@ class _AgentProcess:
 
 
 def _run_command(command: str, question: Run) -> NoReturn:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which survives exec
+        signal.signal(number, signal.SIG_DFL)
     os.execv("/bin/sh", ["sh", "-c", command])
 
 
@@ -244,7 +251,7 @@ async def _warm_up() -> None:
 
     async with _client(base_url="http://127.0.0.1:9", api_key="none", max_retries=0) as client:
         with suppress(openai.OpenAIError):
-            await client.chat.completions.create(model="policy", messages=[])
+            await client.with_options(timeout=5).chat.completions.create(model="policy", messages=[])
 
 
 def _watch(process: int, streams: list[int]) -> list[str]:

@@ -12,6 +12,8 @@ An error of an engine ends the run, as it does without agents.
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from megarl.data.sample import Completion
@@ -38,13 +40,19 @@ class AgentEpisodes(GroupEpisodes):
                     return await self.sample(episode, prompt_ids, request.number, request.max_new_tokens, generate)
                 except Exception as error:  # whatever an engine raises ends the run, below
                     errors.append(error)
+                    running.cancel()  # its agent may go on for long
                     raise
 
         opened = environments.gateway.open(sample)
         episode.session = opened.session
         try:
             run = Run(self.prompt.row, opened.url, opened.token, self.seed)
-            reply = await environments.workers.run(episode.number, run, clock)
+            running = asyncio.ensure_future(environments.workers.run(episode.number, run, clock))
+            reply = await running
+        except asyncio.CancelledError:
+            running.cancel()
+            if not errors:
+                raise
         finally:
             environments.gateway.end(opened)
         if errors:
@@ -55,7 +63,9 @@ class AgentEpisodes(GroupEpisodes):
 
     def _end(self, episode: Episode, reply: Reply, opened: OpenSession) -> None:
         """Note what became of an episode."""
-        del episode.session.segments[self.limits.max_segments :]  # of requests that were under way together
+        most = self.limits.max_segments
+        opened.is_exhausted |= len(episode.session.segments) > most
+        del episode.session.segments[most:]  # of requests that were under way together
         episode.ended = "length" if opened.is_exhausted else "stop"
         failure, cause = reply.failure, reply.cause
         if not failure and not episode.turns:

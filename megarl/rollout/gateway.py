@@ -79,6 +79,8 @@ class OpenSession:
     fault: str = ""
     is_exhausted: bool = False
     num_sampled: int = 0  # completions that were asked for
+    num_turns: int = 0  # those of them that were not given up
+    num_new_segments: int = 0  # that requests under way begin
     num_requests: int = 0  # under way
     work: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -134,7 +136,14 @@ class Gateway:
         app.add_api_route("/s/{session}/v1/models", self._models, methods=["GET"], response_model=None)
         app.add_exception_handler(HTTPException, _http_error)
         config = uvicorn.Config(
-            app, lifespan="off", log_config=None, log_level="warning", access_log=False, ws="none", timeout_keep_alive=75
+            app,
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -248,7 +257,7 @@ class Gateway:
     def _turn(self, opened: OpenSession, request: Request) -> Turn:
         """Return the prompt of a request, and count its completions."""
         limit = self._limits.max_turns
-        if limit is not None and opened.num_sampled + request.num_completions > limit:
+        if limit is not None and opened.num_turns + request.num_completions > limit:
             opened.is_exhausted = True
             raise RequestError(429, f"the rollout has had its {limit} turns", "insufficient_quota")
         try:
@@ -258,6 +267,7 @@ class Gateway:
                 turn = opened.session.next_text(request.prompt)
             else:
                 turn = opened.session.next_tokens(request.prompt or [])
+            opened.session.check_segments(opened.num_new_segments + _num_new_segments(request, turn))
         except ContextTooLong as error:
             opened.is_exhausted = True
             # Anthropic's clients look for these words.
@@ -267,7 +277,10 @@ class Gateway:
             raise RequestError(429, str(error), "insufficient_quota") from None
         except ValueError as error:
             raise RequestError(400, str(error), "invalid_value", "messages") from None
+        opened.is_exhausted = False  # a client that was refused may have shortened its history
         opened.num_sampled += request.num_completions
+        opened.num_turns += request.num_completions
+        opened.num_new_segments += _num_new_segments(request, turn)
         return turn
 
     async def complete(self, opened: OpenSession, request: Request, turn: Turn, first: int) -> list[Answer]:
@@ -295,12 +308,17 @@ class Gateway:
         return self._chat.tokenizer
 
 
+def _num_new_segments(request: Request, turn: Turn) -> int:
+    """Return how many segments the completions of a request begin: one of them may continue a segment."""
+    return request.num_completions - (turn.state is not None)
+
+
 async def _awaited(value: Awaitable[Completion]) -> Completion:
     return await value
 
 
 class _Answering(Response):
-    """Completes a request while it watches the client: when that leaves, nothing more is sampled. A stream has its headers
+    """Completes a request while it watches the client: when that leaves, the answer is dropped. A stream has its headers
     at once, and comments while the tokens are sampled."""
 
     def __init__(self, gateway: Gateway, opened: OpenSession, protocol: Protocol, request: Request, turn: Turn) -> None:
@@ -341,6 +359,9 @@ class _Answering(Response):
             await send({"type": "http.response.body", "body": events.encode()})
         finally:
             opened.num_requests -= 1
+            opened.num_new_segments -= _num_new_segments(request, self._turn)
+            if not work.done() or work.cancelled() or work.exception() is not None:
+                opened.num_turns -= request.num_completions
             opened.work.discard(work)
             for task in (work, gone):
                 task.cancel()

@@ -138,6 +138,8 @@ def read_anthropic(body: Any, temperature: float, max_completions: int) -> Reque
         tools.append({"type": "function", "function": function | {"parameters": tool.get("input_schema") or {}}})
     if body.get("max_tokens") is None:
         raise refused("max_tokens", "it is required")
+    if body.get("n") not in (None, 1):
+        raise refused("n", "this route gives one answer")
     return _request(body, max_completions, messages=[*system, *messages], tools=tools or None)
 
 
@@ -506,10 +508,10 @@ class AnswerReader:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         choice = {"tools": request.tools, "tool_choice": "auto" if request.reads_calls else "none"} if request.tools else {}
-        given = ChatCompletionRequest(messages=[], model=request.model, **choice)
-        parser = self._parser(self._tokenizer, given.tools)
-        parser.set_prompt_token_ids(prompt_ids.tolist())
         try:
+            given = ChatCompletionRequest(messages=[], model=request.model, **choice)
+            parser = self._parser(self._tokenizer, given.tools)
+            parser.set_prompt_token_ids(prompt_ids.tolist())
             reasoning, content, calls = parser.parse(text, given, request.reads_calls, ids.tolist())
         except Exception as error:  # parsers raise what they like about text that is no call
             logger.debug("a parser refuses a turn, which its client gets as text: %s", error)

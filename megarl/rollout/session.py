@@ -242,7 +242,7 @@ class Session:
         return segment
 
     def _begin(self, prompt_ids: np.ndarray, reason: str) -> Turn:
-        self._check_segments()
+        self.check_segments(1)
         limit = self._limits.max_prompt_tokens
         if not 0 < len(prompt_ids) <= limit:
             raise ContextTooLong(f"the prompt has {len(prompt_ids)} tokens; 1 to {limit} are allowed")
@@ -251,7 +251,7 @@ class Session:
     def _continue(self, state: State, observed: np.ndarray) -> Turn:
         segment = state.segment
         if state.num_tokens < segment.num_tokens:
-            self._check_segments()
+            self.check_segments(1)
         so_far, limit = state.num_tokens + len(observed), self._limits.max_completion_tokens
         if so_far >= limit:
             raise ContextTooLong(
@@ -260,8 +260,9 @@ class Session:
         completion = np.concatenate(segment.ids)[: state.num_tokens]
         return Turn(np.concatenate([segment.prompt_ids, completion, observed]), limit - so_far, state, observed)
 
-    def _check_segments(self) -> None:
-        if len(self.segments) >= self._limits.max_segments:
+    def check_segments(self, num_new: int) -> None:
+        """Raise TooManySegments if there is no room for new segments."""
+        if num_new and len(self.segments) + num_new > self._limits.max_segments:
             raise TooManySegments(f"the rollout has {len(self.segments)} segments already, and no more are allowed")
 
     def _new_text(self, state: State, messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> str | None:

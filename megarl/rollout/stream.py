@@ -494,6 +494,9 @@ class RolloutStream:
         """Wait for a condition of groups. Raises what ended a part of the stream, and RolloutError if nothing happens for
         longer than any part may take: engines, which may start again, environments, rewards."""
         limit_s = 3 * self._recipe.rollout.timeout_s + self._recipe.phases.reward.timeout_s + TASK_GRACE_S
+        environment = self._recipe.environment
+        if environment is not None and environment.kind != "class":
+            limit_s += environment.idle_s
         changed_at = self._loop.time()
         while self._error is None and not condition():
             self._changed.clear()

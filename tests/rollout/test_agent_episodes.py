@@ -199,12 +199,12 @@ NAN = float("nan")
     (is_content_with_its_turns, 0.25, "length", "", ""),
     (asks_nothing, NAN, "failed", "", "returned without a request that the policy answered"),
     (miscounts, 0.0, "failed", "error", "it returned 2 rewards for 1 answers of the policy"),
-    (asks_at_once, 1.0, "stop", "", ""),
+    (asks_at_once, 0.0, "length", "", ""),
 ])  # fmt: skip
 def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
     tokenizer: Any, agent: Agent, reward: float, ended: str, cause: str, failure: str
 ) -> None:
-    together = 3 if agent is asks_at_once else 1
+    together = 2 if agent is asks_at_once else 1
     played, _ = play(tokenizer, agent, lambda episode, turn: [20, END], together=together, max_segments=2)
     facts, (episode,) = played.facts(), played.episodes
     np.testing.assert_equal(facts.rewards, np.array([reward], np.float32))
