@@ -346,7 +346,7 @@ class RolloutStream:
             self._admission.finish(group.number, not self._filters or self._is_informative(group))
             self._learn()
             await self._admit()
-        except Exception as error:
+        except Exception as error:  # the trainer's next call raises it
             self._end(error)
         self._changed.set()
 

@@ -107,7 +107,8 @@ def gradients(settings: AlgorithmSection, batch: Batch, schedule: Schedule, layo
 @st.composite
 def algorithms(draw: st.DrawFn) -> AlgorithmSection:
     loss, mismatch = draw(st.sampled_from(LOSSES)), draw(st.sampled_from(CORRECTIONS))
-    advantage = draw(st.sampled_from([*ADVANTAGES, "tests.own_algorithms:centred"]))
+    of_rollouts = [name for name in ADVANTAGES if name not in ("dpo", "bradley_terry")]  # pairs of data have no segments
+    advantage = draw(st.sampled_from([*of_rollouts, "tests.own_algorithms:centred"]))
     place = draw(st.sampled_from(["loss", "reward"]))
     return AlgorithmSection.model_validate({
         "advantage": advantage, "group_size": SIZE, "policy_loss": loss, "mismatch": mismatch,
