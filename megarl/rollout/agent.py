@@ -114,7 +114,7 @@ def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable
         asyncio.run(_warm_up())
         start: Callable[[Run], None] = partial(_run_coroutine, load_agent(section.target, section.options), section.options)
     else:
-        checked = subprocess.run(["sh", "-nc", section.run], capture_output=True, text=True, check=False)
+        checked = subprocess.run(["sh", "-nc", section.run], capture_output=True, encoding="utf-8", check=False)
         if checked.returncode:
             raise RecipeError([Violation("environment.run", section.run, checked.stderr.strip(), "a command line of sh")])
         start = partial(_run_command, section.run)

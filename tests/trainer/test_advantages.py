@@ -165,6 +165,9 @@ def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folde
         def present(self, training: bool) -> Any:
             return nullcontext()
 
+        def announce(self, plan: Any, passes: int) -> None:
+            pass
+
         def update(self, batch: Batch, mini_batch: MiniBatch, objective: Any) -> Any:
             return SimpleNamespace(executed=())
 
@@ -174,9 +177,8 @@ def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folde
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made, "_agree", lambda *_: None)
         patch.setattr(made, "_prove", lambda *_: ((mini_batch,), {}))
-        for name in ("_announce", "compare"):
-            patch.setattr(megarl.trainer, name, lambda *_, **__: None)
+        patch.setattr(megarl.trainer, "compare", lambda *_, **__: None)
         patch.setattr(megarl.trainer, "update_metrics", lambda *_: {})
-        patch.setattr(megarl.trainer, "ValueObjective", lambda settings, batch, weights: seen.append(weights))
+        patch.setitem(megarl.trainer.OBJECTIVES, "critic", lambda settings, batch, weights: seen.append(weights))
         made._update(plan, of)  # type: ignore[arg-type]
     assert seen == [{0: pytest.approx(1 / (2 * 12)), 1: pytest.approx(1 / (2 * 12))}]
