@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -43,9 +42,15 @@ class GlooMessages:
         """
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[Any, torch.Tensor]] = {}  # each transfer, with the memory that it needs
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface(_address(store, member, size, host))
-        with _environment(GLOO_SOCKET_IFNAME=interface):
-            self._group: Any = dist.ProcessGroupGloo(store, member, size, timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            self._group: Any = dist.ProcessGroupGloo(store, member, size, timeout)
+            return
+        # Not by setting GLOO_SOCKET_IFNAME for a moment: other threads, which open other groups meanwhile, would read it.
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(store, member, size, host))]
+        options._timeout = timeout
+        self._group = dist.ProcessGroupGloo(store, member, size, options)
 
     def together(self) -> AbstractContextManager[None]:
         """Do nothing, because gloo's messages do not wait for each other; see `NcclMessages.together`."""
@@ -141,7 +146,7 @@ class NcclMessages:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables while torch creates a process group, which takes some settings in no other way."""
+    """Set environment variables while torch creates a NCCL group, which takes some settings in no other way."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -152,14 +157,6 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _interface(address: str) -> str:
-    """Return the name of this machine's network interface with an address; the loopback interface for other addresses."""
-    interfaces = psutil.net_if_addrs().items()
-    return next(
-        (name for name, entries in interfaces if any(entry.address.partition("%")[0] == address for entry in entries)), "lo"
-    )
 
 
 def _address(store: dist.Store, member: int, size: int, host: str) -> str:
