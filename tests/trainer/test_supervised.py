@@ -106,7 +106,8 @@ def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_
             loss = score_loss(reference.model, head, batch)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
+            # Absolute, too: the loss falls to a tenth within the steps, and Adam carries the roundings of each on.
+            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=5e-6), name
             assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
             adam.step()
     megarl("export", str(tmp_path / "runs" / "one"), str(tmp_path / "scores"))
