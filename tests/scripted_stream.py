@@ -241,7 +241,9 @@ class ScriptedPool:
         engine.start()
         return not self.has_published
 
-    def end_restarts(self) -> None:
+    def end_restarts(self, ends: bool) -> None:
+        if not ends:
+            return
         self.restart_error = self.restart_error or RolloutError("the run ends")
         self.may_restart.set()
 

@@ -285,10 +285,10 @@ class EnginePool:
             stop_cluster()
         self.address = None
 
-    def end_restarts(self) -> None:
-        """End engines that are starting, from another thread than theirs, and start none."""
-        self._ends_restarts = True
-        for engine in self.engines:
+    def end_restarts(self, ends: bool) -> None:
+        """End engines that are starting, from another thread than theirs, and start none until the next call with False."""
+        self._ends_restarts = ends
+        for engine in self.engines if ends else ():
             if engine.process is None:
                 engine.kill()
 

@@ -28,8 +28,8 @@ class Engines(Protocol):
         """Start a dead engine again; return whether it serves at once, as no weights were published yet. Raises RolloutError
         if that was done too often, or after `end_restarts`."""
 
-    def end_restarts(self) -> None:
-        """End engines that are starting, and start none."""
+    def end_restarts(self, ends: bool) -> None:
+        """End engines that are starting, and start none until the next call with False."""
 
 
 @dataclass(eq=False)
@@ -191,9 +191,9 @@ class Router:
             self._renew_deadline(lane)
         for task in self._tasks - self._restarts:
             task.cancel()
-        if self._restarts:
-            self._pool.end_restarts()  # they are in threads, which cannot be cancelled
+        self._pool.end_restarts(True)  # they are in threads, which cannot be cancelled
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pool.end_restarts(False)
 
     def _schedule(self) -> None:
         """Send requests in the loop's next round, when all that come together are here."""

@@ -247,7 +247,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "a reference that nothing reads": (
         edited(("algorithm.kl", None), ("phases.reference_logprob", ...), ("reference", {"layout": {"tensor": 2}})),
-        {"reference": "without algorithm.kl nothing reads the reference"},
+        {"reference": "without algorithm.kl or run.kind: dpo nothing reads the reference"},
     ),
     "both micro-batch rules and none": (
         edited(

@@ -191,7 +191,7 @@ def test_a_restart_of_a_pool_that_ends_is_given_up_and_none_begins(pools: Pools)
     with ThreadPoolExecutor(1) as thread:
         restart = thread.submit(pool.restart, engine, "rollout", DEAD)
         assert starting.wait(60)
-        pool.end_restarts()
+        pool.end_restarts(True)
         with pytest.raises(EngineDied):
             restart.result(60)
     with pytest.raises(RolloutError, match="is not started again: the run ends"):
