@@ -384,5 +384,6 @@ def test_the_page_takes_an_agent_to_a_run(tmp_path: Path, monkeypatch: pytest.Mo
         "max_concurrent",
     ):
         assert name in AgentSection.model_fields, name
-    environment = _AgentProcess(lambda question: None, tmp_path, 1)._environment(Run({}, "http://127.0.0.1:1/s/1", "key", 1))
+    process = _AgentProcess(lambda question: None, tmp_path, 1, writes_row=True)
+    environment = process._environment(Run({}, "http://127.0.0.1:1/s/1", "key", 1))
     assert set(re.findall(r"`((?:OPENAI|ANTHROPIC|MEGARL)_\w+)`", page)) <= environment.keys()
