@@ -254,17 +254,27 @@ class RewardWorkers:
     ) -> RewardResult:
         """Score some samples, of which the s-th answers prompts[s // group_size]. With `answers`, also read what they
         answer. Not to be called in an event loop. Raises as `score_group`."""
+        return self.score_together([(payload, samples, group_size)], prompts, answers)[0]
 
-        async def score_all() -> list[TextScore]:
-            work = [
-                self.score_group(payload, samples[g * group_size : (g + 1) * group_size], prompt, answers)
-                for g, prompt in enumerate(prompts)
-            ]
+    def score_together(
+        self, batches: Sequence[tuple[Any, Sequence[int], int]], prompts: Sequence[Prompt], answers: bool = False
+    ) -> list[RewardResult]:
+        """`score` for several batches (payload, samples, group size) of the same prompts, which share tasks as they do in a
+        stream: the first result has all tasks."""
+
+        async def score_all() -> list[list[TextScore]]:
+            work = {
+                (place, number): self.score_group(payload, samples[number * size : (number + 1) * size], prompt, answers)
+                for number, prompt in enumerate(prompts)
+                for place, (payload, samples, size) in enumerate(batches)
+            }
             self.send_all()
-            return [score for part in await asyncio.gather(*work) for score in part]
+            await asyncio.gather(*work.values())
+            places, numbers = range(len(batches)), range(len(prompts))
+            return [[score for number in numbers for score in work[place, number].result()] for place in places]
 
         scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
-        return self.join(scores, answers)
+        return [self.join(of_batch, answers) for of_batch in scores]
 
     def score_group(
         self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False, is_evaluation: bool = False

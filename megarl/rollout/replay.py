@@ -14,7 +14,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.routing import teachers_of
 from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.recipe import Recipe
-from megarl.reward.workers import RewardResult, RewardWorkers, add_episodes
+from megarl.reward.workers import RewardWorkers, add_episodes
 from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
 from megarl.rollout.stream import Resync, Taken
 
@@ -207,10 +207,12 @@ class ReplayStream:
         """Score them."""
         assert self._batch is not None, "wait_sampled comes first"
         prompts, rollouts = self._batch
-        rewards, greedy = self._score(rollouts, prompts), None
+        batches = [rollouts] if rollouts.greedy is None else [rollouts, rollouts.greedy]
+        parts = [(batch.payload, batch.last_segments.tolist(), batch.executed.group_size) for batch in batches]
+        scored = self._rewards.score_together(parts, prompts)
+        rewards, *others = map(add_episodes, scored, [batch.episodes for batch in batches])
+        greedy = others[0] if others else None
         self._prompts.learn(prompts, rewards.rewards, rewards.valid)
-        if rollouts.greedy is not None:
-            greedy = self._score(rollouts.greedy, prompts)
         return Taken(rollouts, rewards, greedy, {}, teachers_of(self._recipe, prompts))
 
     def state(self) -> dict[str, Any]:
@@ -224,8 +226,3 @@ class ReplayStream:
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         return self._prompts.metrics()
-
-    def _score(self, rollouts: RolloutBatch, prompts: list[Prompt]) -> RewardResult:
-        samples, size = rollouts.last_segments.tolist(), rollouts.executed.group_size
-        rewards = self._rewards.score(rollouts.payload, prompts, samples, size)
-        return add_episodes(rewards, rollouts.episodes)
