@@ -81,7 +81,7 @@ class StepAdvantages(NamedTuple):
 def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
     """Compute the advantages of a step from its rewards. Raises ValueError if the overlong mask leaves no rollout."""
     segments = list(step.segments)
-    if max(segments) == 1:
+    if max(segments) == 1:  # a reward model's results are one number a sequence, and have no tokens to split
         return _rollout_advantages(settings, step)
     own = [part.tolist() for part in step.lengths.split(segments)]  # of the segments of each rollout
     joined: dict[str, Sequence[Tensor]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -132,7 +133,7 @@ def check_tool_role(section: EnvironmentSection, observations: Observations) -> 
         )
 
 
-class GroupEpisodes:
+class GroupEpisodes(ABC):
     """The episodes of one group: they begin with one prompt and row, and each goes on as fast as it can."""
 
     def __init__(self, environments: Environments, prompt: Prompt, size: int, temperature: float | None, draw: int) -> None:
@@ -156,9 +157,9 @@ class GroupEpisodes:
         finally:
             self.environments.workers.end(episode.number for episode in self.episodes)
 
+    @abstractmethod
     async def play_one(self, episode: Episode, generate: Generate) -> None:
         """Play an episode to its end."""
-        raise NotImplementedError
 
     async def sample(self, episode: Episode, ids: np.ndarray, number: int, most: int, generate: Generate) -> Completion:
         """Let an engine complete a prompt with up to `most` tokens; `number` is that of the turn."""

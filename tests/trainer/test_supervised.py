@@ -31,6 +31,7 @@ DPO_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+SCORE_LR = 5e-4
 SCORE_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2": (4, {"actor__layout": {"tensor": 2}}),
     "one": (1, {"phases__actor_update__micro_batch": {"sequences": 3}}),
@@ -93,27 +94,27 @@ def test_preference_optimization_is_that_of_autograd_under_every_layout(tmp_path
 def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_classifier(tmp_path):
     model = supervised_run(tmp_path)
     for name, (ranks, changes) in SCORE_RUNS.items():
-        recipe = supervised_recipe(tmp_path, name, "reward_model", ranks, **changes)
+        # A low rate: with LR the loss would fall to a tenth, and roundings would be ten times as large beside it.
+        recipe = supervised_recipe(tmp_path, name, "reward_model", ranks, actor__optimizer__lr=SCORE_LR, **changes)
         train_on_ranks(recipe)
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         # The new head, the same under every layout.
         head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))[0] * reference.config.initializer_range
         head.requires_grad_(True)
         weights = [*reference.model.parameters(), head]
-        adam = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
+        adam = torch.optim.AdamW(weights, lr=SCORE_LR, weight_decay=0.0)
         for line, batch in zip(metrics_of(tmp_path, name), batches_of(recipe), strict=True):
             adam.zero_grad()
             loss = score_loss(reference.model, head, batch)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            # Absolute, too: the loss falls to a tenth within the steps, and Adam carries the roundings of each on.
-            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=5e-6), name
+            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
             assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
             adam.step()
     megarl("export", str(tmp_path / "runs" / "one"), str(tmp_path / "scores"))
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores", dtype=torch.float32)
     assert classifier.config.num_labels == 1
-    assert float((classifier.score.weight[0] - head).abs().max()) < LR / 10
+    assert float((classifier.score.weight[0] - head).abs().max()) < SCORE_LR / 10
     check_weights(tmp_path / "scores", ModelShape.from_directory(tmp_path / "scores"), critic=True, score=True)
 
 
