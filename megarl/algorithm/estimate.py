@@ -83,16 +83,16 @@ def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvant
     segments = list(step.segments)
     if max(segments) == 1:  # a reward model's results are one number a sequence, and have no tokens to split
         return _rollout_advantages(settings, step)
-    own = [part.tolist() for part in step.lengths.split(segments)]  # of the segments of each rollout
+    own_lengths = [part.tolist() for part in step.lengths.split(segments)]  # of the segments of each rollout
     joined: dict[str, Sequence[Tensor]] = {}
     for name, values in step.results.items():
         rows = iter(values)
         joined[name] = [torch.cat(list(islice(rows, count))) for count in segments]
-    lengths = torch.tensor([sum(part) for part in own])
+    lengths = torch.tensor([sum(part) for part in own_lengths])
     learned = _rollout_advantages(settings, step._replace(lengths=lengths, results=joined))
 
     def split(rows: Sequence[Tensor]) -> list[Tensor]:
-        return [piece for row, part in zip(rows, own, strict=True) for piece in row.split(part)]
+        return [piece for row, part in zip(rows, own_lengths, strict=True) for piece in row.split(part)]
 
     returns = None if learned.returns is None else split(learned.returns)
     return learned._replace(advantages=split(learned.advantages), returns=returns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -297,3 +298,21 @@ def _check_vocabulary(row: Row, token_ids: Sequence[int], num_tokens: int | None
         f"{row.prompt_place}: the prompt has token {wrong}, and the model (model.path) knows tokens 0 to {num_tokens - 1}; "
         "it was made with another tokenizer, or the model's tokenizer has tokens that its weights lack"
     )
+
+
+def not_trained_on(held_out: PromptStream, trained_on: PromptStream) -> list[Prompt]:
+    """Return the held-out prompts, or rows, that are not among those of the training data. Raises ValueError if none is
+    left."""
+    seen = {_content(prompt) for prompt in trained_on.every()}
+    left = [prompt for prompt in held_out.every() if _content(prompt) not in seen]
+    if not left:
+        raise ValueError(
+            f"evaluation.prompts: all {held_out.num_rows} are among the training prompts, and nothing is held out; "
+            "give others, or another seed to a generator"
+        )
+    return left
+
+
+def _content(prompt: Prompt) -> bytes:
+    """Return a digest of a prompt, which is small: training sets are large."""
+    return hashlib.blake2b(np.asarray(prompt.token_ids, dtype=np.int32).tobytes(), digest_size=16).digest()

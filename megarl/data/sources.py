@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.data.generated import generate
+from megarl.data.tokenizer import ANSWERERS
 from megarl.models.model_files import check_fetched
 from megarl.recipe.data_section import DataSection, HuggingFacePromptsSection, SourceSection
 
@@ -143,7 +144,7 @@ class ExampleForm:
         if not self.data.chat_template:
             return chat[0]["content"], None if answer is None else answer[0]["content"]
         if answer is not None:  # messages that begin with another role than the assistant's are a whole chat
-            chat = [*chat, *answer] if answer[0]["role"] in ("assistant", "model") else answer
+            chat = [*chat, *answer] if answer[0]["role"] in ANSWERERS else answer
         if self.data.system_prompt is None:
             return chat
         if any(message["role"] == "system" for message in chat):

@@ -12,10 +12,9 @@ import numpy as np
 
 from megarl.data.sample import Example
 from megarl.data.sources import BadRows, Message, Pair, Row
-from megarl.data.tokenizer import check_template, render_questions, rendering_errors
+from megarl.data.tokenizer import ANSWERERS, check_template, render_questions, rendering_errors
 from megarl.recipe.data_section import DataSection
 
-ANSWERERS = ("assistant", "model")
 # Stand for the content of a turn: no template changes them, and they share neither first nor last character.
 _STAND_INS = ("forty-two", "Seven")
 Render = Callable[..., str]  # (messages, add_generation_prompt) to text

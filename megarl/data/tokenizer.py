@@ -117,8 +117,11 @@ def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
         raise ValueError(f"the model's chat template refuses these messages: {error}; {way_out}") from error
 
 
+ANSWERERS = ("assistant", "model")  # roles whose messages are answers
+
+
 def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
-    if messages[-1]["role"] in ("assistant", "model"):
+    if messages[-1]["role"] in ANSWERERS:
         raise ValueError(
             f"the last message has the role {messages[-1]['role']!r}, so the prompt would hold an answer; remove it"
         )

@@ -69,12 +69,17 @@ class ClientSection(EpisodeSection):
     max_concurrent: Positive = 64
     """Episodes that a worker runs at a time; the others wait."""
     host: str = "127.0.0.1"
-    """Address of the endpoint, on the node of rank 0. Workers on other nodes reach only an address of that node's network,
-    where each request still needs the key of its session."""
+    """Address of the endpoint, on the node of rank 0. With a loopback address all workers run on that node; with an address
+    of the node's network they run anywhere, and each request still needs the key of its session."""
     tool_parser: str | None = None
     """vLLM's parser that finds the tool calls of the policy for clients, as `hermes`; null leaves them in the text."""
     reasoning_parser: str | None = None
     """vLLM's parser that takes the reasoning out of the text for clients, as `qwen3`; null leaves it there."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only the node of rank 0 reaches the endpoint."""
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
 
 
 class AgentSection(ClientSection):

@@ -63,7 +63,7 @@ class AgentEpisodes(GroupEpisodes):
 
     def _end(self, episode: Episode, reply: Reply, opened: OpenSession) -> None:
         """Note what became of an episode."""
-        most = self.limits.max_segments
+        most = self.environments.limits.max_segments
         opened.is_exhausted |= len(episode.session.segments) > most
         del episode.session.segments[most:]  # of requests that were under way together
         episode.ended = "length" if opened.is_exhausted else "stop"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.prompts import PromptStream
+from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.sample import Prompt, Sample
 from megarl.megatron.parallel import broadcast_from_first
 from megarl.recipe.evaluation_section import EvaluationSection
@@ -38,7 +38,7 @@ class DataPayload:
 def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
     """Return the sequences of some rows, in their order."""
     samples = tuple(example.sample(prompt.index) for prompt in prompts for example in prompt.examples)
-    own = np.array([int(sample.completion.own.sum()) for sample in samples])
+    own_lengths = np.array([int(sample.completion.own.sum()) for sample in samples])
     prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
     lengths = np.array([len(sample.completion.token_ids) for sample in samples])
     prefixes: dict[bytes, int] = {}  # the sequences of a pair may have different prompts
@@ -54,9 +54,9 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
         metrics={
             "tokens/prompt": int(prompt_lengths.sum()),
             "tokens/completion": int(lengths.sum()),
-            "tokens/trained": int(own.sum()),
+            "tokens/trained": int(own_lengths.sum()),
         },
-        own_lengths=own,
+        own_lengths=own_lengths,
         prefixes=np.array([prefixes.setdefault(sample.prompt_ids.tobytes(), len(prefixes)) for sample in samples]),
     )
 
@@ -100,13 +100,11 @@ class HeldOutRows:
 
     def __init__(self, recipe: Recipe, held_out: PromptStream, trained_on: PromptStream) -> None:
         assert recipe.evaluation is not None
-        seen = {prompt.token_ids.tobytes() for prompt in trained_on.every()}
-        self.rows = [prompt for prompt in held_out.every() if prompt.token_ids.tobytes() not in seen]
-        self.num_left_out = held_out.num_rows - len(self.rows)
-        self.rows = self.rows[: recipe.evaluation.max_prompts]
+        rows = not_trained_on(held_out, trained_on)
+        self.num_left_out, self.num_dropped = held_out.num_rows - len(rows), held_out.num_dropped
+        self.num_bad_rows = held_out.num_bad_rows
+        self.rows = rows[: recipe.evaluation.max_prompts]
         self._at_a_time = recipe.phases.rollout.prompts
-        if not self.rows:
-            raise ValueError("evaluation.prompts: all rows are among the training rows; give others")
 
     def batches(self) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
         """Yield each batch with a mask of the sequences that count: the last batch is filled up with rows of the first."""
@@ -123,6 +121,8 @@ class HeldOutLoss:
 
     num_rows: int
     num_left_out: int
+    num_dropped: int
+    num_bad_rows: int
     weight: float = 0.0
     sums: dict[str, float] | None = None
 
@@ -135,7 +135,12 @@ class HeldOutLoss:
     def metrics(self, section: EvaluationSection) -> dict[str, float]:
         """Return the metrics `evaluation/...`."""
         means = {f"evaluation/{name}": total / max(self.weight, 1.0) for name, total in (self.sums or {}).items()}
-        return means | {"evaluation/num_prompts": self.num_rows, "evaluation/num_left_out": self.num_left_out}
+        return means | {
+            "evaluation/num_prompts": self.num_rows,
+            "evaluation/num_left_out": self.num_left_out,
+            "evaluation/num_dropped": self.num_dropped,
+            "evaluation/num_bad_rows": self.num_bad_rows,
+        }
 
     def summary(self, section: EvaluationSection) -> str:
         """Return one line for a person."""
@@ -157,7 +162,8 @@ Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
     """Measure every batch of the rows, which rank 0 has; returns None if the run `leaves`, which all ranks ask before each
     batch. Collective."""
-    counts = broadcast_from_first(None if rows is None else (len(rows.rows), rows.num_left_out))
+    counts = None if rows is None else (len(rows.rows), rows.num_left_out, rows.num_dropped, rows.num_bad_rows)
+    counts = broadcast_from_first(counts)
     loss, batches = HeldOutLoss(*counts), iter(()) if rows is None else rows.batches()
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():

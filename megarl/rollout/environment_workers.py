@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megarl.cluster.ray_cluster import node_share
 from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection
 from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.rollout import EngineSilent, RolloutError
@@ -119,8 +120,8 @@ class EnvironmentWorker:
     def __init__(self, section: AnyEnvironment, import_path: Sequence[str]) -> None:
         mark_from_environment()
         self._section = section
-        own = 0 if section.kind == "class" else 1  # the process that waits for the agent
-        limits = ChildLimits(section.memory_mib << 20, section.max_processes + own)
+        num_waiting = 0 if section.kind == "class" else 1  # the process that waits for the agent
+        limits = ChildLimits(section.memory_mib << 20, section.max_processes + num_waiting)
         self._server = ForkServerClient("environments", load_episodes, section, limits, import_path)
         self._played: set[Any] = set()  # episodes that have had a turn
 
@@ -236,8 +237,10 @@ class EnvironmentWorkers:
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
         remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
+        # An endpoint at a loopback address is reached from the node of rank 0 alone.
+        near = node_share(0) if section.kind != "class" and section.is_loopback else {}
         names = [{"env_vars": watched_environment(f"environment-worker-{number}")} for number in range(section.workers)]
-        self._actors = [remote.options(runtime_env=name).remote(section, sys.path) for name in names]
+        self._actors = [remote.options(runtime_env=name, resources=near).remote(section, sys.path) for name in names]
         try:
             ray.get([actor.ready.remote() for actor in self._actors], timeout=2 * START_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError as error:
@@ -249,15 +252,15 @@ class EnvironmentWorkers:
         """Run an agent as soon as its worker has room, and end it when its `clock` has passed a limit. Raises as `ask`."""
         async with self._places[episode % len(self._places)]:
             clock.begin()
-            asked = asyncio.ensure_future(self.ask(episode, question))
+            reply = asyncio.ensure_future(self.ask(episode, question))
             try:
-                while not (await asyncio.wait({asked}, timeout=clock.left_s()))[0]:
+                while not (await asyncio.wait({reply}, timeout=clock.left_s()))[0]:
                     if passed := clock.passed():
                         return Reply(failure=passed, cause="wall_time")
-                return asked.result()
+                return reply.result()
             finally:
                 self.end([episode])
-                asked.cancel()
+                reply.cancel()
 
     async def ask(self, episode: int, question: Reset | Step | Run) -> Reply:
         """Ask an episode's environment. If a worker is lost, its episodes have failed and Ray starts it again. Raises

@@ -81,6 +81,7 @@ class Environments:
         first_start = RunDirectory.of(recipe).first_start
         self.tokenizer = prompt_tokenizer(model_path, recipe.data.template_options, first_start)
         self.observations = Observations(self.tokenizer, recipe.data, num_tokens)
+        self.limits = SessionLimits.of(recipe)
         self.gateway: Gateway | None = None
         if self.section.kind == "class":
             check_tool_role(self.section, self.observations)
@@ -97,8 +98,7 @@ class Environments:
         from megarl.rollout.gateway_messages import AnswerReader
 
         recipe = self.recipe
-        session = SessionLimits(recipe.data.max_prompt_tokens, recipe.max_completion_tokens, recipe.max_segments)
-        limits = GatewayLimits(session, recipe.rollout.max_new_tokens, section.max_turns)
+        limits = GatewayLimits(self.limits, recipe.rollout.max_new_tokens, section.max_turns)
         reader = AnswerReader(self.tokenizer, self.stops, section.tool_parser, section.reasoning_parser)
         return Gateway(self.observations.chat, reader, limits, recipe.rollout.temperature, host=section.host)
 
@@ -139,11 +139,9 @@ class GroupEpisodes(ABC):
     def __init__(self, environments: Environments, prompt: Prompt, size: int, temperature: float | None, draw: int) -> None:
         """`draw` as in `Sampling`."""
         self.environments, self.prompt, self.draw = environments, prompt, draw
-        recipe, ids = environments.recipe, np.asarray(prompt.token_ids, dtype=np.int32)
-        self.limits = SessionLimits(recipe.data.max_prompt_tokens, recipe.max_completion_tokens, recipe.max_segments)
-        chat = environments.observations.chat
+        ids, chat, limits = np.asarray(prompt.token_ids, dtype=np.int32), environments.observations.chat, environments.limits
         self.episodes = [
-            Episode(prompt, member, temperature, ids, next(environments.numbers), Session(chat, self.limits))
+            Episode(prompt, member, temperature, ids, next(environments.numbers), Session(chat, limits))
             for member in range(size)
         ]
         # All members have the same, so that their episodes begin alike.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithm.pass_at import Estimate, majority, mean_reward, pass_at
-from megarl.data.prompts import PromptStream
+from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
 from megarl.models import ModelShape
@@ -129,17 +128,10 @@ class HeldOut:
         """`held_out` is a stream of `held_out_data`."""
         assert recipe.evaluation is not None
         self.section = recipe.evaluation
-        seen = {_content(prompt) for prompt in trained_on.every()}
-        every = list(held_out.every())
-        kept = [prompt for prompt in every if _content(prompt) not in seen]
-        if not kept:
-            raise ValueError(
-                f"evaluation.prompts: all {len(every)} are among the training prompts, and nothing is held out; "
-                "give others, or another seed to a generator"
-            )
-        self.num_left_out, self.num_dropped = len(every) - len(kept), held_out.num_dropped
+        held_out_prompts = not_trained_on(held_out, trained_on)
+        self.num_left_out, self.num_dropped = held_out.num_rows - len(held_out_prompts), held_out.num_dropped
         self.num_bad_rows = held_out.num_bad_rows
-        self.prompts = kept[: self.section.max_prompts]
+        self.prompts = held_out_prompts[: self.section.max_prompts]
         # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
         self._at_a_time = max(1, recipe.num_rollouts // self.section.completions)
 
@@ -192,11 +184,6 @@ def held_out_data(recipe: Recipe) -> DataSection:
     """Return `data` with the held-out prompts instead of the training prompts."""
     assert recipe.evaluation is not None
     return recipe.data.model_copy(update={"prompts": recipe.evaluation.prompts, "curriculum": None})
-
-
-def _content(prompt: Prompt) -> bytes:
-    """Return a digest of a prompt, which is small: training sets are large."""
-    return hashlib.blake2b(np.asarray(prompt.token_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
 
 
 def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:

@@ -292,7 +292,7 @@ class Gateway:
         self._check_open(opened)
         try:
             async with asyncio.TaskGroup() as tasks:
-                sampled = [tasks.create_task(_awaited(opened.sample(turn.prompt_ids, one))) for one in wanted]
+                sampled = [tasks.create_task(_awaited(opened.sample(turn.prompt_ids, asked_for))) for asked_for in wanted]
             answers = [self._reader.read(task.result(), turn.prompt_ids, request) for task in sampled]
             for answer in answers:
                 opened.session.record(turn, answer.completion, answer.message or answer.text)

@@ -22,6 +22,7 @@ import numpy as np
 
 from megarl.data.sample import Completion
 from megarl.data.tokenizer import ChatRenderer, Message
+from megarl.recipe import Recipe
 
 
 class ContextTooLong(ValueError):
@@ -41,6 +42,11 @@ class SessionLimits:
     max_completion_tokens: int
     max_segments: int = 64
     max_branches: int = 64
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> SessionLimits:
+        """Return the limits of a recipe's rollouts."""
+        return cls(recipe.data.max_prompt_tokens, recipe.max_completion_tokens, recipe.max_segments)
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock
 from megarl.rollout.episodes import Environments, Episode
 from megarl.rollout.groups import GroupResult
+from megarl.rollout.session import SessionLimits
 from tests.rollout.test_episodes import DRAW, END, SEED, VOCAB, pool_recipe, prompts, result, tokenizer
 
 __all__ = ["tokenizer"]
@@ -66,6 +67,7 @@ def play(
     made = SimpleNamespace(
         section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
         observations=Observations(tokenizer, recipe.data, VOCAB), workers=ScriptedWorkers(agent), numbers=iter(range(99)),
+        limits=SessionLimits.of(recipe),
     )  # fmt: skip
     made.gateway = Environments._open_gateway(made, recipe.environment)  # type: ignore[arg-type]
     played = AgentEpisodes(made, prompts(tokenizer, 1)[0], size, None, DRAW)  # type: ignore[arg-type]

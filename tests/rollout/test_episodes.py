@@ -24,6 +24,7 @@ from megarl.rollout.environment import SHORT_ERROR
 from megarl.rollout.environment_workers import Reply, Reset, Step
 from megarl.rollout.episodes import Episode, Episodes, check_tool_role
 from megarl.rollout.groups import EpisodeFacts, GroupResult
+from megarl.rollout.session import SessionLimits
 from tests.rollout_cases import recipe as pool_recipe
 from tests.tiny_models import save_tiny_tokenizer
 
@@ -80,6 +81,7 @@ def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], *
         observations=Observations(tokenizer, recipe.data, VOCAB),
         workers=Scripted(answer),
         numbers=itertools.count(),
+        limits=SessionLimits.of(recipe),
     )
 
 

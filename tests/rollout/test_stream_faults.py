@@ -27,6 +27,7 @@ from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers, TaskResult
 from megarl.rollout import EngineSilent, RolloutError, environment_workers
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
+from megarl.rollout.session import SessionLimits
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -240,8 +241,8 @@ def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) 
     ]
     return SimpleNamespace(
         section=SimpleNamespace(kind="class", target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
-        recipe=SimpleNamespace(max_completion_tokens=24, max_segments=1, rollout=SimpleNamespace(max_new_tokens=4),
-                               data=SimpleNamespace(max_prompt_tokens=64)),
+        recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),
+        limits=SessionLimits(64, 24, 1),
         gateway=None, seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers,
         tokenizer=SimpleNamespace(decode=lambda ids: "turn"),
         observations=SimpleNamespace(chat=None, behind=lambda last, messages: np.array([5], np.int32)),
