@@ -23,6 +23,7 @@ from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
 from megarl.rollout import EngineDied, RolloutError
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
+from megarl.rollout.router import Router
 from megarl.rollout.stream import RolloutStream
 from tests.rollout_cases import recipe
 
@@ -417,3 +418,30 @@ def trainer(
     finally:
         stream.close()
     assert set(threading.enumerate()) <= before, "a thread is left"
+
+
+ROUTER_TIMEOUT_S = 30.0
+
+
+def router(
+    pool: ScriptedPool,
+    depth: int | None = None,
+    unserved: list[list[int]] | None = None,
+    errors: list[Exception] | None = None,
+) -> Router:
+    """A router with completions of 100 tokens at most; `unserved` gets what it says when no live engine is left."""
+    routes: Router
+    errors = errors if errors is not None else []
+
+    def on_unserved() -> None:
+        if unserved is not None:
+            unserved.append(routes.unserved)
+
+    routes = Router(pool, ROUTER_TIMEOUT_S, 100, depth, on_unserved, errors.append)  # type: ignore[arg-type]
+    return routes
+
+
+def clock() -> Loop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Loop)
+    return loop
