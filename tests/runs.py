@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,16 @@ def tiny_run(folder: Path, family: str = "qwen3", tied: bool = False, layers: in
     rows = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return model
+
+
+def set_keys(recipe: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set the keys of a recipe; a key has `__` for each dot."""
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        section = recipe
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
 
 
 def tiny_recipe(
@@ -56,12 +66,7 @@ def tiny_recipe(
             "critic_update": {"mini_batch": 8, "micro_batch": {"sequences": 2}},
             "actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "epochs": 2},
         }
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        section = recipe
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+    set_keys(recipe, changes)
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))
     return file

@@ -16,7 +16,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.sample import Example
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import load_recipe
-from tests.runs import tiny_run
+from tests.runs import set_keys, tiny_run
 
 LR, STEPS, MINI_BATCH = 5e-3, 3, 8
 
@@ -57,12 +57,7 @@ def supervised_recipe(folder: Path, name: str, kind: str = "sft", ranks: int = 1
     if kind == "dpo":
         recipe["algorithm"] = {"dpo": {"beta": 0.3, "label_smoothing": 0.1}}
         recipe["phases"]["reference_logprob"] = {"micro_batch": {"sequences": 3}}
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        section = recipe
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+    set_keys(recipe, changes)
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))
     return file

@@ -11,9 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.recipe import ENGINE_PHASES, RecipeError, load_recipe
-from megarl.recipe.phases_section import ROLE_OF
-from megarl.schedule import plan_phase
+from megarl.recipe import RecipeError, load_recipe
 from tests.recipe_cases import edited, make_folder, write
 
 
@@ -540,25 +538,6 @@ def test_check_prints_every_fault(name: str, folder: Path) -> None:
     assert "Traceback" not in result.output
     for key in expected:
         assert f"{key} = " in result.output
-
-
-COUNTS = (
-    "counts that a virtual pipeline cannot run",
-    "a cap that can need more micro-batches than a virtual pipeline has",
-)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_the_nearest_count_is_one_that_the_virtual_pipeline_runs(name: str, folder: Path) -> None:
-    file = write(folder, BROKEN[name][0])
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(file)
-    recipe = load_recipe(file, [f"{one.key}={one.nearest}" for one in caught.value.violations])
-    for phase in (phase for phase in ENGINE_PHASES if recipe.runs(phase)):
-        lengths = [recipe.max_sequence_tokens] * recipe.num_sequences
-        layout = recipe.layout(ROLE_OF[phase])
-        for mini_batch in plan_phase(recipe.schedule(phase), lengths, layout, seed=0).mini_batches:
-            assert mini_batch.num_micro_batches % layout.micro_batch_step == 0
 
 
 @pytest.mark.parametrize(

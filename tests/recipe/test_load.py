@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 from megarl.cli import app, train_command
 from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
 from megarl.recipe.phase_table import phase_table
+from megarl.recipe.phases_section import ROLE_OF
 from megarl.recipe.section import Section
 from megarl.recipe.yaml_text import parse_yaml
+from megarl.schedule import plan_phase
 from megarl.telemetry.run_directory import Resume
+from tests.recipe.test_broken import BROKEN
 from tests.recipe_cases import CONFIG, edited, make_folder, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,3 +240,22 @@ def test_a_hub_name_is_fetched_only_where_asked(folder: Path) -> None:
         load_recipe(file, ["model.path=someone/model"], fetch=unreachable)
     recipe = load_recipe(file, ["model.path=someone/model"], fetch=lambda name: folder / "tiny")
     assert recipe.model.path == "someone/model"
+
+
+COUNTS = (
+    "counts that a virtual pipeline cannot run",
+    "a cap that can need more micro-batches than a virtual pipeline has",
+)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_nearest_count_is_one_that_the_virtual_pipeline_runs(name: str, folder: Path) -> None:
+    file = write(folder, BROKEN[name][0])
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    recipe = load_recipe(file, [f"{one.key}={one.nearest}" for one in caught.value.violations])
+    for phase in (phase for phase in ENGINE_PHASES if recipe.runs(phase)):
+        lengths = [recipe.max_sequence_tokens] * recipe.num_sequences
+        layout = recipe.layout(ROLE_OF[phase])
+        for mini_batch in plan_phase(recipe.schedule(phase), lengths, layout, seed=0).mini_batches:
+            assert mini_batch.num_micro_batches % layout.micro_batch_step == 0
