@@ -7,6 +7,7 @@ its own tokens are those that are trained.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 
 from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.sample import Prompt, Sample
+from megarl.megatron.non_finite import NotFinite
 from megarl.megatron.parallel import broadcast_from_first
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.recipe import Recipe
@@ -161,12 +163,18 @@ Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 
 def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
     """Measure every batch of the rows, which rank 0 has; returns None if the run `leaves`, which all ranks ask before each
-    batch. Collective."""
+    batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
     counts = None if rows is None else (len(rows.rows), rows.num_left_out, rows.num_dropped, rows.num_bad_rows)
     counts = broadcast_from_first(counts)
     loss, batches = HeldOutLoss(*counts), iter(()) if rows is None else rows.batches()
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():
             return None
-        loss.add(*measure(*batch))
+        means, weight = measure(*batch)
+        if broken := [name for name, value in means.items() if not math.isfinite(value)]:
+            raise NotFinite(
+                f"phase evaluation: {broken[0]} of held-out rows is {means[broken[0]]}: the weights are broken; go on from an "
+                "earlier checkpoint"
+            )
+        loss.add(means, weight)
     return loss

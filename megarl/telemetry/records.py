@@ -125,7 +125,7 @@ class SampleTable:
             "group": int(rollout.group),
             "prompt": self._decode(rollout.prompt_ids.tolist()),
             "completion": self._decode(completion.token_ids.tolist()),
-            "reward": _finite(batch.rewards[sample]) if is_valid else None,
+            "reward": _finite(batch.rewards[sample]) if is_valid and batch.sampled else None,  # rows of data have none
             "parts": {name: _finite(rewards[number]) for name, rewards in scored.parts.items()},
             "advantage": _finite(advantages.mean()) if is_valid and len(advantages) else None,
             "valid": is_valid,

@@ -20,7 +20,7 @@ MOST_SLICES = 6000  # of the timeline: a browser draws each as a shape
 PHASES = {
     "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
     "reference_logprob": "#76c4b7", "teacher_logprob": "#3f8f7f", "critic_value": "#d8a93a",
-    "advantage": "#a3ad55", "critic_update": "#e58a3c",
+    "advantage": "#a3ad55", "critic_update": "#e58a3c", "data": "#b59f6b",
     "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
     "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
 }  # fmt: skip
@@ -28,10 +28,13 @@ GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
 CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
 LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8")
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
+HELD_OUT = ("evaluation/loss", "evaluation/accuracy")  # of rows of data, which have no confidence interval
 # Small plots next to the reward, where a run has the metrics: metrics and title.
 CURVES = (
     (("actor/loss", "actor/policy_loss"), "actor loss"),
     (("critic/loss",), "critic loss"),
+    (("preference/loss",), "loss of pairs"),
+    (("actor/teacher_kl",), "divergence from the teacher, nats a token"),
     (("actor/grad_norm", "critic/grad_norm"), "gradient norm"),
     (("actor/entropy",), "entropy, nats a token"),
     (("actor/kl", "actor/drift"), "KL, nats a token"),
@@ -89,8 +92,10 @@ def reward(run: Run) -> list[Chart]:
 
 
 def evaluation(run: Run) -> list[Chart]:
-    """Draw the results on held-out prompts, from before the first step, with 95 % confidence intervals."""
+    """Draw the results on held-out prompts, from before the first step, with 95 % confidence intervals, and the loss on
+    held-out rows."""
     names = dict.fromkeys(key.removesuffix("_error") for line in run.evaluations for key in line if key.endswith("_error"))
+    names |= dict.fromkeys(name for name in HELD_OUT if any(name in line for line in run.evaluations))
     data = []
     for at, name in enumerate(names):
         known = [metrics for metrics in run.evaluations if metrics.get(name) is not None]

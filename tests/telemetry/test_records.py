@@ -118,7 +118,11 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     rewards[12] = np.nan
     scored = SimpleNamespace(parts={"exact": rewards}, failures={12: "the verifier took longer than 5 s"})
     batch = SimpleNamespace(
-        rewards=rewards, valid=np.isfinite(rewards), rollouts=np.arange(16), fields={"advantages": [torch.ones(2)] * 16}
+        rewards=rewards,
+        valid=np.isfinite(rewards),
+        rollouts=np.arange(16),
+        fields={"advantages": [torch.ones(2)] * 16},
+        sampled=True,
     )
     table = SampleTable(tmp_path, 4, lambda ids: "\u2028".join(map(str, ids)))  # a line separator, but none of JSON's
     for step in (1, 2, 3):
