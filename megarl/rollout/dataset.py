@@ -171,10 +171,11 @@ def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[
         if leaves():
             return None
         means, weight = measure(*batch)
-        if broken := [name for name, value in means.items() if not math.isfinite(value)]:
+        broken = [name for name, value in means.items() if not math.isfinite(value)]
+        if broken:
             raise NotFinite(
-                f"phase evaluation: {broken[0]} of held-out rows is {means[broken[0]]}: the weights are broken; go on from an "
-                "earlier checkpoint"
+                f"phase evaluation: {broken[0]} of held-out rows is {means[broken[0]]}: the weights are broken; go on from "
+                "an earlier checkpoint"
             )
         loss.add(means, weight)
     return loss
