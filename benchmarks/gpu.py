@@ -40,7 +40,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,19 @@ PARTS: dict[str, tuple[Callable[[bool, Path], Result], int]] = {
 }
 
 
+def make_vllm_start(folder: Path) -> None:
+    """Let vLLM start where packages are only on the path: register megarl's plugin, in `folder`, and sample without
+    flashinfer where that is missing."""
+    if find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if not entry_points(group="vllm.general_plugins", name="megarl"):
+        about = folder / "site" / "megarl-0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megarl\nVersion: 0\n")
+        (about / "entry_points.txt").write_text("[vllm.general_plugins]\nmegarl = megarl.rollout.plugin:register\n")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(about.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
 def run_part(name: str, dry: bool, folder: Path) -> Result:
     """A part in a process of its own: its result, or what its output ended with."""
     function, deadline_s = PARTS[name]
@@ -456,6 +470,7 @@ def main() -> int:
     if not torch.cuda.is_available() and not arguments.dry_run:
         parser.error("no GPU is visible to torch; --dry-run walks on a CPU what can be walked there")
     folder = Path(tempfile.mkdtemp(prefix="megarl-gpu-"))
+    make_vllm_start(folder)
     try:
         parts = {}
         for name in arguments.parts:

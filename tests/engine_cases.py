@@ -18,7 +18,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.export import save_tensors
-from megarl.megatron.parallel import Place, reduce_scalars, start_parallel
+from megarl.megatron.parallel import Place, reduce_scalars, start_control, start_parallel
 from megarl.megatron.role import Objective, Role, RoleSettings, Training, Update, over_context, share_results
 from megarl.megatron.weights import box
 from megarl.models import ModelShape
@@ -39,6 +39,7 @@ def start(layout: Layout) -> Place:
 
 def start_places(layouts: Iterable[Layout]) -> dict[Layout, Place]:
     platform.current.start_process_group(int(os.environ["LOCAL_RANK"]), 120.0)
+    start_control(120.0)
     return start_parallel(layouts, seed=1, timeout_s=120.0, local_rank=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -62,8 +63,9 @@ def has_varlen_attention(capability: tuple[int, int] | None, dtype: torch.dtype,
     return head_dim <= 256 and head_dim % 8 == 0
 
 
-def varlen_attention() -> Callable[..., Any]:
-    """Return torch's function; the flash-attn package has the same kernels."""
+def varlen_attention() -> Callable[..., Any] | None:
+    """Return torch's function, which has the kernels of the flash-attn package; None if this torch's wants as many key heads
+    as query heads (2.11)."""
     from torch.nn.attention.varlen import varlen_attn  # here, because it registers operators that a CPU does not need
 
-    return varlen_attn
+    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None

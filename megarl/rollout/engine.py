@@ -33,7 +33,7 @@ from megarl.rollout.engine_settings import (
     scoring_parameters,
 )
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial
-from megarl.rollout.plugin import UNRECORDED
+from megarl.rollout.plugin import UNRECORDED, require_installed
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
@@ -136,6 +136,7 @@ class RolloutEngine:
         RolloutError with the last errors in the log."""
         if version is not None:
             self._dirty = f"it was started again and has the checkpoint's weights, not version {version}"
+        require_installed()
         # vLLM's variable counts whole GiB and overrides kv_cache_memory_bytes; the user's shell may set it.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         variable = self._settings.device_variable

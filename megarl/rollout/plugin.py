@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
+import sys
 from contextlib import suppress
+from importlib.metadata import entry_points
 
+from megarl.rollout import RolloutError
 from megarl.telemetry.stacks import mark_from_environment
 
 UNRECORDED = "canary"  # the start of the names of requests whose experts nobody takes
 BACKEND = "megarl"
+
+
+def require_installed() -> None:
+    """Raise RolloutError unless megarl is installed in this Python; vLLM finds this entry point in no other way."""
+    if not entry_points(group="vllm.general_plugins", name="megarl"):
+        raise RolloutError(
+            f"vLLM cannot find megarl's weight transfer on {platform.node()}: megarl is on the path of {sys.executable} but "
+            "is not installed there; `pip install --no-deps -e DIRECTORY` registers it"
+        )
 
 
 def register() -> None:

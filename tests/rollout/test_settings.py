@@ -16,7 +16,7 @@ from megarl.recipe.load import recipe_yaml
 from megarl.recipe.phase_table import engine_lines, stream_line
 from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
 from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
-from megarl.rollout import RolloutError
+from megarl.rollout import RolloutError, plugin
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.planner_cases import forecast_of, write_qwen
 from tests.recipe_cases import CONFIG, edited, make_folder, write
@@ -180,3 +180,11 @@ def test_engines_that_cannot_start_are_refused(tmp_path: Path, overrides: list[s
     with pytest.raises(RecipeError, match=text) as caught:
         qwen(tmp_path, *overrides)
     assert [one.key for one in caught.value.violations] == [key]
+
+
+def test_a_megarl_that_is_only_on_the_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM finds its weight transfer by an entry point, which only an installed package has."""
+    plugin.require_installed()
+    monkeypatch.setattr(plugin, "entry_points", lambda **_: ())
+    with pytest.raises(RolloutError, match="is not installed there; `pip install"):
+        plugin.require_installed()
