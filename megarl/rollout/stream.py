@@ -44,18 +44,16 @@ from megarl.rollout.groups import (
     GroupResult,
     Partial,
     RolloutBatch,
-    refuse_overlong,
     restored,
     saved,
 )
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
-from megarl.schedule import PlanMismatch
+from megarl.rollout.taken import Resync, Taken
 from megarl.schedule.admission import Admission
 from megarl.telemetry.progress import advance_work, begin_work
 
-Resync = Callable[[Sequence[int]], None]
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
 QUEUED = 4.0
@@ -92,46 +90,6 @@ class Group:
     @property
     def parts(self) -> list[Group]:
         return [self] if self.greedy is None else [self, self.greedy]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a step trains on, and metrics of the groups that it passed over."""
-
-    rollouts: RolloutBatch
-    rewards: RewardResult
-    greedy_rewards: RewardResult | None
-    metrics: dict[str, float]
-    teachers: dict[int, str] = field(default_factory=dict)  # the teacher of each group by its id
-
-    def check(self, recipe: Recipe) -> None:
-        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
-        are too long or if no completion could be scored."""
-        if recipe.run.is_supervised:
-            return  # rows that are too long were left out, and nothing ran
-        section, rollouts, rewards = recipe.phases.rollout, self.rollouts, self.rewards
-        planned = (section.prompts, recipe.num_rollouts, section.max_concurrent)
-        ran = (rollouts.executed.prompts, len(rollouts.last_segments), rollouts.executed.max_concurrent)
-        if ran != planned:
-            raise PlanMismatch(f"phase rollout: planned (prompts, rollouts, max_concurrent) {planned}, executed {ran}")
-        refuse_overlong(rollouts, recipe)
-        if recipe.algorithm.advantage == "remax":
-            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy.last_segments)
-            if rollouts.greedy is None or num_greedy != section.prompts:
-                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
-            refuse_overlong(rollouts.greedy, recipe)
-        task, tasks = recipe.phases.reward.sequences, rewards.task_sequences
-        if recipe.rollout.max_staleness == 0:  # all tasks of a round are full but the last one
-            rounds = int(self.metrics.get("rollout/rounds", 1))
-            num = sum(tasks) // rounds
-            full = rounds * [min(task, num - first) for first in range(0, num, task)]
-            if list(tasks) != sorted(full, reverse=True):
-                raise PlanMismatch(f"phase reward: planned tasks of {tuple(full)} sequences, executed {tasks}")
-        elif max(tasks, default=0) > task:
-            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
-        if not rewards.valid.any():
-            sample, reason = next(iter(rewards.failures.items()))
-            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
 
 
 class RolloutStream:
