@@ -129,7 +129,8 @@ def compare(tree: Path, names: Sequence[str], steps: int, folder: Path) -> list[
     """Return the row of each recipe, here and in another tree."""
     rows = []
     for number, name in enumerate(names):
-        begun, row = time.monotonic(), {"recipe": name, "compared": 0, "differing": [], "only_one": 0}
+        begun = time.monotonic()
+        row: dict[str, Any] = {"recipe": name, "compared": 0, "differing": [], "only_one": 0}
         try:
             here, there = (
                 train(ROOT, name, folder / f"{number}-here", steps),

@@ -42,7 +42,8 @@ class Taken:
                 raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
             refuse_overlong(rollouts.greedy, recipe)
         task, tasks = recipe.phases.reward.sequences, rewards.task_sequences
-        if recipe.rollout.max_staleness == 0:  # all tasks of a round are full but the last one
+        # All tasks of a round are full but the last one, unless a task found no tokens and its groups came once more.
+        if recipe.rollout.max_staleness == 0 and "rollout/num_sampled_again" not in self.metrics:
             rounds = int(self.metrics.get("rollout/rounds", 1))
             num = sum(tasks) // rounds
             full = rounds * [min(task, num - first) for first in range(0, num, task)]
