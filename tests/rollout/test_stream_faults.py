@@ -410,6 +410,7 @@ def test_a_loop_that_has_ended_ends_the_run(moment: str) -> None:
                 calls[moment](run)
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # what the loop had to do
 @pytest.mark.parametrize("moment", ["sampling", "pause", "close"])
 def test_a_loop_that_stands_still_ends_the_run_with_the_place_where_it_stands(moment: str) -> None:
     goes_on = threading.Event()
