@@ -50,11 +50,13 @@ def plant(fault: StreamFault, folder: Path) -> None:
     """Have the stream of this process come to a halt in the fault's step."""
     from megarl import build
     from megarl.megatron import checkpoint
+    from megarl.reward import workers as reward_workers
+    from megarl.reward.verifiers import TextScore
     from megarl.reward.workers import RewardWorkers
     from megarl.rollout import stream as streams
     from megarl.rollout.engine import GroupRequest
     from megarl.rollout.replay import ReplayPool
-    from tests.scripted_stream import ScriptedPool, scripted_environments
+    from tests.scripted_stream import ScriptedPool, ScriptedScorer, scripted_environments
 
     current: list[streams.RolloutStream] = []
 
@@ -102,13 +104,15 @@ def plant(fault: StreamFault, folder: Path) -> None:
             start(stream, group)
 
     def write_and_sleep(content: Any, file: Any, *arguments: Any, **settings: Any) -> None:
-        if Path(file).name == "rollouts.pt" and strikes("ledger-is-not-written"):
+        if str(file).endswith("rollouts.pt") and strikes("ledger-is-not-written"):
             time.sleep(1e6)
         save(content, file, *arguments, **settings)
 
+    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"digits": float(member)}))
     replaced: dict[tuple[Any, str], Callable[..., Any] | float] = {
         (ReplayPool, "start"): lambda pool: None,
         (build, "ReplayStream"): open_stream,
+        (reward_workers, "Scorer"): lambda *_: scorer,
         (RewardWorkers, "score_group"): score_and_sleep,
         (streams.RolloutStream, "begin"): begin_paused,
         (streams.RolloutStream, "_start"): do_not_start,
