@@ -279,6 +279,9 @@ class ScriptedPrompts:
     def metrics(self) -> dict[str, float]:
         return {"data/position": self.position}
 
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
 
 @dataclass(eq=False)
 class ScriptedRewards:

@@ -45,7 +45,7 @@ GATED = "tests.gated_reward:digits_after_one_sleep"
 RECOVERY_S = 20.0
 # These cases also run in CI.
 OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward",
-         "environment-sleeps-in-the-loop", "paused-and-not-resumed", "ledger-is-not-written"}  # fmt: skip
+         "environment-sleeps-in-the-loop", "engine-without-progress", "ledger-is-not-written"}  # fmt: skip
 PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
           "actor_update", "weight_sync")  # fmt: skip
 

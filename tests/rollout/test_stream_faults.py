@@ -261,7 +261,7 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
 
     async def lose_when_told(number: int) -> int:
         await may_score.wait()
-        return await _lose_tokens(number)
+        return await _lose_tokens_once(number)
 
     with (
         trainer(prompt_engines(), rewards(lose_when_told)) as run,
@@ -271,6 +271,18 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
         assert len(run.stream.next_part(PER_STEP, run.resync)) == PER_STEP * SIZE
         run.in_loop(may_score.set)
         run.take()
+
+
+def test_a_group_whose_tokens_are_lost_when_a_checkpoint_is_written_is_saved_as_one_to_sample() -> None:
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=lambda request: request.group == PER_STEP)
+    with trainer(pool, max_staleness=1) as run:
+        run.begin()
+        run.take()
+        run.sync()
+        while any(group.facts is None for group in list(run.stream._groups.values())):
+            run.in_loop(lambda: None)
+        saved = {values["index"]: values["parts"][0]["result"] for values in run.stream.state()["groups"]}
+    assert saved.keys() == {PER_STEP, PER_STEP + 1} and saved[PER_STEP] is None and saved[PER_STEP + 1] is not None
 
 
 # Environments ----------------------------------------------------------------------------------------------------------
