@@ -117,10 +117,10 @@ def reduced(file: Path, folder: Path) -> Recipe:
         reduce_sizes(recipe)
     for key, value in CHANGES.get(file.stem, {}).items():
         *path, last = key.split(".")
-        section = recipe
+        target = recipe
         for part in path:
-            section = section[part]
-        section[last] = value
+            target = target[part]
+        target[last] = value
     recipe["rollout"] = {"max_new_tokens": recipe["rollout"]["max_new_tokens"], "replay": str(rollouts(recipe, folder))}
     return recipe
 
@@ -210,7 +210,8 @@ def completion(recipe: Recipe, answer: str, generator: np.random.Generator) -> t
     if "environment" not in recipe:
         ids, reason = turn(answer, limit, generator)
         return ids, [True] * len(ids), {"finish_reasons": reason}
-    ids, sampled = [], []
+    ids = []
+    sampled: list[bool] = []
     turns = int(generator.integers(1, 4))
     for number in range(turns):
         if number:
@@ -374,7 +375,7 @@ def measure_all(words: Sequence[str]) -> list[dict[str, Any]]:
         folder = Path(made)
         recipes = {name: reduced(file, folder) for name, file in shipped().items() if is_chosen(name, words)}
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda item: measure(*item, folder), recipes.items()))
+            return list(pool.map(lambda item: measure(item[0], item[1], folder), recipes.items()))
 
 
 def is_chosen(name: str, words: Sequence[str]) -> bool:

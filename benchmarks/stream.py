@@ -74,7 +74,7 @@ from megarl.recipe import Recipe, load_recipe  # noqa: E402
 from megarl.recipe.sizes import with_engine_sizes  # noqa: E402
 from megarl.reward.workers import RewardWorkers  # noqa: E402
 from megarl.rollout import pool  # noqa: E402
-from megarl.rollout.stream import Taken  # noqa: E402
+from megarl.rollout.taken import Taken  # noqa: E402
 from megarl.schedule import Plan  # noqa: E402
 from megarl.telemetry.clock import PhaseClock, recording  # noqa: E402
 from megarl.telemetry.run_directory import RunDirectory  # noqa: E402

@@ -42,7 +42,8 @@ from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
-from megarl.rollout.stream import RolloutStream, Taken
+from megarl.rollout.stream import RolloutStream
+from megarl.rollout.taken import Taken
 from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
 from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
@@ -202,7 +203,7 @@ class Trainer:
         """Run phases on the part of the step's groups that is sampled next."""
         rollouts: RolloutBatch | None = None
         with self._phase("rollout"):
-            if isinstance(self.parts.rollouts, RolloutStream):
+            if self.parts.rollouts is not None:
                 num_groups = self.recipe.phases.rollout.prompts // EARLY_PARTS
                 with span("wait_engines"):
                     rollouts = self.parts.rollouts.next_part(num_groups, self._sync_restarted_from_first)
@@ -448,13 +449,13 @@ class Trainer:
             shards = actor.shards()
             if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
-            if isinstance(self.parts.rollouts, RolloutStream):
+            if self.parts.rollouts is not None:
                 with span("wait_engines"):  # one may start again
                     self.parts.rollouts.pause()
             metrics = self.parts.weights.publish(version, shards, self.parts.engines, engines)
         if canary is not None:
             metrics |= self._judge_engines(canary, engines)
-        if isinstance(self.parts.rollouts, RolloutStream):
+        if self.parts.rollouts is not None:
             self.parts.rollouts.resume(version, engines)
         return metrics
 
@@ -489,7 +490,7 @@ class Trainer:
                 if leaves():
                     return None
                 answer: Any = None
-                if isinstance(held_out, HeldOut) and isinstance(self.parts.rollouts, RolloutStream):
+                if isinstance(held_out, HeldOut) and self.parts.rollouts is not None:
                     answer = held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
         return held_out.result(judged) if isinstance(held_out, HeldOut) else None
@@ -537,7 +538,7 @@ class Trainer:
             done = number
             # Before an evaluation, whose times do not count.
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
-            if isinstance(self.parts.rollouts, RolloutStream):
+            if self.parts.rollouts is not None:
                 self.parts.rollouts.follow(engines)
             if recipe.evaluates_after(number):
                 metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))

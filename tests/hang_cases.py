@@ -23,6 +23,8 @@ import ray
 from megarl.telemetry.stacks import MARK, marked_processes
 from tests.gated_reward import GATE
 from tests.ports import unused_port
+from tests.stream_hang_cases import StreamFault
+from tests.stream_hang_cases import plant as plant_in_stream
 
 CASE = "MEGARL_TEST_CASE"
 # Deadlines of the watchdog in these runs, and what the rest of a machine under load may add to them in a test.
@@ -108,7 +110,7 @@ class Outcome:
     left: list[str]
 
 
-def run_with_fault(recipe: Path, ranks: int, fault: Fault, folder: Path) -> Outcome:
+def run_with_fault(recipe: Path, ranks: int, fault: Fault | StreamFault, folder: Path) -> Outcome:
     """A run with a fault, to the end of all of its processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.hang_preload"])
@@ -176,7 +178,7 @@ def _wait(condition: Callable[[], bool], deadline_s: float, what: str, fails: bo
         time.sleep(0.05)
 
 
-def _rank(rank: int, recipe: str, environment: dict[str, str], fault: Fault) -> None:
+def _rank(rank: int, recipe: str, environment: dict[str, str], fault: Fault | StreamFault) -> None:
     node, local_rank = divmod(rank, int(environment["LOCAL_WORLD_SIZE"]))
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(local_rank), GROUP_RANK=str(node))
     os.environ["GROUP_WORLD_SIZE"] = str(fault.nodes)
@@ -185,7 +187,10 @@ def _rank(rank: int, recipe: str, environment: dict[str, str], fault: Fault) -> 
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.setpgid(0, 0)
-    if fault.process is not None and rank == 0:
+    if isinstance(fault, StreamFault):
+        if rank == 0:
+            plant_in_stream(fault, folder)
+    elif fault.process is not None and rank == 0:
         _plant_elsewhere(fault, folder)
     elif rank == fault.rank:
         _plant(fault, folder / "reached")

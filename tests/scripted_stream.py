@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 import queue
 import threading
@@ -15,15 +16,18 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import ray
 
 from megarl.data.sample import Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
-from megarl.rollout import EngineDied, RolloutError
+from megarl.rollout import EngineDied, RolloutError, environment_workers
 from megarl.rollout.engine import BatchPart, GroupRequest
+from megarl.rollout.environment_workers import EnvironmentWorkers, Reply
 from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
 from megarl.rollout.router import Router
+from megarl.rollout.session import SessionLimits
 from megarl.rollout.stream import RolloutStream
 from tests.rollout_cases import recipe
 
@@ -85,6 +89,7 @@ class ScriptedEngine:
     version: int = 0
     delay: Callable[[GroupRequest], float | None] = lambda request: None
     complete: Callable[[GroupRequest, int], GroupResult] = two_tokens
+    loses: Callable[[GroupRequest], bool] = lambda request: False  # the tokens, as if its node had died
     arrivals: queue.SimpleQueue[GroupRequest] = field(default_factory=queue.SimpleQueue)
     calls: list[list[GroupRequest]] = field(default_factory=list)
     continued: list[bool] = field(default_factory=list)
@@ -162,7 +167,10 @@ class ScriptedEngine:
             work.facts.set_exception(raised)
             return
         work.facts.set_result(GroupFacts.of(result))
-        work.tokens.set_result(result)
+        if self.loses(work.request):
+            work.tokens.set_exception(ray.exceptions.ObjectLostError("ab", None, ""))
+        else:
+            work.tokens.set_result(result)
 
     def release(self, group: int) -> None:
         """Complete a request, from another thread."""
@@ -271,6 +279,9 @@ class ScriptedPrompts:
     def metrics(self) -> dict[str, float]:
         return {"data/position": self.position}
 
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
 
 @dataclass(eq=False)
 class ScriptedRewards:
@@ -329,6 +340,27 @@ def scripted_rewards(recipe: Recipe, scorer: ScriptedScorer) -> RewardWorkers:
     """`RewardWorkers` with a scorer of a test, in this process."""
     with mock.patch("megarl.reward.workers.Scorer", lambda *_: scorer):
         return RewardWorkers(recipe.verifiers, "model", (), recipe.phases.reward, local=True)
+
+
+def scripted_environments(answer: Callable[[Any], Any], timeout_s: float) -> Any:
+    """In the place of `Environments`: two turns with one worker, whose `answer` gets each question."""
+
+    async def ask(episode: int, question: Any) -> Reply:
+        return await answer(question)
+
+    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
+    workers._timeout_s, workers._places = timeout_s, [asyncio.Semaphore(environment_workers.AT_A_TIME)]
+    workers._actors = [
+        SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
+    ]
+    return SimpleNamespace(
+        section=SimpleNamespace(kind="class", target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
+        recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),
+        limits=SessionLimits(64, 24, 1),
+        gateway=None, seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers,
+        tokenizer=SimpleNamespace(decode=lambda ids: "turn"),
+        observations=SimpleNamespace(chat=None, behind=lambda last, messages: np.array([5], np.int32)),
+    )  # fmt: skip
 
 
 def prompt(index: int) -> Prompt:

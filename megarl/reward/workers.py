@@ -23,7 +23,7 @@ from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES
 from megarl.reward.service import services_of
 from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.verifiers import MASK_CAUSES, TextScore, check_answer, load_terms, reads_answers, weighted_sum
-from megarl.rollout import RolloutError
+from megarl.rollout import RolloutError, TokensLost
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
 logger = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ class RewardWorkers:
         evaluations go first and share no task with others.
 
         Raises ValueError for a prompt's answer that a verifier cannot compare with. The result raises TimeoutError if a
-        worker is silent, RolloutError if one is gone for good or tokens are lost, and what a worker raises.
+        worker is silent, RolloutError if one is gone for good, TokensLost if tokens are, and what a worker raises.
         """
         check_answer(self._terms, prompt)
         group = _Group(payload, samples, prompt, answers, asyncio.get_running_loop().create_future())
@@ -412,7 +412,7 @@ def _named(task: str, error: Exception) -> Exception:
 
     resume = f"a resume goes on from the last checkpoint; cause: {error}"
     if isinstance(error, ray.exceptions.ObjectLostError):
-        return RolloutError(f"{task} finds no tokens: they were lost with the node of their engine; {resume}")
+        return TokensLost(f"{task} finds no tokens: they were lost with the node of their engine; {resume}")
     if isinstance(error, ray.exceptions.RayActorError):
         return RolloutError(
             f"{task} has no worker any more, which was lost {MAX_WORKER_RESTARTS} times before; the log of its machine says "

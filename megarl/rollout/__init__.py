@@ -15,6 +15,14 @@ class EngineSilent(RolloutError, TimeoutError):
     """An engine did not answer before its deadline."""
 
 
+class StreamStalled(RolloutError, TimeoutError):
+    """The stream of rollouts did nothing before its deadline."""
+
+
+class TokensLost(RolloutError):
+    """The tokens of a finished request were lost with their node; they can be sampled again where nothing has used them."""
+
+
 class EngineDied(RuntimeError):
     """The process of an engine is gone; a new one can take its work."""
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
 from megarl.rollout.groups import RolloutBatch, RolloutExecuted
-from megarl.rollout.stream import Resync, Taken
+from megarl.rollout.taken import KnownBatches, Resync, Taken
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,17 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
     )
 
 
-class DatasetStream:
-    """Answers as `ReplayStream` does, from rows of data."""
+class DatasetStream(KnownBatches):
+    """Answers as `RolloutStream` does, from rows of data."""
 
     def __init__(self, recipe: Recipe, rows: PromptStream) -> None:
-        self._rows, self._per_step = rows, recipe.phases.rollout.prompts
+        super().__init__(rows)
+        self._per_step = recipe.phases.rollout.prompts
         self._batch: RolloutBatch | None = None
 
     def begin(self, step: int) -> None:
         """Take the rows of the next step."""
-        self._batch = batch_of_rows(self._rows.take(self._per_step))
+        self._batch = batch_of_rows(self._prompts.take(self._per_step))
 
     def wait_sampled(self, resync: Resync) -> None:
         """Return at once: nothing is sampled."""
@@ -82,18 +82,6 @@ class DatasetStream:
         assert self._batch is not None, "begin comes first"
         count = len(self._batch)
         return Taken(self._batch, RewardResult(np.zeros(count, np.float32), np.ones(count, bool), {}, {}, 0, ()), None, {})
-
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
-        return {"prompts": self._rows.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._rows.restore(state["prompts"])
-
-    def prompt_metrics(self) -> dict[str, float]:
-        """Return the metrics `data/...`."""
-        return self._rows.metrics()
 
 
 class HeldOutRows:

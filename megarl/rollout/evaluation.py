@@ -35,7 +35,8 @@ from megarl.reward.service import services_of
 from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.stream import Resync, RolloutStream, Sampling, open_stream
+from megarl.rollout.stream import RolloutStream, Sampling, open_stream
+from megarl.rollout.taken import KnownBatches, Resync
 from megarl.telemetry.clock import span
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
@@ -135,7 +136,7 @@ class HeldOut:
         # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
         self._at_a_time = max(1, recipe.num_rollouts // self.section.completions)
 
-    def go_on(self, judged: Judged, stream: RolloutStream, resync: Resync | None = None) -> bool:
+    def go_on(self, judged: Judged, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
         whether prompts are left. Raises what rollouts and rewards raise."""
         completions = self.section.completions

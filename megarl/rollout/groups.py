@@ -276,6 +276,7 @@ class StoredPayload:
         try:
             results: list[GroupResult] = ray.get(references, timeout=self.timeout_s)
         except ray.exceptions.ObjectLostError as error:
+            # Too late to sample them again: rewards were given for them, and all ranks have plans of their lengths.
             raise RolloutError(
                 "phase rollout: the tokens of a batch were lost with the node of their engine while ranks fetched them; a "
                 f"resume goes on from the last checkpoint; cause: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sys
 import threading
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from megarl.rollout import RolloutError
+from megarl.rollout import RolloutError, StreamStalled
 
 LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
 
@@ -60,14 +61,15 @@ class LoopThread:
         if self._has_ended or self._is_stalled:
             work.close()
         else:
-            asyncio.run_coroutine_threadsafe(work, self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            with contextlib.suppress(RolloutError):
+                self.call(work)
+                self.loop.call_soon_threadsafe(self.loop.stop)
         if not self._is_stalled:
             self._thread.join()
             self.loop.close()
 
     def _refuse_stalled(self) -> None:
-        """Raise RolloutError, with the place where it stands, if the loop does not turn within its limit."""
+        """Raise StreamStalled, with the place where it stands, if the loop does not turn within its limit."""
         turned = threading.Event()
         if self._has_ended:
             return
@@ -76,7 +78,9 @@ class LoopThread:
             self._is_stalled = True
             frame = sys._current_frames()[self._thread.ident or 0]
             stands = "".join(traceback.format_stack(frame)[-4:])
-            raise RolloutError(f"phase rollout: the loop of the stream has stood still for {self._limit_s:g} s in\n{stands}")
+            raise StreamStalled(
+                f"phase rollout: the loop of the stream has stood still for {self._limit_s:g} s in\n{stands}"
+            )
 
     def _run(self) -> None:
         try:

@@ -23,7 +23,7 @@ from megarl.platform import current as platform
 from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sizes import engines_of
-from megarl.rollout import EngineDied, EngineSilent, RolloutError
+from megarl.rollout import EngineDied, EngineSilent, RolloutError, StreamStalled
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutExecuted, StoredPayload
@@ -129,7 +129,8 @@ class EnginePool:
         try:
             await asyncio.wait_for(self._store.add.remote(name, list(tokens)), timeout_s)
         except (TimeoutError, ray.exceptions.RayActorError) as error:
-            raise RolloutError(
+            kind = StreamStalled if isinstance(error, TimeoutError) else RolloutError
+            raise kind(
                 f"phase rollout: the store of rollouts, an actor on rank 0's node, did not take batch {name} within "
                 f"rollout.timeout_s = {timeout_s:g}: {error or 'no answer'}; a resume goes on from the last checkpoint"
             ) from error

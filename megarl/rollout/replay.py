@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from megarl.data.sample import Completion, Prompt, Sample
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardWorkers, add_episodes
 from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
-from megarl.rollout.stream import Resync, Taken
+from megarl.rollout.taken import KnownBatches, Resync, Taken
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
 
@@ -186,11 +185,12 @@ class ReplayPool:
                 )
 
 
-class ReplayStream:
+class ReplayStream(KnownBatches):
     """Answers as `RolloutStream` does, from the rollouts of a `ReplayPool`."""
 
     def __init__(self, recipe: Recipe, pool: ReplayPool, prompts: PromptStream, rewards: RewardWorkers) -> None:
-        self._recipe, self._pool, self._prompts, self._rewards = recipe, pool, prompts, rewards
+        super().__init__(prompts)
+        self._recipe, self._pool, self._rewards = recipe, pool, rewards
         self._step = 0
         self._batch: tuple[list[Prompt], RolloutBatch] | None = None
 
@@ -214,15 +214,3 @@ class ReplayStream:
         greedy = others[0] if others else None
         self._prompts.learn(prompts, rewards.rewards, rewards.valid)
         return Taken(rollouts, rewards, greedy, {}, teachers_of(self._recipe, prompts))
-
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
-        return {"prompts": self._prompts.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._prompts.restore(state["prompts"])
-
-    def prompt_metrics(self) -> dict[str, float]:
-        """Return the metrics `data/...`."""
-        return self._prompts.metrics()

@@ -7,13 +7,14 @@ megarl/schedule/admission.py lets them start.
 
 - Every admitted group is trained on once, or counted with its reason.
 - A group's requests survive their engine (router.py) and a weight sync (engine.py); nothing is sampled twice unless its
-  engine died.
+  engine died, or its tokens were lost with their node before anything has used them.
 - An error of an engine, an environment or a reward ends the next call of the trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import TASK_GRACE_S, RewardResult, RewardWorkers, add_episodes
-from megarl.rollout import RolloutError
+from megarl.rollout import StreamStalled, TokensLost
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.episodes import Environments, Episode, Episodes, GroupEpisodes
@@ -44,18 +45,18 @@ from megarl.rollout.groups import (
     GroupResult,
     Partial,
     RolloutBatch,
-    refuse_overlong,
     restored,
     saved,
 )
 from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
-from megarl.schedule import PlanMismatch
+from megarl.rollout.taken import Resync, Taken
 from megarl.schedule.admission import Admission
 from megarl.telemetry.progress import advance_work, begin_work
 
-Resync = Callable[[Sequence[int]], None]
+logger = logging.getLogger(__name__)
+
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
 QUEUED = 4.0
@@ -87,51 +88,12 @@ class Group:
     scores: list[TextScore] = field(default_factory=list)
     partials: tuple[Partial, ...] = ()  # of a run that was interrupted
     is_in_part: bool = False  # that an early phase has run on
+    num_lost: int = 0  # times that its tokens were lost, and sampled again
     is_evaluation: bool = False
 
     @property
     def parts(self) -> list[Group]:
         return [self] if self.greedy is None else [self, self.greedy]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a step trains on, and metrics of the groups that it passed over."""
-
-    rollouts: RolloutBatch
-    rewards: RewardResult
-    greedy_rewards: RewardResult | None
-    metrics: dict[str, float]
-    teachers: dict[int, str] = field(default_factory=dict)  # the teacher of each group by its id
-
-    def check(self, recipe: Recipe) -> None:
-        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
-        are too long or if no completion could be scored."""
-        if recipe.run.is_supervised:
-            return  # rows that are too long were left out, and nothing ran
-        section, rollouts, rewards = recipe.phases.rollout, self.rollouts, self.rewards
-        planned = (section.prompts, recipe.num_rollouts, section.max_concurrent)
-        ran = (rollouts.executed.prompts, len(rollouts.last_segments), rollouts.executed.max_concurrent)
-        if ran != planned:
-            raise PlanMismatch(f"phase rollout: planned (prompts, rollouts, max_concurrent) {planned}, executed {ran}")
-        refuse_overlong(rollouts, recipe)
-        if recipe.algorithm.advantage == "remax":
-            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy.last_segments)
-            if rollouts.greedy is None or num_greedy != section.prompts:
-                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
-            refuse_overlong(rollouts.greedy, recipe)
-        task, tasks = recipe.phases.reward.sequences, rewards.task_sequences
-        if recipe.rollout.max_staleness == 0:  # all tasks of a round are full but the last one
-            rounds = int(self.metrics.get("rollout/rounds", 1))
-            num = sum(tasks) // rounds
-            full = rounds * [min(task, num - first) for first in range(0, num, task)]
-            if list(tasks) != sorted(full, reverse=True):
-                raise PlanMismatch(f"phase reward: planned tasks of {tuple(full)} sequences, executed {tasks}")
-        elif max(tasks, default=0) > task:
-            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
-        if not rewards.valid.any():
-            sample, reason = next(iter(rewards.failures.items()))
-            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
 
 
 class RolloutStream:
@@ -333,22 +295,48 @@ class RolloutStream:
     async def _run(self, group: Group) -> None:
         """Sample and score a group, from its start until it waits for a step."""
         try:
-            send, parts = partial(self._admission.send, group.number), group.parts
-            if len(parts) == 1:
-                await self._sample(group, send)
-            else:
-                await asyncio.gather(*(self._sample(part, send, is_last=part is group.greedy) for part in parts))
-            self._admission.sampled(group.number, min(min(part.facts.first_versions) for part in parts if part.facts))
-            if self._is_awaited:
-                advance_work(group.size)
-            self._changed.set()
-            await self._score(group)
+            await self._complete(group)
             self._admission.finish(group.number, not self._filters or self._is_informative(group))
             self._learn()
             await self._admit()
         except Exception as error:  # the trainer's next call raises it
             self._end(error)
         self._changed.set()
+
+    async def _complete(self, group: Group, answers: bool = False) -> None:
+        """Sample and score a group; once more where its tokens were lost before they had a reward."""
+        is_training, parts, to_advance = not group.is_evaluation, group.parts, group.size
+        send = partial(self._admission.send, group.number) if is_training else lambda: None
+        while True:
+            if len(parts) == 1:
+                await self._sample(group, send)
+            else:
+                await asyncio.gather(*(self._sample(part, send, is_last=part is group.greedy) for part in parts))
+            if is_training:
+                first_version = min(min(part.facts.first_versions) for part in parts if part.facts)
+                self._admission.sampled(group.number, first_version)
+                if self._is_awaited:
+                    advance_work(to_advance)
+                    to_advance = 0
+                self._changed.set()
+            try:
+                return await self._score(group, answers)
+            except TokensLost as error:
+                self._note_lost(group, error)
+            self._num_sampling[group.is_evaluation] += 1
+            for part in parts:
+                part.facts = part.tokens = part.episodes = None
+                part.partials = ()
+            if is_training:
+                self._admission.lose(group.number)
+
+    def _note_lost(self, group: Group, error: TokensLost) -> None:
+        """Count that tokens of a group were lost. Raises the error where they are not sampled again: an early phase has used
+        them, or tokens were lost `rollout.max_restarts` times before."""
+        if group.is_in_part or group.num_lost == self._recipe.rollout.max_restarts:
+            raise error
+        group.num_lost += 1
+        logger.warning("the group of prompt %d is sampled again: %s", group.prompt.index, error)
 
     async def _sample(self, group: Group, send: Callable[[], None] = lambda: None, is_last: bool = False) -> None:
         """Let an engine complete a group, in turns with environments if there are any; `send` is called whenever an engine
@@ -372,9 +360,15 @@ class RolloutStream:
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
             continues, request = episode.turns > 0, replace(request, is_evaluation=group.is_evaluation)
-            _, tokens = await self._router.sample(request, group.step, send, session=episode.number, continues=continues)
-            result: GroupResult = await tokens
-            return result
+            while True:
+                _, tokens = await self._router.sample(request, group.step, send, session=episode.number, continues=continues)
+                try:
+                    result: GroupResult = await tokens
+                    return result
+                except ray.exceptions.ObjectLostError as error:  # nothing has seen them
+                    self._note_lost(
+                        group, TokensLost(f"phase rollout: a turn was lost with the node of its engine: {error}")
+                    )
 
         try:
             await episodes.play(generate)
@@ -404,12 +398,7 @@ class RolloutStream:
 
     async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
         self._num_sampling[True] += len(groups)
-
-        async def run(group: Group) -> None:
-            await self._sample(group)
-            await self._score(group, answers)
-
-        await asyncio.gather(*(run(group) for group in groups))
+        await asyncio.gather(*(self._complete(group, answers) for group in groups))
         return await self._join(groups, answers)
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
@@ -456,6 +445,8 @@ class RolloutStream:
             greedy_rewards = _rewards_of(self._rewards, greedy)
             rollouts = replace(rollouts, greedy=(await self._join(greedy))[0])
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
+        if num_lost := sum(group.num_lost for group in ordered):
+            metrics["rollout/num_sampled_again"] = num_lost
         if not self._is_synchronous:
             metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
         teachers = teachers_of(self._recipe, [group.prompt for group in chosen])
@@ -481,7 +472,10 @@ class RolloutStream:
         for group in [self._groups[number] for number, _ in admission["waiting"]]:
             parts = []
             for part in group.parts:
-                result = None if part.tokens is None else saved(await part.tokens)
+                try:
+                    result = None if part.tokens is None else saved(await part.tokens)
+                except ray.exceptions.ObjectLostError:  # a resumed run samples them again
+                    result = None
                 cut = partials.get(part, part.partials) if result is None else ()
                 episodes = None if part.episodes is None else saved(part.episodes)
                 parts.append({"result": result, "partials": [saved(member) for member in cut], "episodes": episodes})
@@ -491,7 +485,7 @@ class RolloutStream:
         return {"prompts": prompts, "admission": admission, "groups": groups}
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition of groups. Raises what ended a part of the stream, and RolloutError if nothing happens for
+        """Wait for a condition of groups. Raises what ended a part of the stream, and StreamStalled if nothing happens for
         longer than any part may take: engines, which may start again, environments, rewards."""
         limit_s = 3 * self._recipe.rollout.timeout_s + self._recipe.phases.reward.timeout_s + TASK_GRACE_S
         environment = self._recipe.environment
@@ -506,7 +500,7 @@ class RolloutStream:
                 changed_at = self._loop.time()
             except TimeoutError:
                 if self._loop.time() >= max(changed_at, self._router.progressed_at) + limit_s:
-                    self._end(RolloutError(self._starving(limit_s)))
+                    self._end(StreamStalled(self._starving(limit_s)))
         if self._error is not None:
             raise self._error
 

@@ -79,6 +79,10 @@ class Admission:
         """All completions of a group are there; its rewards are not. `first_version` is that of its oldest token."""
         self._waiting[number].is_sampled, self._waiting[number].version = True, first_version
 
+    def lose(self, number: int) -> None:
+        """The completions of a sampled group are lost: it is sampled again, and ages from its new first token."""
+        self._waiting[number].is_sampled, self._waiting[number].version = False, None
+
     def finish(self, number: int, is_informative: bool = True) -> None:
         """A sampled group can be trained on. One that is not informative waits as a last resort, and may be replaced."""
         group = self._waiting[number]

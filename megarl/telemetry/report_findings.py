@@ -105,6 +105,8 @@ ADVICE = (
     Advice("actor/ratio_drift_exceeded", 0, "fault", "before the first update the policy ratio was not 1",
            "micro-batches of `actor_logprob` and `actor_update` more alike in size, or a finer `trainer.precision`",
            any_step=True, form=".0f"),
+    Advice("rollout/num_sampled_again", 0, "fault", "tokens were lost with a node, and {value} groups were sampled again",
+           "the log of the node that had the tokens", any_step=True, form=".0f"),
     Advice("rollout/num_restarts", 0, "fault", "{value} rollout engines died and were started again",
            "the engine's last words in the log; a smaller `rollout.memory_utilization` where memory ran out",
            any_step=True, form=".0f"),

@@ -21,7 +21,8 @@ from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import GroupResult
-from megarl.rollout.stream import RolloutStream, Taken
+from megarl.rollout.stream import RolloutStream
+from megarl.rollout.taken import Taken
 from tests.rollout_cases import recipe as pool_recipe
 from tests.scripted_stream import TASK_S, ScriptedPool, ScriptedScorer, scripted_rewards
 

@@ -34,6 +34,7 @@ from tests.hang_cases import (
     run_with_fault,
 )
 from tests.runs import fake_rollouts, tiny_recipe, tiny_run
+from tests.stream_hang_cases import FAULTS, FILES_S, TIMEOUT_S
 
 pytestmark = [pytest.mark.hang, pytest.mark.diagnosis, pytest.mark.slow]
 RANKS, STEPS = 6, 3  # 3 pipeline stages, each of 2 data-parallel ranks: ranks 0 and 1 are the first stage
@@ -43,7 +44,8 @@ GATED = "tests.gated_reward:digits_after_one_sleep"
 # How long a run may take to report a lost reward worker, because its successor must score first.
 RECOVERY_S = 20.0
 # These cases also run in CI.
-OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward"}
+OFTEN = {"sleep-rank2-actor_update-forward", "SIGSTOP-rank0-reward", "SIGSTOP-child-of-rank-0-verifiers-reward",
+         "environment-sleeps-in-the-loop", "engine-without-progress", "ledger-is-not-written"}  # fmt: skip
 PHASES = ("rollout", "reward", "actor_logprob", "reference_logprob", "critic_value", "advantage", "critic_update",
           "actor_update", "weight_sync")  # fmt: skip
 
@@ -185,6 +187,30 @@ OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
 )
 def test_a_run_recovers_from_a_hanging_engine_or_reward_worker_or_names_it(engine_recipe, tmp_path, fault):
     check_other(engine_recipe, tmp_path, fault)
+
+
+@pytest.mark.stream
+@pytest.mark.parametrize(
+    "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in FAULTS]
+)
+def test_a_part_of_the_stream_that_never_comes_back_is_named_and_nothing_is_left(tmp_path, fault):
+    tiny_run(tmp_path, "qwen3", layers=2)
+    changes = {
+        "rollout__replay": str(tmp_path), "rollout__timeout_s": TIMEOUT_S, "run__checkpoint_every": 1,
+        "phases__reward": {"sequences": 16, "timeout_s": TIMEOUT_S},
+        "watchdog": {"step_s": END_S / 2, "first_step_s": FIRST_STEP_S, "stacks_s": STACKS_S},
+    }  # fmt: skip
+    if fault.phase == "checkpoint":
+        changes["watchdog__files_s"] = FILES_S
+    file = tiny_recipe(tmp_path, fault.name, False, 2, 1, 1, STEPS, **changes)
+    outcome = run_with_fault(file, 2, fault, tmp_path / "case")
+    late_s = outcome.detected_s - fault.deadline_s
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; named {late_s:.1f} s after its deadline")
+    assert outcome.codes == [HUNG, HUNG] and not outcome.left, (outcome.left, outcome.said[-6000:])
+    assert outcome.detected_s > 0 and late_s < DETECTION_S, outcome.said[-6000:]
+    (folder,) = (tmp_path / "runs" / fault.name).glob("hang-*")
+    assert folder.name == f"hang-{fault.step}-{fault.phase}"
+    assert re.search(fault.says, (folder / "verdict.txt").read_text()), (folder / "verdict.txt").read_text()
 
 
 CASES = [

@@ -1,13 +1,16 @@
 """Recorded experts and each token's version survive the way from groups over a dump back to samples."""
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megarl.data.sample import Sample
+from megarl.rollout.dataset import DatasetStream
 from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
-from megarl.rollout.replay import FilePayload, ReplayPool, dump_rollout
+from megarl.rollout.replay import FilePayload, ReplayPool, ReplayStream, dump_rollout
+from megarl.rollout.stream import RolloutStream
 
 
 def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Generator) -> GroupResult:
@@ -62,3 +65,13 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     ReplayPool(str(tmp_path), 2, 4).start()
     with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):
         ReplayPool(str(tmp_path), 2, 4, routed=True).start()
+
+
+def test_a_trainer_calls_the_same_members_of_every_stream():
+    def face(stream: type) -> dict[str, list[str]]:
+        members = inspect.getmembers(stream, inspect.isfunction)
+        return {name: list(inspect.signature(member).parameters) for name, member in members if not name.startswith("_")}
+
+    of_engines = face(RolloutStream)
+    of_engines.pop("close")  # by whoever opened it
+    assert face(ReplayStream) == face(DatasetStream) == of_engines

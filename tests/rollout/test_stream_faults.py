@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -25,9 +24,8 @@ from megarl.data.sample import Prompt
 from megarl.reward import workers as reward_workers
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers, TaskResult
-from megarl.rollout import EngineSilent, RolloutError, environment_workers
-from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
-from megarl.rollout.session import SessionLimits
+from megarl.rollout import EngineSilent, RolloutError, StreamStalled, environment_workers
+from megarl.rollout.environment_workers import Reply, Reset, Step
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -37,6 +35,7 @@ from tests.scripted_stream import (
     ScriptedRewards,
     Trainer,
     prompt,
+    scripted_environments,
     stream_recipe,
     trainer,
 )
@@ -157,7 +156,7 @@ Act = Callable[[int], Any]
 def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
     """Reward workers with one scripted actor. `act` gets the number of the task, and may raise or wait."""
 
-    def make(act: Act) -> RewardWorkers:
+    def make(act: Act, sequences: int = SIZE) -> RewardWorkers:
         recipe, numbers = stream_recipe(), itertools.count()
 
         async def score_task(pieces: Any, prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
@@ -169,7 +168,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
         monkeypatch.setattr(reward_workers, "_start_actors", lambda arguments, count: ([actor], [1]))
         monkeypatch.setattr(reward_workers, "TASK_GRACE_S", 0.0)
         monkeypatch.setattr(ray, "kill", lambda actor: None)
-        section = recipe.phases.reward.model_copy(update={"timeout_s": TIMEOUT_S, "sequences": SIZE})
+        section = recipe.phases.reward.model_copy(update={"timeout_s": TIMEOUT_S, "sequences": sequences})
         return RewardWorkers(recipe.reward, "nowhere", (), section, local=False)
 
     return make
@@ -186,6 +185,10 @@ async def _kill(number: int) -> int:
 
 async def _lose_tokens(number: int) -> int:
     raise ray.exceptions.ObjectLostError("ab", None, "")
+
+
+async def _lose_tokens_once(number: int) -> int:
+    return await _lose_tokens(number) if number == 0 else 1
 
 
 @pytest.mark.parametrize("moment", ["scoring", "take", "evaluation"])
@@ -224,29 +227,71 @@ def test_a_reward_worker_that_ray_started_again_costs_nothing(rewards: Any, capl
     assert "reward worker 0 was lost" in caplog.text
 
 
+@pytest.mark.parametrize("moment", ["scoring", "take", "evaluation"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_group_whose_tokens_were_lost_with_their_node_before_its_reward_is_sampled_again(
+    rewards: Any, staleness: int, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, sequences = ScriptedPool.of(1, delay=lambda request: 0.0), 3  # a task has a part of a group
+    with trainer(pool, rewards(_lose_tokens_once, sequences), max_staleness=staleness) as run:
+        recipe = stream_recipe(max_staleness=staleness)
+        recipe.phases.reward.__dict__["sequences"] = sequences
+        if moment == "evaluation":
+            batch, scored = run.stream.sample([prompt(100), prompt(101)], Sampling(SIZE, 0), run.resync)
+            assert batch.groups.tolist() == [100, 100, 101, 101] and scored is not None and scored.valid.all()
+        taken = []
+        for step in range(3):
+            run.begin()
+            if step == 0 and moment == "take":
+                run.stream.wait_sampled(run.resync)
+            taken.append(run.take())
+            taken[-1].check(recipe)
+            run.sync()
+    trained = [group for batch in taken for group in batch.rollouts.groups[::SIZE].tolist()]
+    assert len(set(trained)) == len(trained) and all(batch.rewards.valid.all() for batch in taken)
+    sampled = [request.group for call in pool.engines[0].calls for request in call]
+    again = len(sampled) - len(set(sampled))
+    assert again in (1, 2) and caplog.text.count("is sampled again") == again
+    counted = sum(batch.metrics.get("rollout/num_sampled_again", 0) for batch in taken)
+    assert counted == (0 if moment == "evaluation" else again)
+
+
+def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any) -> None:
+    may_score = asyncio.Event()
+
+    async def lose_when_told(number: int) -> int:
+        await may_score.wait()
+        return await _lose_tokens_once(number)
+
+    with (
+        trainer(prompt_engines(), rewards(lose_when_told)) as run,
+        ends_with(RolloutError, "lost with the node of their engine"),
+    ):
+        run.begin()
+        assert len(run.stream.next_part(PER_STEP, run.resync)) == PER_STEP * SIZE
+        run.in_loop(may_score.set)
+        run.take()
+
+
+def test_a_group_whose_tokens_are_lost_when_a_checkpoint_is_written_is_saved_as_one_to_sample() -> None:
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=lambda request: request.group == PER_STEP)
+    with trainer(pool, max_staleness=1) as run:
+        run.begin()
+        run.take()
+        run.sync()
+        while any(group.facts is None for group in list(run.stream._groups.values())):
+            run.in_loop(lambda: None)
+        saved = {values["index"]: values["parts"][0]["result"] for values in run.stream.state()["groups"]}
+    assert saved.keys() == {PER_STEP, PER_STEP + 1} and saved[PER_STEP] is None and saved[PER_STEP + 1] is not None
+
+
 # Environments ----------------------------------------------------------------------------------------------------------
 
 
 def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Environments of two turns with one scripted worker, whose `answer` gets each question."""
     monkeypatch.setattr(ray, "put", lambda value: value)
-
-    async def ask(episode: int, question: Any) -> Reply:
-        return await answer(question)
-
-    workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
-    workers._timeout_s, workers._places = TIMEOUT_S, [asyncio.Semaphore(environment_workers.AT_A_TIME)]
-    workers._actors = [
-        SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
-    ]
-    return SimpleNamespace(
-        section=SimpleNamespace(kind="class", target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
-        recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),
-        limits=SessionLimits(64, 24, 1),
-        gateway=None, seed=0, stops=frozenset(), numbers=itertools.count(), workers=workers,
-        tokenizer=SimpleNamespace(decode=lambda ids: "turn"),
-        observations=SimpleNamespace(chat=None, behind=lambda last, messages: np.array([5], np.int32)),
-    )  # fmt: skip
+    return scripted_environments(answer, TIMEOUT_S)
 
 
 async def _answer(question: Any) -> Reply:
@@ -287,6 +332,20 @@ def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, monke
             if step == 0:
                 assert "the worker of its process is gone" in next(iter(taken.rewards.failures.values()))
             run.sync()
+
+
+def test_a_turn_whose_tokens_were_lost_before_the_environment_saw_them_is_sampled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = [1]
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=lambda request: bool(left and left.pop()))
+    games = environments(_answer, monkeypatch)
+    with trainer(pool, environments=games) as run:
+        run.begin()
+        taken = run.take()
+    assert taken.rewards.valid.all() and not left and taken.metrics["rollout/num_sampled_again"] == 1
+    assert taken.rollouts.episodes.turns.tolist() == [2] * PER_STEP * SIZE
+    assert sum(map(len, pool.engines[0].calls)) == 2 * PER_STEP * SIZE + 1
 
 
 @pytest.mark.parametrize("moment", ["reset", "step"])
@@ -363,7 +422,8 @@ def test_a_loop_that_has_ended_ends_the_run(moment: str) -> None:
                 calls[moment](run)
 
 
-@pytest.mark.parametrize("moment", ["sampling", "pause"])
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # what the loop had to do
+@pytest.mark.parametrize("moment", ["sampling", "pause", "close"])
 def test_a_loop_that_stands_still_ends_the_run_with_the_place_where_it_stands(moment: str) -> None:
     goes_on = threading.Event()
 
@@ -375,8 +435,11 @@ def test_a_loop_that_stands_still_ends_the_run_with_the_place_where_it_stands(mo
         hold(pool.engines[0])
         run.begin()
         run.stream._loop.call_soon_threadsafe(stands_in_the_loop)
-        with ends_with(RolloutError, "the loop of the stream has stood still (.|\n)* in stands_in_the_loop"):
-            run.take() if moment == "sampling" else run.stream.pause()
-        run.stream.close()  # waits for nothing
+        if moment != "close":
+            with ends_with(StreamStalled, "the loop of the stream has stood still (.|\n)* in stands_in_the_loop"):
+                run.take() if moment == "sampling" else run.stream.pause()
+        run.stream.close()  # does not wait for the loop
+        assert run.stream._thread._is_stalled
         goes_on.set()
-        run.stream._thread._is_stalled = False  # so that the test leaves no thread
+        run.stream._loop.call_soon_threadsafe(run.stream._loop.stop)
+        run.stream._thread._thread.join()

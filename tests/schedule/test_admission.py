@@ -73,6 +73,8 @@ class Schedule:
                 self.remove()
             elif event < 0.98 and self.version == self.steps and (self.staleness or not self.with_status(*UNDER_WAY)):
                 self.kill_and_resume()
+            elif event >= 0.98:
+                self.lose()
             self.check()
         self.drain()
 
@@ -121,6 +123,13 @@ class Schedule:
             entry.status = "removed"
             self.removed["lost"] += 1
             self.admission.remove(entry.number, "lost")
+
+    def lose(self) -> None:
+        """The tokens of a sampled group are lost: it waits for an engine again, as if it had just started."""
+        if choices := self.with_status("sampled"):
+            entry = self.random.choice(choices)
+            entry.status, entry.version = "waiting", None
+            self.admission.lose(entry.number)
 
     def kill_and_resume(self) -> None:
         """All groups are sent again, and those with tokens have their age. Groups without information are given up."""

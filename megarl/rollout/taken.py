@@ -1,0 +1,92 @@
+"""What a step takes from its stream, and a stream that knows each step's batch beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megarl.data.prompts import PromptStream
+from megarl.recipe.recipe import Recipe
+from megarl.reward.workers import RewardResult
+from megarl.rollout.groups import RolloutBatch, refuse_overlong
+from megarl.schedule import PlanMismatch
+
+Resync = Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step trains on, and metrics of the groups that it passed over."""
+
+    rollouts: RolloutBatch
+    rewards: RewardResult
+    greedy_rewards: RewardResult | None
+    metrics: dict[str, float]
+    teachers: dict[int, str] = field(default_factory=dict)  # the teacher of each group by its id
+
+    def check(self, recipe: Recipe) -> None:
+        """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that
+        are too long or if no completion could be scored."""
+        if recipe.run.is_supervised:
+            return  # rows that are too long were left out, and nothing ran
+        section, rollouts, rewards = recipe.phases.rollout, self.rollouts, self.rewards
+        planned = (section.prompts, recipe.num_rollouts, section.max_concurrent)
+        ran = (rollouts.executed.prompts, len(rollouts.last_segments), rollouts.executed.max_concurrent)
+        if ran != planned:
+            raise PlanMismatch(f"phase rollout: planned (prompts, rollouts, max_concurrent) {planned}, executed {ran}")
+        refuse_overlong(rollouts, recipe)
+        if recipe.algorithm.advantage == "remax":
+            num_greedy = 0 if rollouts.greedy is None else len(rollouts.greedy.last_segments)
+            if rollouts.greedy is None or num_greedy != section.prompts:
+                raise PlanMismatch(f"phase rollout: planned {section.prompts} greedy completions, executed {num_greedy}")
+            refuse_overlong(rollouts.greedy, recipe)
+        task, tasks = recipe.phases.reward.sequences, rewards.task_sequences
+        # All tasks of a round are full but the last one, unless a task found no tokens and its groups came once more.
+        if recipe.rollout.max_staleness == 0 and "rollout/num_sampled_again" not in self.metrics:
+            rounds = int(self.metrics.get("rollout/rounds", 1))
+            num = sum(tasks) // rounds
+            full = rounds * [min(task, num - first) for first in range(0, num, task)]
+            if list(tasks) != sorted(full, reverse=True):
+                raise PlanMismatch(f"phase reward: planned tasks of {tuple(full)} sequences, executed {tasks}")
+        elif max(tasks, default=0) > task:
+            raise PlanMismatch(f"phase reward: planned tasks of at most {task} sequences, executed {tasks}")
+        if not rewards.valid.any():
+            sample, reason = next(iter(rewards.failures.items()))
+            raise ValueError(f"no completion could be scored; sample {sample}: {reason}")
+
+
+class KnownBatches:
+    """The members of `RolloutStream` where there are no engines: nothing is sampled, paused or under way."""
+
+    def __init__(self, prompts: PromptStream) -> None:
+        self._prompts = prompts
+
+    def next_part(self, num_groups: int, resync: Resync) -> NoReturn:
+        """Refuse: a recipe without engines starts no phase early."""
+        raise AssertionError("checking the recipe refuses `start: early` without engines")
+
+    def sample(self, prompts: Sequence[Any], sampling: Any, resync: Resync | None = None, answers: bool = False) -> NoReturn:
+        """Refuse: a recipe without engines has no evaluation that samples."""
+        raise AssertionError("checking the recipe refuses an evaluation of rollouts without engines")
+
+    def pause(self) -> None:
+        """Return at once: no engine changes its weights."""
+
+    def resume(self, version: int, engines: Sequence[int] | None) -> None:
+        """Return at once: no engine has changed its weights."""
+
+    def follow(self, reports: Sequence[Any]) -> None:
+        """Return at once: no engine reports."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        return {"prompts": self._prompts.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._prompts.restore(state["prompts"])
+
+    def prompt_metrics(self) -> dict[str, float]:
+        """Return the metrics `data/...`."""
+        return self._prompts.metrics()
