@@ -24,7 +24,7 @@ quickstart: setup
 
 # Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM or jobs runs beside the
 # tests of Megatron's engines, of whole runs and of pure code; both streams end at about the same time.
-BESIDE := $(patsubst %,tests/%,cluster rollout weight_sync)
+BESIDE := $(patsubst %,tests/%,cluster project reward rollout weight_sync)
 CHOSEN := -m 'not gpu and not learning and not nightly'
 
 test: setup
