@@ -39,6 +39,7 @@ from megarl.telemetry.stacks import mark_from_environment, watched_environment
 MAX_WORKER_RESTARTS = 2
 # Episodes that are asked of a worker at the same time: more would wait for cores, and for each other's deadlines.
 AT_A_TIME = 64
+ENDING_CALLS = 16
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,8 @@ class AgentClock:
 class EnvironmentWorkers:
     """`environment.workers` actors of the connected Ray cluster, which share the episodes."""
 
-    def __init__(self, section: AnyEnvironment, max_calls: int, timeout_s: float) -> None:
-        """Each actor takes up to `max_calls` calls at a time. Raises RolloutError if a worker does not start."""
+    def __init__(self, section: AnyEnvironment, timeout_s: float) -> None:
+        """Raises RolloutError if a worker does not start."""
         import ray
 
         self._timeout_s = timeout_s
@@ -236,7 +237,9 @@ class EnvironmentWorkers:
         self._places = [asyncio.Semaphore(at_a_time) for _ in range(section.workers)]
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
-        remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
+        # A call for each episode that has a place, and more to end some: none waits inside Ray, where its time would run.
+        calls = at_a_time + ENDING_CALLS
+        remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=calls)(EnvironmentWorker)
         # An endpoint at a loopback address is reached from the node of rank 0 alone.
         near = node_share(0) if section.kind != "class" and section.is_loopback else {}
         names = [{"env_vars": watched_environment(f"environment-worker-{number}")} for number in range(section.workers)]

@@ -87,9 +87,7 @@ class Environments:
             check_tool_role(self.section, self.observations)
         else:
             self.gateway = self._open_gateway(self.section)
-        # A reset or a step of each episode, greedy episodes included, and the end of those of the last rollout.
-        most = (1 + recipe.rollout.max_staleness) * 4 * recipe.num_sequences + 16
-        self.workers = EnvironmentWorkers(self.section, most, recipe.rollout.timeout_s)
+        self.workers = EnvironmentWorkers(self.section, recipe.rollout.timeout_s)
         self.numbers = itertools.count()
 
     def _open_gateway(self, section: AgentSection | CommandSection) -> Gateway:
