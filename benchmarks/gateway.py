@@ -37,13 +37,15 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from megarl.data.sample import Completion
-from megarl.data.tokenizer import ChatRenderer, load_tokenizer
-from megarl.rollout.gateway import Gateway, GatewayLimits, OpenSession, SamplingRequest
-from megarl.rollout.gateway_messages import AnswerReader, read_chat
-from megarl.rollout.session import SessionLimits
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests' tokenizer
+
+from megarl.data.sample import Completion  # noqa: E402
+from megarl.data.tokenizer import ChatRenderer, load_tokenizer  # noqa: E402
+from megarl.rollout.gateway import Gateway, GatewayLimits, OpenSession, SamplingRequest  # noqa: E402
+from megarl.rollout.gateway_messages import AnswerReader, read_chat  # noqa: E402
+from megarl.rollout.session import SessionLimits  # noqa: E402
+
 ENGINE_S, TURNS, TOKENS = 1.0, 8, 64
 P99_S, GROWTH = 0.025, 0.02
 LIMITS = GatewayLimits(SessionLimits(4096, 4096), max_new_tokens=TOKENS)

@@ -129,6 +129,8 @@ class Gateway:
         self._sessions: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._socket = socket.create_server((host, 0), backlog=2048)
+        # Else a body waits up to 40 ms for the client to acknowledge its headers; accepted sockets inherit the option.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, protocol in PROTOCOLS.items():
