@@ -178,7 +178,7 @@ class _AgentProcess:
             status = 0
         except BaseException as error:  # whatever the user's code raises, SystemExit too, leaves it without a reward
             traceback.print_exc()
-            if is_outage(error):
+            if is_outage(error) and not _is_refusal(error, question.url):
                 (self._folder / "outage").touch()
         finally:
             with suppress(BaseException):  # a closed output must not keep the process
@@ -216,6 +216,16 @@ class _AgentProcess:
             return json.loads(text)
         except ValueError:
             raise ValueError(f"{shown(text)} is {where}; a number is needed, or JSON with reward and metrics") from None
+
+
+def _is_refusal(error: BaseException | None, url: str) -> bool:
+    """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many."""
+    while error is not None:
+        request = getattr(getattr(error, "response", None), "request", None)
+        if str(getattr(request, "url", "")).startswith(url):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _run_command(command: str, question: Run) -> NoReturn:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -137,15 +137,14 @@ class EnvironmentWorker:
         return os.getpid()
 
     async def ask(self, episode: Any, question: Reset | Step | Run) -> Reply:
-        """Return the answer of an episode's environment or agent, or why there is none; then its process is killed.
-        `environment.timeout_s` begins when the question is sent; rank 0 ends an agent that exceeds it."""
+        """Return the answer of an episode's environment or agent, or why there is none. `environment.timeout_s` begins when
+        the question is sent. Rank 0 ends every episode, and an agent that exceeds that time."""
         return await self._ask(episode, question)
 
-    async def end(self, episodes: Iterable[Any]) -> None:
-        """Kill the processes of some episodes, whatever they do; episodes that are over already are skipped."""
-        episodes = list(episodes)
-        self._played.difference_update(episodes)
-        await self._server.end(episodes)
+    async def end(self, episode: Any) -> None:
+        """Kill the processes of an episode, whatever they do."""
+        self._played.discard(episode)
+        await self._server.end([episode])
 
     def close(self) -> None:
         """Stop all processes, and everything that they have started."""
@@ -155,8 +154,6 @@ class EnvironmentWorker:
         is_step, is_run = isinstance(question, Step), isinstance(question, Run)
         timeout_s = None if is_run else self._section.timeout_s
         reply = await self._server.ask(episode, question, timeout_s, starts=not is_step)
-        if is_run:
-            await self._server.end([episode])
         had_turn = episode in self._played
         if is_step:
             self._played.add(episode)
@@ -252,7 +249,7 @@ class EnvironmentWorkers:
             raise RolloutError(f"phase rollout: a worker of environments did not start: {error}") from error
 
     async def run(self, episode: int, question: Run, clock: AgentClock) -> Reply:
-        """Run an agent as soon as its worker has room, and end it when its `clock` has passed a limit. Raises as `ask`."""
+        """Run an agent as soon as its worker has room, until it ends or its `clock` has passed a limit. Raises as `ask`."""
         async with self._places[episode % len(self._places)]:
             clock.begin()
             reply = asyncio.ensure_future(self.ask(episode, question))
@@ -262,7 +259,6 @@ class EnvironmentWorkers:
                         return Reply(failure=passed, cause="wall_time")
                 return reply.result()
             finally:
-                self.end([episode])
                 reply.cancel()
 
     async def ask(self, episode: int, question: Reset | Step | Run) -> Reply:
@@ -292,10 +288,9 @@ class EnvironmentWorkers:
         except ray.exceptions.RayTaskError as error:
             return Reply(failure=f"the worker of its process could not ask it: {error.cause}")
 
-    def end(self, episodes: Iterable[int]) -> None:
-        """Kill the processes of some episodes; does not wait."""
-        for episode in episodes:
-            self._actors[episode % len(self._actors)].end.remote([episode])
+    def end(self, episode: int) -> None:
+        """Kill the processes of an episode; does not wait."""
+        self._actors[episode % len(self._actors)].end.remote(episode)
 
     def close(self) -> None:
         """Stop the workers, and all processes below them."""

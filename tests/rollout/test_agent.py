@@ -48,8 +48,11 @@ class Agents:
             asked = asyncio.ensure_future(self.worker.ask("one", Run(row, self.url, "key", 7)))
             if ends:
                 await asyncio.to_thread(wait_for, lambda: len(below(self.worker._server.process)) >= 2)
-                await self.worker.end(["one"])
-            return await asyncio.wait_for(asked, 60)
+                await self.worker.end("one")
+            try:
+                return await asyncio.wait_for(asked, 60)
+            finally:
+                await self.worker.end("one")
 
         return self.runner.run(ask())
 
@@ -89,6 +92,9 @@ FAULTS = {
     "is cut off": ("", "ConnectionRefusedError: no service"),
     "finds no endpoint": ("", "APIConnectionError"),
     "finds no host": ("", "no host"),
+    "is refused a turn": ("error", "the rollout has had its 3 turns"),
+    "is refused by a library": ("error", "no turn"),
+    "is refused by a service": ("", "RateLimitError"),
 }
 HARMLESS = ("", "writes to every descriptor", "prints without an end", "leaves a program", "leaves one that prints",
             "starts many threads", "writes its reward itself")  # fmt: skip

@@ -43,10 +43,10 @@ class ScriptedWorkers:
             try:
                 return await self._agent(client, question)
             except openai.APIStatusError as error:
-                return Reply(failure=f"exited with status 1: {error}", cause="" if error.status_code >= 429 else "error")
+                return Reply(failure=f"exited with status 1: {error}", cause="error")
 
-    def end(self, numbers: Any) -> None:
-        self.ended += list(numbers)
+    def end(self, number: int) -> None:
+        self.ended.append(number)
 
 
 def play(
@@ -118,7 +118,7 @@ def test_the_tokens_are_those_that_were_sampled(tokenizer: Any) -> None:
         assert (completion.logprobs[~completion.own] == 0).all() and (~completion.own).any()
     first, second = made.workers.runs
     assert first.seed == second.seed and first.token != second.token and first.url != second.url
-    assert made.workers.ended == [0, 1]
+    assert sorted(made.workers.ended) == [0, 1]
     assert facts.metrics()["agent/calls"] == 2.0 and facts.metrics()["rollout/segments_begun"] == 2
 
 
@@ -174,6 +174,11 @@ async def is_content_with_its_turns(client: Any, run: Run) -> Reply:
     return Reply(reward=0.25, done=True)
 
 
+async def loses_its_worker_after_a_refusal(client: Any, run: Run) -> Reply:
+    await is_content_with_its_turns(client, run)
+    return Reply(failure="the worker of its process is gone")
+
+
 async def asks_nothing(client: Any, run: Run) -> Reply:
     return Reply(reward=1.0, done=True)
 
@@ -199,6 +204,7 @@ NAN = float("nan")
     (begins_too_many, 0.0, "length", "", ""),
     (is_too_long, 0.0, "length", "", ""),
     (is_content_with_its_turns, 0.25, "length", "", ""),
+    (loses_its_worker_after_a_refusal, NAN, "failed", "", "the worker of its process is gone"),
     (asks_nothing, NAN, "failed", "", "returned without a request that the policy answered"),
     (miscounts, 0.0, "failed", "error", "it returned 2 rewards for 1 answers of the policy"),
     (asks_at_once, 0.0, "length", "", ""),
@@ -231,15 +237,17 @@ def test_an_engine_s_error_is_the_run_s_and_not_the_agent_s(tokenizer: Any) -> N
         play(tokenizer, two_turns, answer)
 
 
-def test_a_slow_agent_holds_up_nobody(tokenizer: Any) -> None:
-    """The first one waits until the second has ended."""
+def test_a_slow_agent_holds_up_nobody(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits until the second has ended, and its processes were killed."""
     ended: list[int] = []
+    killed: list[int] = []
+    monkeypatch.setattr(ScriptedWorkers, "end", lambda self, number: killed.append(number))
 
     async def waits(client: Any, run: Run) -> Reply:
         number = len(ended)
         ended.append(number)
         await ask(client, "1+1=")
-        while number == 0 and len(ended) < 3:
+        while number == 0 and killed != [1]:
             await asyncio.sleep(0)
         ended.append(number)
         return Reply(reward=1.0, done=True)

@@ -204,7 +204,7 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
             for name in ("one", "two"):
                 await worker.ask(name, Reset({"fault": ""}, 1))
                 said.append(await worker.ask(name, Step("x")))
-                await worker.end([name])
+                await worker.end(name)
                 wait_for(lambda: len(below(worker._server.process)) <= 1)
             return said, below(worker._server.process)
         finally:
@@ -285,7 +285,7 @@ def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_clo
             await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
             assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
             if not by_close:
-                await worker.end(["one"])
+                await worker.end("one")
                 assert _is_let_go(reader)
         finally:
             worker.close()
