@@ -17,7 +17,7 @@ import asyncio
 import numpy as np
 
 from megarl.data.sample import Completion
-from megarl.rollout.agent import Run
+from megarl.rollout.agent import AgentRun
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock
 from megarl.rollout.episodes import Episode, Generate, GroupEpisodes
@@ -46,7 +46,7 @@ class AgentEpisodes(GroupEpisodes):
         opened = environments.gateway.open(sample)
         episode.session = opened.session
         try:
-            run = Run(self.prompt.row, opened.url, opened.token, self.seed)
+            run = AgentRun(self.prompt.row, opened.url, opened.token, self.seed)
             running = asyncio.ensure_future(environments.workers.run(episode.number, run, clock))
             reply = await running
         except asyncio.CancelledError:

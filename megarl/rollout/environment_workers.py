@@ -21,7 +21,7 @@ from megarl.recipe.environment_section import AgentSection, AnyEnvironment, Comm
 from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout import environment as interface
-from megarl.rollout.agent import Run, load_agent, load_agents
+from megarl.rollout.agent import AgentRun, load_agent, load_agents
 from megarl.rollout.environment import (
     Environment,
     Fields,
@@ -136,7 +136,7 @@ class EnvironmentWorker:
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
         return os.getpid()
 
-    async def ask(self, episode: Any, question: Reset | Step | Run) -> Reply:
+    async def ask(self, episode: Any, question: Reset | Step | AgentRun) -> Reply:
         """Return the answer of an episode's environment or agent, or why there is none. `environment.timeout_s` begins when
         the question is sent. Rank 0 ends every episode, and an agent that exceeds that time."""
         return await self._ask(episode, question)
@@ -150,8 +150,8 @@ class EnvironmentWorker:
         """Stop all processes, and everything that they have started."""
         self._server.close()
 
-    async def _ask(self, episode: Any, question: Make | Reset | Step | Run) -> Reply:
-        is_step, is_run = isinstance(question, Step), isinstance(question, Run)
+    async def _ask(self, episode: Any, question: Make | Reset | Step | AgentRun) -> Reply:
+        is_step, is_run = isinstance(question, Step), isinstance(question, AgentRun)
         timeout_s = None if is_run else self._section.timeout_s
         reply = await self._server.ask(episode, question, timeout_s, starts=not is_step)
         had_turn = episode in self._played
@@ -248,7 +248,7 @@ class EnvironmentWorkers:
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # with what the worker raised
             raise RolloutError(f"phase rollout: a worker of environments did not start: {error}") from error
 
-    async def run(self, episode: int, question: Run, clock: AgentClock) -> Reply:
+    async def run(self, episode: int, question: AgentRun, clock: AgentClock) -> Reply:
         """Run an agent as soon as its worker has room, until it ends or its `clock` has passed a limit. Raises as `ask`."""
         async with self._places[episode % len(self._places)]:
             clock.begin()
@@ -261,7 +261,7 @@ class EnvironmentWorkers:
             finally:
                 reply.cancel()
 
-    async def ask(self, episode: int, question: Reset | Step | Run) -> Reply:
+    async def ask(self, episode: int, question: Reset | Step | AgentRun) -> Reply:
         """Ask an episode's environment. If a worker is lost, its episodes have failed and Ray starts it again. Raises
         RolloutError if it is gone for good, EngineSilent if an environment's worker does not answer within
         `rollout.timeout_s`."""
@@ -269,7 +269,7 @@ class EnvironmentWorkers:
 
         try:
             worker = episode % len(self._actors)
-            if isinstance(question, Run):  # `run` holds a place, and ends an agent that takes too long
+            if isinstance(question, AgentRun):  # `run` holds a place, and ends an agent that takes too long
                 return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]
             async with self._places[worker], asyncio.timeout(self._timeout_s):
                 return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]

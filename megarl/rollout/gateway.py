@@ -33,8 +33,8 @@ from starlette.types import Receive, Scope, Send
 from megarl.data.sample import Completion
 from megarl.data.tokenizer import ChatRenderer
 from megarl.rollout import gateway_messages as wire
-from megarl.rollout.gateway_messages import Answer, AnswerReader, Request, RequestError
-from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, Turn
+from megarl.rollout.gateway_messages import AnswerReader, ClientAnswer, Request, RequestError
+from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, TurnPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ class Protocol:
     """How a route reads a body, and writes its answers."""
 
     read: Callable[[Any, float, int], Request]
-    write: Callable[[Any, Request, int, Sequence[Answer]], wire.Body]
-    stream: Callable[[Any, Request, int, Sequence[Answer]], Iterator[str]]
+    write: Callable[[Any, Request, int, Sequence[ClientAnswer]], wire.Body]
+    stream: Callable[[Any, Request, int, Sequence[ClientAnswer]], Iterator[str]]
     is_anthropic: bool = False
 
 
@@ -176,7 +176,7 @@ class Gateway:
         return opened
 
     def end(self, opened: OpenSession) -> None:
-        """Answer no more requests of a session, and cancel those that wait. Its tokens stay in `opened.session`."""
+        """ClientAnswer no more requests of a session, and cancel those that wait. Its tokens stay in `opened.session`."""
         if self._sessions.pop(opened.name, None) is None:
             return
         for task in list(opened.work):
@@ -261,7 +261,7 @@ class Gateway:
         if opened.name not in self._sessions:
             raise RequestError(410, "the session has ended", "session_ended")
 
-    def _read(self, opened: OpenSession, protocol: Protocol, content: bytearray) -> tuple[Request, Turn]:
+    def _read(self, opened: OpenSession, protocol: Protocol, content: bytearray) -> tuple[Request, TurnPrompt]:
         """Return the request in a body, and its prompt. May run in a thread, while nothing else uses the session."""
         try:
             body = json.loads(content)
@@ -291,14 +291,14 @@ class Gateway:
             raise RequestError(400, str(error), "invalid_value", "messages") from None
         return request, turn
 
-    def _count(self, opened: OpenSession, request: Request, turn: Turn) -> None:
+    def _count(self, opened: OpenSession, request: Request, turn: TurnPrompt) -> None:
         """Note that a request is under way."""
         opened.is_exhausted = False  # a client that was refused may have shortened its history
         opened.num_sampled += request.num_completions
         opened.num_turns += request.num_completions
         opened.num_new_segments += _num_new_segments(request, turn)
 
-    async def complete(self, opened: OpenSession, request: Request, turn: Turn, first: int) -> list[Answer]:
+    async def complete(self, opened: OpenSession, request: Request, turn: TurnPrompt, first: int) -> list[ClientAnswer]:
         """Sample the completions of a request, and record them in its session. `first` is the number of the first one.
         Raises RequestError for a fault of `sample`."""
         limits = [self._limits.max_new_tokens, turn.max_new_tokens]
@@ -324,7 +324,7 @@ class Gateway:
         return self._chat.tokenizer
 
 
-def _num_new_segments(request: Request, turn: Turn) -> int:
+def _num_new_segments(request: Request, turn: TurnPrompt) -> int:
     """Return how many segments the completions of a request begin: one of them may continue a segment."""
     return request.num_completions - (turn.state is not None)
 
@@ -337,7 +337,9 @@ class _Answering(Response):
     """Completes a request while it watches the client: when that leaves, the answer is dropped. A stream has its headers
     at once, and comments while the tokens are sampled."""
 
-    def __init__(self, gateway: Gateway, opened: OpenSession, protocol: Protocol, request: Request, turn: Turn) -> None:
+    def __init__(
+        self, gateway: Gateway, opened: OpenSession, protocol: Protocol, request: Request, turn: TurnPrompt
+    ) -> None:
         self.status_code, self.background = 200, None
         self._gateway, self._opened, self._protocol, self._request, self._turn = gateway, opened, protocol, request, turn
         # Counted before anything is awaited, so that the numbers follow the order of the requests.
@@ -399,7 +401,7 @@ def _error_response(error: RequestError, anthropic: bool) -> Response:
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
-    """Answer a request for a path or a method that does not exist."""
+    """ClientAnswer a request for a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     anthropic = http.url.path.endswith("/messages")
     return _error_response(RequestError(error.status_code, f"{http.method} {http.url.path}: {error.detail}"), anthropic)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from megarl.recipe.environment_section import AnyEnvironment
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
-from megarl.rollout.agent import Result, Run, checked_result, load_agent
+from megarl.rollout.agent import AgentRun, Result, checked_result, load_agent
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock, EnvironmentWorker
 from tests.ports import unused_port
@@ -45,7 +45,7 @@ class Agents:
         """Return what comes of a row; with `ends` somebody ends it as soon as it runs."""
 
         async def ask() -> Reply:
-            asked = asyncio.ensure_future(self.worker.ask("one", Run(row, self.url, "key", 7)))
+            asked = asyncio.ensure_future(self.worker.ask("one", AgentRun(row, self.url, "key", 7)))
             if ends:
                 await asyncio.to_thread(wait_for, lambda: len(below(self.worker._server.process)) >= 2)
                 await self.worker.end("one")
@@ -210,7 +210,7 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
     rows: list[Any] = [0, 1, *[0] * 6]
 
     async def run_all() -> list[Reply]:
-        return await asyncio.gather(*(made.worker.ask(n, Run(row, made.url, "key", 1)) for n, row in enumerate(rows)))
+        return await asyncio.gather(*(made.worker.ask(n, AgentRun(row, made.url, "key", 1)) for n, row in enumerate(rows)))
 
     replies = made.runner.run(run_all())
     assert [reply.failure != "" for reply in replies] == [bool(row) for row in rows]

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection, EnvironmentSection
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
-from megarl.rollout.agent import Run, _AgentProcess, load_agent
+from megarl.rollout.agent import AgentRun, _AgentProcess, load_agent
 from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
 from megarl.rollout.environment_workers import EnvironmentWorker, Reply, Reset, Step
 from recipes.environments.calculator import Calculator, calculate
@@ -385,5 +385,5 @@ def test_the_page_takes_an_agent_to_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert name in AgentSection.model_fields, name
     process = _AgentProcess(lambda question: None, tmp_path, 1, writes_row=True)
-    environment = process._environment(Run({}, "http://127.0.0.1:1/s/1", "key", 1))
+    environment = process._environment(AgentRun({}, "http://127.0.0.1:1/s/1", "key", 1))
     assert set(re.findall(r"`((?:OPENAI|ANTHROPIC|MEGARL)_\w+)`", page)) <= environment.keys()
