@@ -116,7 +116,7 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
 
 def refusal(url: str, message: str = "the rollout has had its 3 turns") -> openai.RateLimitError:
     """Return the error of OpenAI's client for a status 429."""
-    response = httpx.Response(429, request=httpx.Request("POST", f"{url}/chat/completions"))
+    response: Any = httpx.Response(429, request=httpx.Request("POST", f"{url}/chat/completions"))
     return openai.RateLimitError(message, response=response, body=None)
 
 

@@ -223,9 +223,10 @@ class _AgentProcess:
 def _is_refusal(error: BaseException | None, url: str) -> bool:
     """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many."""
     while error is not None:
-        request = getattr(getattr(error, "response", None), "request", None)
-        if str(getattr(request, "url", "")).startswith(url):
-            return True
+        response: Any = getattr(error, "response", None)
+        with suppress(AttributeError, RuntimeError):  # httpx raises the latter for a response without a request
+            if str(response.request.url).startswith(url):
+                return True
         error = error.__cause__ or error.__context__
     return False
 

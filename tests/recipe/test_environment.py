@@ -70,7 +70,8 @@ def test_what_only_the_data_s_prompt_would_show_is_refused_with_agents(
 ) -> None:
     """They send their own messages; with a class, which may keep the data's prompt, both have an effect."""
     edit = (f"data.{name}", value)
-    loaded(tmp_path, monkeypatch, ("reward", []), edit)
+    (tmp_path / "class").mkdir()
+    loaded(tmp_path / "class", monkeypatch, ("reward", []), edit)
     with pytest.raises(RecipeError) as raised:
         load_edited(tmp_path, monkeypatch, *CAPS, ("reward", []), ("environment", AGENT), edit)
     (found,) = [one for one in raised.value.violations if one.key == f"data.{name}"]
