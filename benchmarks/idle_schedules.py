@@ -78,7 +78,7 @@ def train(folder: Path, schedule: str, steps: int, sequences: int) -> list[dict[
         "phases__actor_update": {"mini_batch": sequences // 2, "micro_batch": cut},
     }
     recipe = tiny_recipe(folder, schedule, False, RANKS, 1, 1, steps, **changes)
-    command = [sys.executable, "-m", "megarl.cluster.agent", "--standalone", "--nproc-per-node", str(RANKS), __file__]
+    command = [sys.executable, "-m", "megarl.cluster.node_agent", "--standalone", "--nproc-per-node", str(RANKS), __file__]
     environment = {**os.environ, **thread_environment(os.environ, 1), "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, f"--as-rank={schedule}", str(recipe)], cwd=ROOT, env=environment, check=True)
     return [json.loads(line) for line in (folder / "runs" / schedule / "metrics.jsonl").read_text().splitlines()]

@@ -331,7 +331,7 @@ def doctor(
 
 def train_command(recipe: str, overrides: list[str], ranks: int, resume: Resume) -> list[str]:
     """Return the command that trains on one machine."""
-    launcher = [sys.executable, "-m", "megarl.cluster.agent", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "megarl.cluster.node_agent", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "megarl", recipe, *overrides, *([resume.value] if resume.value else [])]
 
 

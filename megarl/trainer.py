@@ -44,7 +44,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
 from megarl.rollout.stream import RolloutStream
 from megarl.rollout.taken import Taken
-from megarl.schedule import Executed, MiniBatch, Plan, PlanMismatch, Summary, Turn, compare, plan_phase, refuse_unlike
+from megarl.schedule import Executed, MiniBatch, PhaseStart, Plan, PlanMismatch, Summary, compare, plan_phase, refuse_unlike
 from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import DeviceSync, PhaseClock, span
@@ -378,7 +378,7 @@ class Trainer:
 
     def _agree(self, plan: Plan) -> None:
         """Raise PlanMismatch on all ranks unless all are about to run this plan; otherwise they would hang."""
-        turn = Turn(self.number, plan.phase, Summary.of(plan))
+        turn = PhaseStart(self.number, plan.phase, Summary.of(plan))
         if not same_everywhere(turn.digest):
             refuse_unlike(gather_to_all(turn))
 

@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
+
 from megarl.rollout.agent import Result
 
 
@@ -84,6 +87,12 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
             await client.with_options(max_retries=0).models.list()
         case "finds no host":
             raise socket.gaierror("no host")
+        case "is refused a turn":
+            raise refusal(os.environ["OPENAI_BASE_URL"])
+        case "is refused by a library":
+            raise refusal("https://elsewhere", "no turn") from refusal(os.environ["OPENAI_BASE_URL"])
+        case "is refused by a service":
+            raise refusal("https://elsewhere")
         case "gives a text":
             return "well done"
         case "gives nothing":
@@ -103,6 +112,12 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
         case "writes its reward itself":
             Path(os.environ["MEGARL_REWARD"]).write_text("7")
     return reward
+
+
+def refusal(url: str, message: str = "the rollout has had its 3 turns") -> openai.RateLimitError:
+    """Return the error of OpenAI's client for a status 429."""
+    response: Any = httpx.Response(429, request=httpx.Request("POST", f"{url}/chat/completions"))
+    return openai.RateLimitError(message, response=response, body=None)
 
 
 def answer(row: Mapping[str, Any], client: Any) -> float:

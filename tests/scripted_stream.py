@@ -100,6 +100,7 @@ class ScriptedEngine:
     holds_submissions: bool = False
     submissions: list[asyncio.Future[None]] = field(default_factory=list)
     first_batch: int = 0  # in `calls`, since it was started
+    max_requests: int = 1000
 
     def __post_init__(self) -> None:
         self.name = f"rollout engine {self.index}"

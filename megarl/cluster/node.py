@@ -172,7 +172,7 @@ class Node:
         if settings.log_dir is not None:
             options += ["--log-dir", str(settings.log_dir / f"node{settings.node_rank}"), "--tee", "3"]
         resume = [] if any(word.startswith("--resume") for word in self.arguments) else ["--resume-if-saved"]
-        command = [sys.executable, "-m", "megarl.cluster.agent", *options, "-m", "megarl", *self.arguments, *resume]
+        command = [sys.executable, "-m", "megarl.cluster.node_agent", *options, "-m", "megarl", *self.arguments, *resume]
         agent = start_tied(command, environment, signal.SIGTERM)
         forwarded: list[int] = []
 

@@ -129,9 +129,9 @@ class DataSection(Section):
     """A longer prompt (or sequence, with `max_tokens`) ends the run before it starts, or is skipped and counted in
     `data/num_dropped`."""
     system_prompt: str | None = None
-    """System message of the chat; null leaves it to the chat template."""
+    """System message of the chat; null leaves it to the chat template. Agents send their own."""
     prompt_template: str | None = None
-    """Text around the question, with `{question}` in it; null gives the question alone."""
+    """Text around the question, with `{question}` in it; null gives the question alone. Agents send their own."""
 
     @field_validator("prompt_template")
     @classmethod
@@ -194,6 +194,11 @@ def data_rules(recipe: Recipe) -> Violations:
         yield Violation("data.system_prompt", data.system_prompt, f"{key}: {form} is complete", "remove data.system_prompt")
     if form != "text" and any(source.kind == "reasoning_gym" for _, source in sources):
         yield Violation(key, form, "reasoning_gym makes texts", "text")
+    if recipe.environment is not None and recipe.environment.kind != "class":
+        rule = f"has no effect: with environment.kind: {recipe.environment.kind} the agent makes its own messages"
+        for name, value in (("system_prompt", data.system_prompt), ("prompt_template", data.prompt_template)):
+            if value is not None:
+                yield Violation(f"data.{name}", value, rule, f"remove data.{name}, and let the agent send it")
     if data.curriculum is not None and not recipe.verifiers and recipe.environment is None:
         rule = "a pass rate is read from rewards, and the only one is of kind: model"
         yield Violation("data.curriculum", GIVEN, rule, "remove data.curriculum, or add a verifier to reward")

@@ -24,7 +24,7 @@ class EpisodeSection(Section):
     """Most resident memory of an episode's process and its children, in MiB, without what importing `target` loads for all
     episodes; of an agent also the size of each file that it writes."""
     max_processes: Positive = 64
-    """Most processes of an episode at a time."""
+    """Most processes of an episode that run at a time."""
     on_error: Literal["mask", "stop"] = "mask"
     """What happens if an episode's code raises, dies, passes a limit or returns something illegal (`rollout/failed_share`).
     `mask`: after a turn of the policy, which can be the cause, the reward is 0; before the first turn, or if a worker dies,

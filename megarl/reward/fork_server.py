@@ -45,6 +45,7 @@ IDLE_CHECK_INTERVAL_S = 1.0  # ... or this while no child is checked
 # With at most this many children all are checked, since what a child has left running may grow between two questions; with
 # more only those that answer a question.
 FEW_CHILDREN = 4
+MAX_ZOMBIES = 1024  # of a child: each keeps a process id, of which a machine may have 32 thousand
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
 # What a policy's text can do to the process that judges or answers it. The text scores 0.
@@ -458,14 +459,18 @@ def passed_limit(child: int, limits: ChildLimits, server: int) -> str:
     """Return the limit that a child and its processes have passed, or "".
 
     Memory is anonymous and shared memory and swap, without pages of files and without pages that the child has from the
-    `server` by fork and that nobody has written since. Pages that processes share are counted once; that takes long and is
+    `server` by fork and that nobody has written since. Processes that have ended do not count, as long as they are few: many
+    programs wait for none of those that they start. Pages that processes share are counted once; that takes long and is
     done only if a plain sum is above the limit.
     """
     processes = [child, *below(child)]
-    if limits.processes is not None and len(processes) > limits.processes:
+    if limits.processes is not None and len(processes) > limits.processes + MAX_ZOMBIES:
         return "processes"
+    statuses = _read_sizes(processes, "status")
     keys = ("RssAnon", "RssShmem", "VmSwap")
-    if sum(status.get(key, 0) for status in _read_sizes(processes, "status") for key in keys) <= limits.memory_bytes:
+    if limits.processes is not None and sum(keys[0] in status for status in statuses) > limits.processes:
+        return "processes"
+    if sum(status.get(key, 0) for status in statuses for key in keys) <= limits.memory_bytes:
         return ""
     # A page that several processes map counts for each by its part, and each has the same part of a page of the server. The
     # server is read twice, as another child may begin or end meanwhile.

@@ -54,7 +54,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Run:
+class AgentRun:
     """Run an agent on a row. `url` is that of its session, and `token` its key."""
 
     row: Mapping[str, Any]
@@ -108,11 +108,13 @@ def load_agent(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 # In the fork server, and in an episode's process -------------------------------------------------------------------------
 
 
-def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable[[Make | Run], Reply]]:
+def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable[[Make | AgentRun], Reply]]:
     """In the fork server: import what all agents share, and make the folder of their folders. Raises RecipeError."""
     if section.kind == "agent":
         asyncio.run(_warm_up())
-        start: Callable[[Run], None] = partial(_run_coroutine, load_agent(section.target, section.options), section.options)
+        start: Callable[[AgentRun], None] = partial(
+            _run_coroutine, load_agent(section.target, section.options), section.options
+        )
     else:
         checked = subprocess.run(["sh", "-nc", section.run], capture_output=True, encoding="utf-8", check=False)
         if checked.returncode:
@@ -127,7 +129,7 @@ def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable
 class _AgentProcess:
     """Starts an agent, and waits for its end."""
 
-    def __init__(self, start: Callable[[Run], None], folder: Path, file_bytes: int, writes_row: bool) -> None:
+    def __init__(self, start: Callable[[AgentRun], None], folder: Path, file_bytes: int, writes_row: bool) -> None:
         self._start, self._file_bytes = start, file_bytes
         for other in folder.iterdir():  # of episodes that were killed
             if not Path(f"/proc/{other.name}").exists():
@@ -138,7 +140,7 @@ class _AgentProcess:
         # A coroutine has the row as an argument, and a file would show the answer to what the policy runs.
         self._row = self._folder / "row.json" if writes_row else None
 
-    def __call__(self, question: Make | Run) -> Reply:
+    def __call__(self, question: Make | AgentRun) -> Reply:
         if isinstance(question, Make):
             return Reply()
         if self._row is not None:
@@ -162,7 +164,7 @@ class _AgentProcess:
         except (OSError, TypeError, ValueError, RecursionError) as error:
             return Reply(failure=str(error), cause="error")
 
-    def _be_the_agent(self, question: Run, streams: Sequence[int]) -> NoReturn:
+    def _be_the_agent(self, question: AgentRun, streams: Sequence[int]) -> NoReturn:
         """Run the user's code, in the process of the agent."""
         status = BAD_EXIT
         try:
@@ -178,7 +180,7 @@ class _AgentProcess:
             status = 0
         except BaseException as error:  # whatever the user's code raises, SystemExit too, leaves it without a reward
             traceback.print_exc()
-            if is_outage(error):
+            if is_outage(error) and not _is_refusal(error, question.url):
                 (self._folder / "outage").touch()
         finally:
             with suppress(BaseException):  # a closed output must not keep the process
@@ -186,7 +188,7 @@ class _AgentProcess:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _environment(self, question: Run) -> dict[str, str]:
+    def _environment(self, question: AgentRun) -> dict[str, str]:
         host = re.sub(r"^\w+://|:\d+/.*|/.*", "", question.url)
         unproxied = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host)))
         return {
@@ -218,13 +220,24 @@ class _AgentProcess:
             raise ValueError(f"{shown(text)} is {where}; a number is needed, or JSON with reward and metrics") from None
 
 
-def _run_command(command: str, question: Run) -> NoReturn:
+def _is_refusal(error: BaseException | None, url: str) -> bool:
+    """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many."""
+    while error is not None:
+        response: Any = getattr(error, "response", None)
+        with suppress(AttributeError, RuntimeError):  # httpx raises the latter for a response without a request
+            if str(response.request.url).startswith(url):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _run_command(command: str, question: AgentRun) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which survives exec
         signal.signal(number, signal.SIG_DFL)
     os.execv("/bin/sh", ["sh", "-c", command])
 
 
-def _run_coroutine(function: Callable[..., Any], options: Mapping[str, Any], question: Run) -> None:
+def _run_coroutine(function: Callable[..., Any], options: Mapping[str, Any], question: AgentRun) -> None:
     async def run() -> Any:
         async with _client() as client:
             return await function(Fields(question.row), client, **options)

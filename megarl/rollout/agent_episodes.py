@@ -3,8 +3,8 @@
 An episode ends as its agent does. What the policy can cause is scored, and what it cannot is masked:
 
 - The agent returns a reward: that is the episode's, also if a request was refused because turns, tokens or segments ran out.
-- It fails after such a refusal: truncated, with the reward 0.
 - It fails before the policy has answered once, does not reach a service, or loses its worker: masked.
+- It fails otherwise after such a refusal: truncated, with the reward 0.
 - It fails otherwise: the reward is 0, and the cause is counted.
 
 An error of an engine ends the run, as it does without agents.
@@ -17,7 +17,7 @@ import asyncio
 import numpy as np
 
 from megarl.data.sample import Completion
-from megarl.rollout.agent import Run
+from megarl.rollout.agent import AgentRun
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock
 from megarl.rollout.episodes import Episode, Generate, GroupEpisodes
@@ -46,7 +46,7 @@ class AgentEpisodes(GroupEpisodes):
         opened = environments.gateway.open(sample)
         episode.session = opened.session
         try:
-            run = Run(self.prompt.row, opened.url, opened.token, self.seed)
+            run = AgentRun(self.prompt.row, opened.url, opened.token, self.seed)
             running = asyncio.ensure_future(environments.workers.run(episode.number, run, clock))
             reply = await running
         except asyncio.CancelledError:
@@ -58,8 +58,6 @@ class AgentEpisodes(GroupEpisodes):
         if errors:
             raise errors[0]
         self._end(episode, reply, opened)
-        if not episode.turns:
-            await self.fill(episode, generate)
 
     def _end(self, episode: Episode, reply: Reply, opened: OpenSession) -> None:
         """Note what became of an episode."""
@@ -74,7 +72,9 @@ class AgentEpisodes(GroupEpisodes):
             failure, cause = f"it returned {len(reply.rewards)} rewards for {episode.turns} answers of the policy", "error"
         if not failure:
             episode.reward, episode.rewards, episode.metrics = reply.reward, list(reply.rewards), reply.metrics
-        elif not opened.is_exhausted or not episode.turns:
+        else:
             if opened.fault:
                 failure, cause = f"{failure}; the endpoint: {opened.fault}", ""
-            self.fail(episode, failure, cause if episode.turns else "")
+            cause = cause if episode.turns else ""
+            if not (cause and opened.is_exhausted):
+                self.fail(episode, failure, cause)

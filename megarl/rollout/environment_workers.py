@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from megarl.recipe.environment_section import AgentSection, AnyEnvironment, Comm
 from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout import environment as interface
-from megarl.rollout.agent import Run, load_agent, load_agents
+from megarl.rollout.agent import AgentRun, load_agent, load_agents
 from megarl.rollout.environment import (
     Environment,
     Fields,
@@ -39,6 +39,7 @@ from megarl.telemetry.stacks import mark_from_environment, watched_environment
 MAX_WORKER_RESTARTS = 2
 # Episodes that are asked of a worker at the same time: more would wait for cores, and for each other's deadlines.
 AT_A_TIME = 64
+ENDING_CALLS = 16
 
 
 @dataclass(frozen=True)
@@ -135,27 +136,24 @@ class EnvironmentWorker:
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
         return os.getpid()
 
-    async def ask(self, episode: Any, question: Reset | Step | Run) -> Reply:
-        """Return the answer of an episode's environment or agent, or why there is none; then its process is killed.
-        `environment.timeout_s` begins when the question is sent; rank 0 ends an agent that exceeds it."""
+    async def ask(self, episode: Any, question: Reset | Step | AgentRun) -> Reply:
+        """Return the answer of an episode's environment or agent, or why there is none. `environment.timeout_s` begins when
+        the question is sent. Rank 0 ends every episode, and an agent that exceeds that time."""
         return await self._ask(episode, question)
 
-    async def end(self, episodes: Iterable[Any]) -> None:
-        """Kill the processes of some episodes, whatever they do; episodes that are over already are skipped."""
-        episodes = list(episodes)
-        self._played.difference_update(episodes)
-        await self._server.end(episodes)
+    async def end(self, episode: Any) -> None:
+        """Kill the processes of an episode, whatever they do."""
+        self._played.discard(episode)
+        await self._server.end([episode])
 
     def close(self) -> None:
         """Stop all processes, and everything that they have started."""
         self._server.close()
 
-    async def _ask(self, episode: Any, question: Make | Reset | Step | Run) -> Reply:
-        is_step, is_run = isinstance(question, Step), isinstance(question, Run)
+    async def _ask(self, episode: Any, question: Make | Reset | Step | AgentRun) -> Reply:
+        is_step, is_run = isinstance(question, Step), isinstance(question, AgentRun)
         timeout_s = None if is_run else self._section.timeout_s
         reply = await self._server.ask(episode, question, timeout_s, starts=not is_step)
-        if is_run:
-            await self._server.end([episode])
         had_turn = episode in self._played
         if is_step:
             self._played.add(episode)
@@ -227,8 +225,8 @@ class AgentClock:
 class EnvironmentWorkers:
     """`environment.workers` actors of the connected Ray cluster, which share the episodes."""
 
-    def __init__(self, section: AnyEnvironment, max_calls: int, timeout_s: float) -> None:
-        """Each actor takes up to `max_calls` calls at a time. Raises RolloutError if a worker does not start."""
+    def __init__(self, section: AnyEnvironment, timeout_s: float) -> None:
+        """Raises RolloutError if a worker does not start."""
         import ray
 
         self._timeout_s = timeout_s
@@ -236,7 +234,9 @@ class EnvironmentWorkers:
         self._places = [asyncio.Semaphore(at_a_time) for _ in range(section.workers)]
 
         # No CPU is reserved, as for reward workers: on a small machine the engines hold them all.
-        remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=max_calls)(EnvironmentWorker)
+        # A call for each episode that has a place, and more to end some: none waits inside Ray, where its time would run.
+        calls = at_a_time + ENDING_CALLS
+        remote = ray.remote(num_cpus=0, max_restarts=MAX_WORKER_RESTARTS, max_concurrency=calls)(EnvironmentWorker)
         # An endpoint at a loopback address is reached from the node of rank 0 alone.
         near = node_share(0) if section.kind != "class" and section.is_loopback else {}
         names = [{"env_vars": watched_environment(f"environment-worker-{number}")} for number in range(section.workers)]
@@ -248,8 +248,8 @@ class EnvironmentWorkers:
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # with what the worker raised
             raise RolloutError(f"phase rollout: a worker of environments did not start: {error}") from error
 
-    async def run(self, episode: int, question: Run, clock: AgentClock) -> Reply:
-        """Run an agent as soon as its worker has room, and end it when its `clock` has passed a limit. Raises as `ask`."""
+    async def run(self, episode: int, question: AgentRun, clock: AgentClock) -> Reply:
+        """Run an agent as soon as its worker has room, until it ends or its `clock` has passed a limit. Raises as `ask`."""
         async with self._places[episode % len(self._places)]:
             clock.begin()
             reply = asyncio.ensure_future(self.ask(episode, question))
@@ -259,10 +259,9 @@ class EnvironmentWorkers:
                         return Reply(failure=passed, cause="wall_time")
                 return reply.result()
             finally:
-                self.end([episode])
                 reply.cancel()
 
-    async def ask(self, episode: int, question: Reset | Step | Run) -> Reply:
+    async def ask(self, episode: int, question: Reset | Step | AgentRun) -> Reply:
         """Ask an episode's environment. If a worker is lost, its episodes have failed and Ray starts it again. Raises
         RolloutError if it is gone for good, EngineSilent if an environment's worker does not answer within
         `rollout.timeout_s`."""
@@ -270,7 +269,7 @@ class EnvironmentWorkers:
 
         try:
             worker = episode % len(self._actors)
-            if isinstance(question, Run):  # `run` holds a place, and ends an agent that takes too long
+            if isinstance(question, AgentRun):  # `run` holds a place, and ends an agent that takes too long
                 return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]
             async with self._places[worker], asyncio.timeout(self._timeout_s):
                 return await self._actors[worker].ask.remote(episode, question)  # type: ignore[no-any-return]
@@ -289,10 +288,9 @@ class EnvironmentWorkers:
         except ray.exceptions.RayTaskError as error:
             return Reply(failure=f"the worker of its process could not ask it: {error.cause}")
 
-    def end(self, episodes: Iterable[int]) -> None:
-        """Kill the processes of some episodes; does not wait."""
-        for episode in episodes:
-            self._actors[episode % len(self._actors)].end.remote([episode])
+    def end(self, episode: int) -> None:
+        """Kill the processes of an episode; does not wait."""
+        self._actors[episode % len(self._actors)].end.remote(episode)
 
     def close(self) -> None:
         """Stop the workers, and all processes below them."""

@@ -87,9 +87,7 @@ class Environments:
             check_tool_role(self.section, self.observations)
         else:
             self.gateway = self._open_gateway(self.section)
-        # A reset or a step of each episode, greedy episodes included, and the end of those of the last rollout.
-        most = (1 + recipe.rollout.max_staleness) * 4 * recipe.num_sequences + 16
-        self.workers = EnvironmentWorkers(self.section, most, recipe.rollout.timeout_s)
+        self.workers = EnvironmentWorkers(self.section, recipe.rollout.timeout_s)
         self.numbers = itertools.count()
 
     def _open_gateway(self, section: AgentSection | CommandSection) -> Gateway:
@@ -148,12 +146,23 @@ class GroupEpisodes(ABC):
         self.seed = request_seed(environments.seed, draw, prompt.index, ENVIRONMENT_MEMBER)
 
     async def play(self, generate: Generate) -> None:
-        """Play all episodes; `generate` samples a turn. Raises RolloutError for a failure under
-        `environment.on_error: stop`."""
+        """Play all episodes; `generate` samples a turn. Each one's processes are killed at its end, whatever that is. Raises
+        RolloutError for a failure under `environment.on_error: stop`."""
+
+        async def play_to_the_end(episode: Episode) -> None:
+            try:
+                await self.play_one(episode, generate)
+            finally:
+                self.environments.workers.end(episode.number)
+            if not episode.turns:
+                await self._fill(episode, generate)
+
+        playing = [asyncio.ensure_future(play_to_the_end(episode)) for episode in self.episodes]
         try:
-            await asyncio.gather(*(self.play_one(episode, generate) for episode in self.episodes))
+            await asyncio.gather(*playing)
         finally:
-            self.environments.workers.end(episode.number for episode in self.episodes)
+            for episode in playing:  # if one of them has failed
+                episode.cancel()
 
     @abstractmethod
     async def play_one(self, episode: Episode, generate: Generate) -> None:
@@ -167,7 +176,7 @@ class GroupEpisodes(ABC):
         request = GroupRequest(0, index, ids, (seed,), episode.temperature, most)
         return (await generate(request, episode)).sample(0).completion
 
-    async def fill(self, episode: Episode, generate: Generate) -> None:
+    async def _fill(self, episode: Episode, generate: Generate) -> None:
         """Sample one turn that counts for nothing: every rollout has tokens, and this one's code failed before its first."""
         turn = episode.session.after(np.asarray(episode.prompt.token_ids, dtype=np.int32))
         episode.session.record(turn, await self.sample(episode, turn.prompt_ids, 0, turn.max_new_tokens, generate))
@@ -227,9 +236,7 @@ class Episodes(GroupEpisodes):
             self.fail(episode, reply.failure, reply.cause)
         else:
             self._reset(episode, reply)
-        if episode.failure:
-            await self.fill(episode, generate)
-        while not episode.ended:
+        while not episode.ended and not episode.failure:
             turn = episode.session.after(episode.observed)
             sampled = await self.sample(episode, turn.prompt_ids, episode.turns, turn.max_new_tokens, generate)
             episode.session.record(turn, sampled)

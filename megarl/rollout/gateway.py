@@ -18,6 +18,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,13 @@ from starlette.types import Receive, Scope, Send
 from megarl.data.sample import Completion
 from megarl.data.tokenizer import ChatRenderer
 from megarl.rollout import gateway_messages as wire
-from megarl.rollout.gateway_messages import Answer, AnswerReader, Request, RequestError
-from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, Turn
+from megarl.rollout.gateway_messages import AnswerReader, ClientAnswer, Request, RequestError
+from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, TurnPrompt
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 10.0  # between comments in a stream whose tokens are not sampled yet
+LARGE_BODY_BYTES = 16 << 10  # a larger one takes a thread milliseconds, in which the loop serves others
 REMEMBERED_ENDS = 4096  # ended sessions that are answered with 410 instead of 404
 
 
@@ -83,6 +85,7 @@ class OpenSession:
     num_new_segments: int = 0  # that requests under way begin
     num_requests: int = 0  # under way
     work: set[asyncio.Task[Any]] = field(default_factory=set)
+    in_use: asyncio.Lock = field(default_factory=asyncio.Lock)  # the session is, by one request after the other
 
     @property
     def openai_url(self) -> str:
@@ -94,8 +97,8 @@ class Protocol:
     """How a route reads a body, and writes its answers."""
 
     read: Callable[[Any, float, int], Request]
-    write: Callable[[Any, Request, int, Sequence[Answer]], wire.Body]
-    stream: Callable[[Any, Request, int, Sequence[Answer]], Iterator[str]]
+    write: Callable[[Any, Request, int, Sequence[ClientAnswer]], wire.Body]
+    stream: Callable[[Any, Request, int, Sequence[ClientAnswer]], Iterator[str]]
     is_anthropic: bool = False
 
 
@@ -129,6 +132,8 @@ class Gateway:
         self._sessions: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._socket = socket.create_server((host, 0), backlog=2048)
+        # Else a body waits up to 40 ms for the client to acknowledge its headers; accepted sockets inherit the option.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, protocol in PROTOCOLS.items():
@@ -171,7 +176,7 @@ class Gateway:
         return opened
 
     def end(self, opened: OpenSession) -> None:
-        """Answer no more requests of a session, and cancel those that wait. Its tokens stay in `opened.session`."""
+        """ClientAnswer no more requests of a session, and cancel those that wait. Its tokens stay in `opened.session`."""
         if self._sessions.pop(opened.name, None) is None:
             return
         for task in list(opened.work):
@@ -208,9 +213,13 @@ class Gateway:
             raise RequestError(429, f"the session has {limit} requests under way", "rate_limit_exceeded", retries=True)
         opened.num_requests += 1
         try:
-            request = protocol.read(await self._body(http), self._temperature, self._limits.max_completions)
-            self._check_open(opened)
-            turn = self._turn(opened, request)
+            content = await self._body(http)
+            async with opened.in_use:
+                self._check_open(opened)
+                read = partial(self._read, opened, protocol, content)
+                request, turn = await asyncio.to_thread(read) if len(content) > LARGE_BODY_BYTES else read()
+                self._check_open(opened)
+                self._count(opened, request, turn)
         except BaseException:  # all else is the response's
             opened.num_requests -= 1
             raise
@@ -229,8 +238,8 @@ class Gateway:
             raise RequestError(401, "the API key is not the one of this session", "invalid_api_key")
         return opened
 
-    async def _body(self, http: HttpRequest) -> Any:
-        """Return the value of a JSON body within the limits of size and time."""
+    async def _body(self, http: HttpRequest) -> bytearray:
+        """Return a body within the limits of size and time."""
         limit, content = self._limits.max_body_bytes, bytearray()
         too_large = RequestError(413, f"the body has more than {limit} bytes", "request_too_large")
         length = http.headers.get("content-length", "0")
@@ -242,20 +251,23 @@ class Gateway:
                     content += part
                     if len(content) > limit:
                         raise too_large
-            return json.loads(content)
+            return content
         except TimeoutError:
             raise RequestError(408, "the body did not arrive in time", "request_timeout") from None
         except ClientDisconnect:
             raise RequestError(400, "the client left", "client_disconnected") from None
-        except (ValueError, RecursionError) as error:
-            raise RequestError(400, f"the body is not valid JSON: {error}", "invalid_json") from None
 
     def _check_open(self, opened: OpenSession) -> None:
         if opened.name not in self._sessions:
             raise RequestError(410, "the session has ended", "session_ended")
 
-    def _turn(self, opened: OpenSession, request: Request) -> Turn:
-        """Return the prompt of a request, and count its completions."""
+    def _read(self, opened: OpenSession, protocol: Protocol, content: bytearray) -> tuple[Request, TurnPrompt]:
+        """Return the request in a body, and its prompt. May run in a thread, while nothing else uses the session."""
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, f"the body is not valid JSON: {error}", "invalid_json") from None
+        request = protocol.read(body, self._temperature, self._limits.max_completions)
         limit = self._limits.max_turns
         if limit is not None and opened.num_turns + request.num_completions > limit:
             opened.is_exhausted = True
@@ -277,13 +289,16 @@ class Gateway:
             raise RequestError(429, str(error), "insufficient_quota") from None
         except ValueError as error:
             raise RequestError(400, str(error), "invalid_value", "messages") from None
+        return request, turn
+
+    def _count(self, opened: OpenSession, request: Request, turn: TurnPrompt) -> None:
+        """Note that a request is under way."""
         opened.is_exhausted = False  # a client that was refused may have shortened its history
         opened.num_sampled += request.num_completions
         opened.num_turns += request.num_completions
         opened.num_new_segments += _num_new_segments(request, turn)
-        return turn
 
-    async def complete(self, opened: OpenSession, request: Request, turn: Turn, first: int) -> list[Answer]:
+    async def complete(self, opened: OpenSession, request: Request, turn: TurnPrompt, first: int) -> list[ClientAnswer]:
         """Sample the completions of a request, and record them in its session. `first` is the number of the first one.
         Raises RequestError for a fault of `sample`."""
         limits = [self._limits.max_new_tokens, turn.max_new_tokens]
@@ -294,8 +309,9 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 sampled = [tasks.create_task(_awaited(opened.sample(turn.prompt_ids, asked_for))) for asked_for in wanted]
             answers = [self._reader.read(task.result(), turn.prompt_ids, request) for task in sampled]
-            for answer in answers:
-                opened.session.record(turn, answer.completion, answer.message or answer.text)
+            async with opened.in_use:
+                for answer in answers:
+                    opened.session.record(turn, answer.completion, answer.message or answer.text)
         except Exception as error:  # whatever `sample` raises: the run decides what becomes of the rollout
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             logger.warning("a request of an agent got no completion", exc_info=cause)
@@ -308,7 +324,7 @@ class Gateway:
         return self._chat.tokenizer
 
 
-def _num_new_segments(request: Request, turn: Turn) -> int:
+def _num_new_segments(request: Request, turn: TurnPrompt) -> int:
     """Return how many segments the completions of a request begin: one of them may continue a segment."""
     return request.num_completions - (turn.state is not None)
 
@@ -321,7 +337,9 @@ class _Answering(Response):
     """Completes a request while it watches the client: when that leaves, the answer is dropped. A stream has its headers
     at once, and comments while the tokens are sampled."""
 
-    def __init__(self, gateway: Gateway, opened: OpenSession, protocol: Protocol, request: Request, turn: Turn) -> None:
+    def __init__(
+        self, gateway: Gateway, opened: OpenSession, protocol: Protocol, request: Request, turn: TurnPrompt
+    ) -> None:
         self.status_code, self.background = 200, None
         self._gateway, self._opened, self._protocol, self._request, self._turn = gateway, opened, protocol, request, turn
         # Counted before anything is awaited, so that the numbers follow the order of the requests.
@@ -383,7 +401,7 @@ def _error_response(error: RequestError, anthropic: bool) -> Response:
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
-    """Answer a request for a path or a method that does not exist."""
+    """ClientAnswer a request for a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     anthropic = http.url.path.endswith("/messages")
     return _error_response(RequestError(error.status_code, f"{http.method} {http.url.path}: {error.detail}"), anthropic)

@@ -82,7 +82,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class ClientAnswer:
     """One completion: its tokens, and the message or text that the client gets. `stop` is the client's stop string that
     ended it."""
 
@@ -285,7 +285,7 @@ def _typed(body: Body, name: str, kinds: Any, default: Any) -> Any:
     return value
 
 
-def _usage(num_prompt_tokens: int, answers: Sequence[Answer]) -> Body:
+def _usage(num_prompt_tokens: int, answers: Sequence[ClientAnswer]) -> Body:
     sampled = sum(len(answer.completion.token_ids) for answer in answers)
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": sampled, "total_tokens": num_prompt_tokens + sampled}
 
@@ -307,12 +307,12 @@ def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _tokens(tokenizer: Any, answer: Answer) -> list[tuple[str, float]]:
+def _tokens(tokenizer: Any, answer: ClientAnswer) -> list[tuple[str, float]]:
     ids, logprobs = answer.completion.token_ids.tolist(), answer.completion.logprobs.tolist()
     return [(tokenizer.decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
 
 
-def _chat_logprobs(tokenizer: Any, request: Request, answer: Answer) -> Body | None:
+def _chat_logprobs(tokenizer: Any, request: Request, answer: ClientAnswer) -> Body | None:
     if not request.logprobs:
         return None
     pairs = _tokens(tokenizer, answer)
@@ -320,7 +320,7 @@ def _chat_logprobs(tokenizer: Any, request: Request, answer: Answer) -> Body | N
     return {"content": content, "refusal": None}
 
 
-def write_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[Answer]) -> Body:
+def write_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]) -> Body:
     choices = [
         {
             "index": index,
@@ -335,7 +335,7 @@ def write_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answers
     }  # fmt: skip
 
 
-def stream_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[Answer]) -> Iterator[str]:
+def stream_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]) -> Iterator[str]:
     """Yield the events of a chat completion; the tokens are sampled already."""
     head = _head("chat.completion.chunk", "chatcmpl", request.model)
     for index, answer in enumerate(answers):
@@ -354,7 +354,7 @@ def stream_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answer
     yield "data: [DONE]\n\n"
 
 
-def write_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[Answer]) -> Body:
+def write_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]) -> Body:
     choices = []
     for index, answer in enumerate(answers):
         reason = answer.completion.finish_reason
@@ -376,7 +376,9 @@ def write_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, a
     }
 
 
-def stream_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[Answer]) -> Iterator[str]:
+def stream_completion(
+    tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]
+) -> Iterator[str]:
     """Yield the events of a text completion."""
     whole = write_completion(tokenizer, request, num_prompt_tokens, answers)
     usage, choices = whole.pop("usage"), whole.pop("choices")
@@ -387,7 +389,7 @@ def stream_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, 
     yield "data: [DONE]\n\n"
 
 
-def write_anthropic(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[Answer]) -> Body:
+def write_anthropic(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]) -> Body:
     (answer,) = answers
     message, content = answer.message, []
     if message.get("reasoning_content"):
@@ -411,7 +413,9 @@ def write_anthropic(tokenizer: Any, request: Request, num_prompt_tokens: int, an
     }
 
 
-def stream_anthropic(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[Answer]) -> Iterator[str]:
+def stream_anthropic(
+    tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]
+) -> Iterator[str]:
     """Yield the events of a message."""
     whole = write_anthropic(tokenizer, request, num_prompt_tokens, answers)
     opening = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -469,16 +473,16 @@ class AnswerReader:
         except TypeError as error:
             raise ValueError(f"vLLM has no such parser for this model: {error}") from error
 
-    def read(self, completion: Completion, prompt_ids: np.ndarray, request: Request) -> Answer:
+    def read(self, completion: Completion, prompt_ids: np.ndarray, request: Request) -> ClientAnswer:
         """Return the answer of a completion, which ends where one of the client's stop strings is complete: later tokens are
         no part of it."""
         completion, text, stop = self._stopped(completion, request.stop)
         if request.messages is None:
-            return Answer(completion, {}, text, stop)
+            return ClientAnswer(completion, {}, text, stop)
         message: Message = {"role": "assistant", "content": text}
         if self._parser is not None:
             message |= self._parsed(text, completion.token_ids, prompt_ids, request)
-        return Answer(completion, message, text, stop)
+        return ClientAnswer(completion, message, text, stop)
 
     def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str, str | None]:
         ids = completion.token_ids.tolist()

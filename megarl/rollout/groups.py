@@ -425,16 +425,10 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 def refuse_overlong(rollouts: RolloutBatch, recipe: Recipe) -> None:
     """Raise ValueError for a sequence that is longer than the recipe allows, and for a rollout of too many segments: memory
     caps were proved without them."""
-    is_first = np.diff(rollouts.rollouts, prepend=-1) > 0  # the prompt of a later segment has its rollout's history
     segments = np.bincount(rollouts.rollouts)[rollouts.rollouts]
     both = f"data.max_prompt_tokens + {recipe.completion_key}"
     for part, lengths, key, limit in (
-        (
-            "a prompt of {} tokens",
-            rollouts.prompt_lengths * is_first,
-            "data.max_prompt_tokens",
-            recipe.data.max_prompt_tokens,
-        ),
+        ("a prompt of {} tokens", rollouts.prompt_lengths, "data.max_prompt_tokens", recipe.data.max_prompt_tokens),
         ("a completion of {} tokens", rollouts.completion_lengths, recipe.completion_key, recipe.max_completion_tokens),
         ("{} tokens", rollouts.lengths, both, recipe.max_sequence_tokens),
         ("a rollout of {} segments", segments, "environment.max_segments", recipe.max_segments),

@@ -23,6 +23,8 @@ from megarl.telemetry.stacks import watched_environment
 from megarl.weight_sync.manifest import AdapterManifest, SyncError, WeightManifest
 
 STOP_S = 10.0
+# Calls that an engine takes beside its requests: a sync and a report never wait for a request to end.
+OTHER_CALLS = 16
 
 
 def engine_environment(workers: int, user: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -79,15 +81,15 @@ class ClockOffset:
 
 
 class EngineHandle:
-    """Starts, calls and ends one engine. Every call has the deadline `timeout_s`."""
+    """Starts, calls and ends one engine. Every call has the deadline `timeout_s`. The engine takes up to `max_requests` at a
+    time; more would wait inside Ray, where nobody sees them."""
 
-    def __init__(self, settings: EngineSettings, timeout_s: float, max_calls: int) -> None:
-        self.settings = settings
+    def __init__(self, settings: EngineSettings, timeout_s: float, max_requests: int) -> None:
+        self.settings, self.max_requests = settings, max_requests
         self.name = f"rollout engine {settings.index}"
         self.restarts = 0
         self.process: EngineProcess | None = None
         self._timeout_s = timeout_s
-        self._max_calls = max_calls
         self._actor: Any = None
         self._clock = ClockOffset()
 
@@ -100,7 +102,7 @@ class EngineHandle:
             num_cpus=0,
             num_gpus=0,
             resources=node_share(self.settings.place.node),
-            max_concurrency=self._max_calls,
+            max_concurrency=self.max_requests + OTHER_CALLS,
             max_restarts=0,  # the pool makes a new actor instead: one way back for a dead actor and a dead engine core
             runtime_env={"env_vars": environment | watched_environment(f"engine-{self.settings.index}")},
         )

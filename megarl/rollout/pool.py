@@ -99,8 +99,8 @@ class EnginePool:
                     position=sum(other.node == place.node for other in places[:index]),
                 ),
                 rollout.timeout_s,
-                # One a group, and an evaluation may have groups of one.
-                max_calls=(2 + rollout.max_staleness) * recipe.num_sequences + 16,
+                # One a group. Evaluations and agents may ask for more at a time, which wait in the router.
+                max_requests=(2 + rollout.max_staleness) * recipe.num_sequences,
             )
             for index, place in enumerate(places)
         ]

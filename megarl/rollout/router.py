@@ -55,7 +55,8 @@ class _Entry:
 
 @dataclass
 class _Lane:
-    """An engine with its requests, their cost and sequences, and the most sequences that it may hold (None: any number).
+    """An engine with its requests, their cost and sequences, and the most sequences that it may hold (None: any number). No
+    lane has more requests than its engine takes calls.
     `timer` ends the run if the engine finishes no request in time. `num_batches` were sent after `restarts` restarts."""
 
     engine: EngineHandle
@@ -68,6 +69,10 @@ class _Lane:
     num_sequences: int = 0
     num_batches: int = 0
     restarts: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.is_live and len(self.entries) < self.engine.max_requests
 
     def add(self, entry: _Entry) -> None:
         self.entries[entry] = None
@@ -91,8 +96,8 @@ class Router:
         on_error: Callable[[Exception], None],
     ) -> None:
         """`max_tokens` is the longest completion. An engine holds up to `depth` sequences, others wait here for the engine
-        that has room first; None gives engines all requests at once. `on_unserved` is called when no live engine is left,
-        `on_error` if an engine cannot be started again."""
+        that has room first; None gives engines all requests that they take. `on_unserved` is called when no live engine is
+        left, `on_error` if an engine cannot be started again."""
         self._pool, self._timeout_s, self._max_tokens = pool, timeout_s, max_tokens
         # With one engine there is nothing to choose: vLLM's own queue serves best.
         self._depth = depth if len(pool.engines) > 1 else None
@@ -216,7 +221,7 @@ class Router:
                 if index is None:
                     kept.append(entry)
                     if self._sessions:
-                        continue  # the engine of a session takes its requests at once
+                        continue  # the engine of another session may have room
                     break
                 lane = self._lanes[index]
                 entry.restarts = lane.engine.restarts
@@ -236,11 +241,11 @@ class Router:
     def _choose(self, entry: _Entry) -> int | None:
         sticky = self._sessions.get(entry.session)
         if sticky is not None and self._lanes[sticky].is_live:
-            return sticky
+            return sticky if self._lanes[sticky].is_open else None
         free = [
             (lane.tokens, index)
             for index, lane in self._lanes.items()
-            if lane.is_live and (lane.depth is None or not lane.entries or lane.num_sequences + entry.size <= lane.depth)
+            if lane.is_open and (lane.depth is None or not lane.entries or lane.num_sequences + entry.size <= lane.depth)
         ]
         if not free:
             return None

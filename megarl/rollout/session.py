@@ -121,7 +121,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class TurnPrompt:
     """A prompt for an engine. It changes the session only once `Session.record` gets what was sampled. So a turn may be
     given up, and may be recorded several times (`n` completions)."""
 
@@ -147,7 +147,7 @@ class Session:
         self.num_turns = 0
         self._states: OrderedDict[bytes, State] = OrderedDict()  # by history, the newest last
 
-    def next_turn(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
+    def next_turn(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> TurnPrompt:
         """Return the prompt for the answer to a chat. A message has `role` and `content`, and may have `tool_calls` as chat
         templates read them (arguments: a mapping), `tool_call_id`, `name` and `reasoning_content`.
 
@@ -180,7 +180,7 @@ class Session:
             turn = self._continue(state, self._chat.ids_after(_last(state), new_text))
         return replace(turn, messages=shown, text=text, history=histories[-1])
 
-    def next_text(self, text: str) -> Turn:
+    def next_text(self, text: str) -> TurnPrompt:
         """Return the prompt for a completion of text that is no chat. Text that follows a prompt and its completion, as the
         client got it, continues that turn. Raises as `next_turn`."""
         segments = [s for s in self.segments if not s.messages and s.text and text.startswith(s.text)]
@@ -192,7 +192,7 @@ class Session:
             turn = self._begin(self._chat.known(self._chat.tokenizer(text)["input_ids"]), "begun")
         return replace(turn, text=text)
 
-    def next_tokens(self, ids: Sequence[int] | np.ndarray) -> Turn:
+    def next_tokens(self, ids: Sequence[int] | np.ndarray) -> TurnPrompt:
         """Return the prompt for a completion of tokens, which continue the longest segment that they begin with and that is
         no chat. Raises as `next_turn`."""
         prompt = self._chat.known(ids)
@@ -206,7 +206,7 @@ class Session:
             return self._begin(prompt, "begun")
         return self._continue(State(best[0], best[0].num_tokens), prompt[best[1] :])
 
-    def after(self, ids: np.ndarray) -> Turn:
+    def after(self, ids: np.ndarray) -> TurnPrompt:
         """Return the prompt for the next turn of a rollout with one segment: its tokens so far, and these. Raises as
         `next_turn`."""
         if not self.segments:
@@ -214,7 +214,7 @@ class Session:
         (segment,) = self.segments
         return self._continue(State(segment, segment.num_tokens), ids)
 
-    def record(self, turn: Turn, sampled: Completion, reply: Message | str = "") -> Segment:
+    def record(self, turn: TurnPrompt, sampled: Completion, reply: Message | str = "") -> Segment:
         """Append what an engine sampled for a turn, and return the segment that has it. `reply` is what the client gets: the
         assistant's message with its reasoning, or the text that was no chat."""
         segment = self._place(turn)
@@ -232,7 +232,7 @@ class Session:
             self._states.popitem(last=False)
         return segment
 
-    def _place(self, turn: Turn) -> Segment:
+    def _place(self, turn: TurnPrompt) -> Segment:
         """Return the segment that a sampled turn belongs to, with the turn's prompt."""
         if turn.state is None:
             segment = Segment(turn.prompt_ids)
@@ -247,14 +247,14 @@ class Session:
             self.counts[turn.reason] += 1
         return segment
 
-    def _begin(self, prompt_ids: np.ndarray, reason: str) -> Turn:
+    def _begin(self, prompt_ids: np.ndarray, reason: str) -> TurnPrompt:
         self.check_segments(1)
         limit = self._limits.max_prompt_tokens
         if not 0 < len(prompt_ids) <= limit:
             raise ContextTooLong(f"the prompt has {len(prompt_ids)} tokens; 1 to {limit} are allowed")
-        return Turn(prompt_ids, self._limits.max_completion_tokens, reason=reason)
+        return TurnPrompt(prompt_ids, self._limits.max_completion_tokens, reason=reason)
 
-    def _continue(self, state: State, observed: np.ndarray) -> Turn:
+    def _continue(self, state: State, observed: np.ndarray) -> TurnPrompt:
         segment = state.segment
         if state.num_tokens < segment.num_tokens:
             self.check_segments(1)
@@ -264,7 +264,7 @@ class Session:
                 f"the conversation has {so_far} tokens after its first prompt, and fewer than {limit} are allowed"
             )
         completion = np.concatenate(segment.ids)[: state.num_tokens]
-        return Turn(np.concatenate([segment.prompt_ids, completion, observed]), limit - so_far, state, observed)
+        return TurnPrompt(np.concatenate([segment.prompt_ids, completion, observed]), limit - so_far, state, observed)
 
     def check_segments(self, num_new: int) -> None:
         """Raise TooManySegments if there is no room for new segments."""

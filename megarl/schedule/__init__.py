@@ -1,6 +1,6 @@
 """Schedules and plans: which sequence runs in which micro-batch on which data-parallel rank. Pure functions."""
 
-from megarl.schedule.compare import Executed, PlanMismatch, Summary, Turn, compare, refuse_unlike
+from megarl.schedule.compare import Executed, PhaseStart, PlanMismatch, Summary, compare, refuse_unlike
 from megarl.schedule.cost import Cost
 from megarl.schedule.phase_plan import MicroBatch, MiniBatch, Plan, Quality, most_rows_behind_prompts, plan_phase, quality
 from megarl.schedule.schedule import Schedule, bubble_share, violations, worst_case_micro_batches
@@ -15,7 +15,7 @@ __all__ = [
     "Quality",
     "Schedule",
     "Summary",
-    "Turn",
+    "PhaseStart",
     "bubble_share",
     "compare",
     "most_rows_behind_prompts",

@@ -30,7 +30,7 @@ class Summary(NamedTuple):
         return f"{self.micro_batches} micro-batches (mini-batches: {self.mini_batches}, plan {self.hash})"
 
 
-class Turn(NamedTuple):
+class PhaseStart(NamedTuple):
     """The step, phase and plan that a rank is about to run."""
 
     step: int
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
 
-def refuse_unlike(turns: Sequence[Turn]) -> None:
+def refuse_unlike(turns: Sequence[PhaseStart]) -> None:
     """Raise PlanMismatch, with both values, if a rank's turn differs from rank 0's: ranks with different forward passes
     would wait for each other forever. `turns` has the turn of every rank, in rank order."""
     first = turns[0]

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gateway import Sizes, measure, missed
+from benchmarks.gateway import Sizes, missed
 
 pytestmark = pytest.mark.agent
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_each_request_is_answered_by_its_own_session() -> None:
-    result = asyncio.run(measure(Sizes(rate=20.0, talking=10, seconds=2.0, sessions=100)))
-    load = result["load"]
-    assert load["requests"] == 41 and load["wrong"] == 0, "ten sessions, a request each half a second"
+def test_each_request_is_answered_by_its_own_session(tmp_path: Path) -> None:
+    """The command runs from its start to its verdict, and misses no target but those of speed."""
+    sizes = ["--rate", "20", "--talking", "40", "--seconds", "3", "--sessions", "100"]
+    command = [sys.executable, "benchmarks/gateway.py", *sizes, "--json", str(tmp_path / "found.json"), "--check"]
+    ended = subprocess.run(command, cwd=ROOT, check=False, timeout=100, capture_output=True, text=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ended.returncode == int("MISSED" in ended.stdout), ended.stderr
+    load = found["load"]
+    assert load["requests"] == 61 and load["wrong"] == 0, "forty sessions, a request each two seconds"
     assert load["segments_a_session"] == 1.0 and load["added_p50_s"] > 0
-    assert result["memory"]["sessions"] == 100
+    assert found["memory"]["sessions"] == 100
 
 
 def test_missed_targets_are_named() -> None:

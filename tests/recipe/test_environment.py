@@ -64,6 +64,20 @@ def test_what_an_agent_lacks_is_named(
     assert found and way_out in found[0].nearest, raised.value
 
 
+@pytest.mark.parametrize(("name", "value"), [("system_prompt", "Be brief."), ("prompt_template", "Solve: {question}")])
+def test_what_only_the_data_s_prompt_would_show_is_refused_with_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """They send their own messages; with a class, which may keep the data's prompt, both have an effect."""
+    edit = (f"data.{name}", value)
+    (tmp_path / "class").mkdir()
+    loaded(tmp_path / "class", monkeypatch, ("reward", []), edit)
+    with pytest.raises(RecipeError) as raised:
+        load_edited(tmp_path, monkeypatch, *CAPS, ("reward", []), ("environment", AGENT), edit)
+    (found,) = [one for one in raised.value.violations if one.key == f"data.{name}"]
+    assert found.value == value and "environment.kind: agent" in found.rule and f"remove data.{name}" in found.nearest
+
+
 TURNS = "environment.max_turns 3 x rollout.max_new_tokens 32 + 2 x environment.max_observation_tokens 10"
 
 

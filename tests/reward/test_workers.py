@@ -302,6 +302,29 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
     assert not any(os.path.exists(f"/proc/{one}") for one in [server, *below])
 
 
+@pytest.mark.parametrize(("processes", "zombies", "expected"), [(2, 9, ""), (1, 0, "processes"), (2, 3, "processes")])
+def test_only_running_processes_count_unless_very_many_have_ended(monkeypatch, processes, zombies, expected):
+    """A program that waits for none of those that it starts is no crowd, until it takes the machine's process ids."""
+    monkeypatch.setattr(fork_server, "MAX_ZOMBIES", 9 if expected == "" else 2)
+    starts = f"""
+import os, subprocess, sys
+if os.fork() == 0:
+    os.close(1)
+    sys.stdin.read(1)
+    os._exit(0)
+ended = [subprocess.Popen(["true"]) for _ in range({zombies})]
+for one in ended:
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+print("ready", flush=True)
+sys.stdin.read(1)
+"""
+    child = subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    limits = fork_server.ChildLimits(1 << 40, processes)
+    assert fork_server.passed_limit(child.pid, limits, os.getpid()) == expected
+    child.communicate()
+
+
 def test_nothing_outlives_the_process_that_asked_the_verifiers(own_rewards):
     asks = f"""
 import asyncio, sys, time

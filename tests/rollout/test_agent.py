@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from megarl.recipe.environment_section import AnyEnvironment
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
-from megarl.rollout.agent import Result, Run, checked_result, load_agent
+from megarl.rollout.agent import AgentRun, Result, checked_result, load_agent
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock, EnvironmentWorker
 from tests.ports import unused_port
@@ -45,11 +45,14 @@ class Agents:
         """Return what comes of a row; with `ends` somebody ends it as soon as it runs."""
 
         async def ask() -> Reply:
-            asked = asyncio.ensure_future(self.worker.ask("one", Run(row, self.url, "key", 7)))
+            asked = asyncio.ensure_future(self.worker.ask("one", AgentRun(row, self.url, "key", 7)))
             if ends:
                 await asyncio.to_thread(wait_for, lambda: len(below(self.worker._server.process)) >= 2)
-                await self.worker.end(["one"])
-            return await asyncio.wait_for(asked, 60)
+                await self.worker.end("one")
+            try:
+                return await asyncio.wait_for(asked, 60)
+            finally:
+                await self.worker.end("one")
 
         return self.runner.run(ask())
 
@@ -89,6 +92,9 @@ FAULTS = {
     "is cut off": ("", "ConnectionRefusedError: no service"),
     "finds no endpoint": ("", "APIConnectionError"),
     "finds no host": ("", "no host"),
+    "is refused a turn": ("error", "the rollout has had its 3 turns"),
+    "is refused by a library": ("error", "no turn"),
+    "is refused by a service": ("", "RateLimitError"),
 }
 HARMLESS = ("", "writes to every descriptor", "prints without an end", "leaves a program", "leaves one that prints",
             "starts many threads", "writes its reward itself")  # fmt: skip
@@ -144,7 +150,7 @@ COMMANDS = {
     "head -c 300000 /dev/urandom; echo; echo 1": GOOD,
     "yes | head -c 9000000; echo 1": GOOD,
     "sleep 99 & echo 1": GOOD,
-    "(setsid yes &) ; echo 1": GOOD,
+    "(setsid yes > /dev/null &) ; echo 1": GOOD,
     "test \"$OPENAI_BASE_URL $OPENAI_API_KEY\" = \"$ANTHROPIC_BASE_URL/v1 $ANTHROPIC_API_KEY\" && test $MEGARL_SEED = 7"
     " && python -c 'import megarl' && test -z \"$(ls)\" && case $NO_PROXY in *127.0.0.1) echo 1;; esac": GOOD,
     "cat; echo 1": GOOD,
@@ -204,7 +210,7 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
     rows: list[Any] = [0, 1, *[0] * 6]
 
     async def run_all() -> list[Reply]:
-        return await asyncio.gather(*(made.worker.ask(n, Run(row, made.url, "key", 1)) for n, row in enumerate(rows)))
+        return await asyncio.gather(*(made.worker.ask(n, AgentRun(row, made.url, "key", 1)) for n, row in enumerate(rows)))
 
     replies = made.runner.run(run_all())
     assert [reply.failure != "" for reply in replies] == [bool(row) for row in rows]

@@ -16,7 +16,7 @@ import pytest
 from megarl.data.tokenizer import Observations
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
-from megarl.rollout.agent import Run
+from megarl.rollout.agent import AgentRun
 from megarl.rollout.agent_episodes import AgentEpisodes
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.environment import Reply
@@ -27,7 +27,7 @@ from megarl.rollout.session import SessionLimits
 from tests.rollout.test_episodes import DRAW, END, SEED, VOCAB, pool_recipe, prompts, result, tokenizer
 
 __all__ = ["tokenizer"]
-Agent = Callable[[Any, Run], Awaitable[Reply]]
+Agent = Callable[[Any, AgentRun], Awaitable[Reply]]
 
 
 class ScriptedWorkers:
@@ -36,17 +36,17 @@ class ScriptedWorkers:
     def __init__(self, agent: Agent) -> None:
         self._agent, self.ended, self.runs = agent, [], []  # type: ignore[var-annotated]
 
-    async def run(self, number: int, question: Run, clock: AgentClock) -> Reply:
+    async def run(self, number: int, question: AgentRun, clock: AgentClock) -> Reply:
         clock.begin()
         self.runs.append(question)
         async with openai.AsyncOpenAI(base_url=f"{question.url}/v1", api_key=question.token) as client:
             try:
                 return await self._agent(client, question)
             except openai.APIStatusError as error:
-                return Reply(failure=f"exited with status 1: {error}", cause="" if error.status_code >= 429 else "error")
+                return Reply(failure=f"exited with status 1: {error}", cause="error")
 
-    def end(self, numbers: Any) -> None:
-        self.ended += list(numbers)
+    def end(self, number: int) -> None:
+        self.ended.append(number)
 
 
 def play(
@@ -100,7 +100,7 @@ def words(*texts: str) -> Callable[[Episode, int], list[int]]:
     return lambda episode, turn: [*map(int, texts[turn].split()), END]
 
 
-async def two_turns(client: Any, run: Run) -> Reply:
+async def two_turns(client: Any, run: AgentRun) -> Reply:
     first = await ask(client, "1+1=")
     await ask(client, "1+1=", first, "ok")
     return Reply(reward=0.5, done=True, metrics={"calls": 2.0})
@@ -118,12 +118,12 @@ def test_the_tokens_are_those_that_were_sampled(tokenizer: Any) -> None:
         assert (completion.logprobs[~completion.own] == 0).all() and (~completion.own).any()
     first, second = made.workers.runs
     assert first.seed == second.seed and first.token != second.token and first.url != second.url
-    assert made.workers.ended == [0, 1]
+    assert sorted(made.workers.ended) == [0, 1]
     assert facts.metrics()["agent/calls"] == 2.0 and facts.metrics()["rollout/segments_begun"] == 2
 
 
 def test_a_rewritten_history_is_another_segment_of_the_same_rollout(tokenizer: Any) -> None:
-    async def compacts(client: Any, run: Run) -> Reply:
+    async def compacts(client: Any, run: AgentRun) -> Reply:
         first = await ask(client, "1+1=")
         await ask(client, "1+1=", first, "ok")
         await ask(client, "2+2=")
@@ -136,54 +136,59 @@ def test_a_rewritten_history_is_another_segment_of_the_same_rollout(tokenizer: A
     assert json.loads(facts.notes[0]) == {"rewards": [0.25, 0.0, 0.75], "metrics": {}, "segments": {"begun": 2}}
 
 
-async def fails_at_once(client: Any, run: Run) -> Reply:
+async def fails_at_once(client: Any, run: AgentRun) -> Reply:
     return Reply(failure="exited with status 1", cause="error")
 
 
-async def fails_later(client: Any, run: Run) -> Reply:
+async def fails_later(client: Any, run: AgentRun) -> Reply:
     await ask(client, "1+1=")
     return Reply(failure="exited with status 1", cause="error")
 
 
-async def loses_its_service(client: Any, run: Run) -> Reply:
+async def loses_its_service(client: Any, run: AgentRun) -> Reply:
     await ask(client, "1+1=")
     return Reply(failure="no service")
 
 
-async def asks_without_an_end(client: Any, run: Run) -> Reply:
+async def asks_without_an_end(client: Any, run: AgentRun) -> Reply:
     for _ in range(9):
         await ask(client, "1+1=")
     raise AssertionError("refused before")
 
 
-async def begins_too_many(client: Any, run: Run) -> Reply:
+async def begins_too_many(client: Any, run: AgentRun) -> Reply:
     for number in range(3):
         await ask(client, f"{number}+1=")
     raise AssertionError("refused before")
 
 
-async def is_too_long(client: Any, run: Run) -> Reply:
+async def is_too_long(client: Any, run: AgentRun) -> Reply:
     await ask(client, "1+1=")
     await ask(client, "1+1=" * 30)
     raise AssertionError("refused before")
 
 
-async def is_content_with_its_turns(client: Any, run: Run) -> Reply:
+async def is_content_with_its_turns(client: Any, run: AgentRun) -> Reply:
     with pytest.raises(openai.RateLimitError):
         await asks_without_an_end(client, run)
     return Reply(reward=0.25, done=True)
 
 
-async def asks_nothing(client: Any, run: Run) -> Reply:
+async def loses_its_worker_after_a_refusal(client: Any, run: AgentRun) -> Reply:
+    await is_content_with_its_turns(client, run)
+    return Reply(failure="the worker of its process is gone")
+
+
+async def asks_nothing(client: Any, run: AgentRun) -> Reply:
     return Reply(reward=1.0, done=True)
 
 
-async def miscounts(client: Any, run: Run) -> Reply:
+async def miscounts(client: Any, run: AgentRun) -> Reply:
     await ask(client, "1+1=")
     return Reply(reward=1.0, rewards=(0.5, 0.5), done=True)
 
 
-async def asks_at_once(client: Any, run: Run) -> Reply:
+async def asks_at_once(client: Any, run: AgentRun) -> Reply:
     await asyncio.gather(*(ask(client, f"{number}+1=") for number in range(3)))
     return Reply(reward=1.0, done=True)
 
@@ -199,6 +204,7 @@ NAN = float("nan")
     (begins_too_many, 0.0, "length", "", ""),
     (is_too_long, 0.0, "length", "", ""),
     (is_content_with_its_turns, 0.25, "length", "", ""),
+    (loses_its_worker_after_a_refusal, NAN, "failed", "", "the worker of its process is gone"),
     (asks_nothing, NAN, "failed", "", "returned without a request that the policy answered"),
     (miscounts, 0.0, "failed", "error", "it returned 2 rewards for 1 answers of the policy"),
     (asks_at_once, 0.0, "length", "", ""),
@@ -231,15 +237,17 @@ def test_an_engine_s_error_is_the_run_s_and_not_the_agent_s(tokenizer: Any) -> N
         play(tokenizer, two_turns, answer)
 
 
-def test_a_slow_agent_holds_up_nobody(tokenizer: Any) -> None:
-    """The first one waits until the second has ended."""
+def test_a_slow_agent_holds_up_nobody(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits until the second has ended, and its processes were killed."""
     ended: list[int] = []
+    killed: list[int] = []
+    monkeypatch.setattr(ScriptedWorkers, "end", lambda self, number: killed.append(number))
 
-    async def waits(client: Any, run: Run) -> Reply:
+    async def waits(client: Any, run: AgentRun) -> Reply:
         number = len(ended)
         ended.append(number)
         await ask(client, "1+1=")
-        while number == 0 and len(ended) < 3:
+        while number == 0 and killed != [1]:
             await asyncio.sleep(0)
         ended.append(number)
         return Reply(reward=1.0, done=True)

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection, EnvironmentSection
 from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
-from megarl.rollout.agent import Run, _AgentProcess, load_agent
+from megarl.rollout.agent import AgentRun, _AgentProcess, load_agent
 from megarl.rollout.environment import MalformedCall, Observation, ToolCall, Turn, load_environment, read_call
 from megarl.rollout.environment_workers import EnvironmentWorker, Reply, Reset, Step
 from recipes.environments.calculator import Calculator, calculate
@@ -204,7 +204,7 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
             for name in ("one", "two"):
                 await worker.ask(name, Reset({"fault": ""}, 1))
                 said.append(await worker.ask(name, Step("x")))
-                await worker.end([name])
+                await worker.end(name)
                 wait_for(lambda: len(below(worker._server.process)) <= 1)
             return said, below(worker._server.process)
         finally:
@@ -285,7 +285,7 @@ def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_clo
             await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
             assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
             if not by_close:
-                await worker.end(["one"])
+                await worker.end("one")
                 assert _is_let_go(reader)
         finally:
             worker.close()
@@ -385,5 +385,5 @@ def test_the_page_takes_an_agent_to_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert name in AgentSection.model_fields, name
     process = _AgentProcess(lambda question: None, tmp_path, 1, writes_row=True)
-    environment = process._environment(Run({}, "http://127.0.0.1:1/s/1", "key", 1))
+    environment = process._environment(AgentRun({}, "http://127.0.0.1:1/s/1", "key", 1))
     assert set(re.findall(r"`((?:OPENAI|ANTHROPIC|MEGARL)_\w+)`", page)) <= environment.keys()

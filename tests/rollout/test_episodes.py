@@ -57,8 +57,8 @@ class Scripted:
         self.heard.append((number, question))
         return self._answer(number, question)
 
-    def end(self, episodes: Any) -> None:
-        self.ended += list(episodes)
+    def end(self, episode: int) -> None:
+        self.ended.append(episode)
 
 
 async def rounds(number: int) -> None:

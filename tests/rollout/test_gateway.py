@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,6 +349,14 @@ def test_tool_choice_none_leaves_calls_as_text(served: Served) -> None:
     client = openai_client(served.open(Script(CALL)))
     message = client.chat.completions.create(model="any", messages=ASKED, tools=[ADD], tool_choice="none").choices[0].message
     assert message.content == CALL and not message.tool_calls
+
+
+def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served: Served) -> None:
+    """Nagle's algorithm would add 40 ms to each answer of a connection that stays open."""
+    post(served.open(Script("x")), "chat/completions", model="any", messages=ASKED)
+    connections: Any = served.gateway._server.server_state.connections
+    sockets = [connection.transport.get_extra_info("socket") for connection in connections]
+    assert sockets and all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets)
 
 
 def test_the_model_is_listed(served: Served) -> None:

@@ -265,6 +265,46 @@ def test_a_flood_is_refused_and_may_be_retried(served: Served, others: None, pat
     assert [answer.status_code for answer in answers] == [200] * limit
 
 
+def test_a_large_body_holds_up_no_other_session_and_keeps_its_place_in_its_own(
+    served: Served, others: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is rendered after the answer to another session, and before a small one of its own session."""
+    began, may_end, render = threading.Event(), threading.Event(), served.chat.render
+
+    def slowly(messages: Any, *options: Any, **more: Any) -> str:
+        if len(messages) > 500:
+            began.set()
+            assert may_end.wait(WAIT_S / 6), "nobody else was served"
+        return render(messages, *options, **more)
+
+    monkeypatch.setattr(served.gateway._chat, "render", slowly)
+    script, answers = Script("x"), dict[str, int]()
+    opened = served.open(script)
+
+    def ask(name: str, messages: Any) -> threading.Thread:
+        def post() -> None:
+            with httpx.Client(timeout=WAIT_S) as client:
+                url, headers = f"{opened.url}/v1/chat/completions", {"x-api-key": opened.token}
+                answers[name] = client.post(url, json=CHAT | {"messages": messages}, headers=headers).status_code
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        return thread
+
+    large = ask("large", [{"role": "user", "content": ""}] * 600)
+    assert began.wait(WAIT_S)
+    small = ask("small", ASKED)
+    served.until(lambda: opened.num_requests == 2)
+    assert send(served.open(Script("y")), "chat/completions", CHAT).status_code == 200
+    assert not script.prompts, "the small one waits for the large one"
+    may_end.set()
+    for thread in (large, small):
+        thread.join(WAIT_S)
+    assert answers == {"large": 200, "small": 200}
+    assert [len(prompt) > 1000 for prompt in script.prompts] == [True, False]
+    assert [request.number for request in script.requests] == [0, 1]
+
+
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_requests_that_wait_when_their_session_ends_are_told(served: Served, others: None, streams: bool) -> None:
     script = Script("never")

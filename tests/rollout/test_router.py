@@ -61,6 +61,39 @@ def test_requests_above_the_depth_wait_for_the_engine_that_has_room_first() -> N
     run(body())
 
 
+@pytest.mark.parametrize("sessions", [False, True])
+def test_requests_above_those_that_an_engine_takes_wait_in_the_router(sessions: bool) -> None:
+    """Calls beyond the slots of an actor would wait inside Ray, in front of a sync's. Those of a session wait for its own
+    engine, and those of others take what room there is."""
+
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        first, second = pool.engines
+        first.max_requests, second.max_requests = 2, 4
+        routes = router(pool)
+        names = iter("abaab" if sessions else [None] * 5)
+        answers = [routes.sample(request(group), 1, session=name) for group, name in enumerate(names)]
+        await settle()
+        kept = [[0, 2]], [[1, 4]]  # the third request of session a waits for the first engine
+        assert (first.groups, second.groups) == (kept if sessions else ([[0, 2]], [[1, 3, 4]]))
+        assert not any(answer.done() for answer in answers)
+        more = [routes.sample(request(group), 1) for group in range(5, 9)]
+        await settle()
+        assert len(first.work) == 2 and len(second.work) == 4
+        while first.work or second.work:
+            for engine in pool.engines:
+                for position in list(engine.work)[:1]:
+                    engine.finish(position)
+                await settle()
+                assert len(engine.work) <= engine.max_requests
+        assert [facts.group for facts, _ in await asyncio.gather(*answers, *more)] == list(range(9))
+        if sessions:
+            assert 3 in sum(first.groups, []), "a session's request goes to the engine that has its tokens"
+        await routes.close()
+
+    run(body())
+
+
 def test_a_group_above_the_depth_goes_to_an_idle_engine() -> None:
     async def body() -> None:
         pool = ScriptedPool.of(2)

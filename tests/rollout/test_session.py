@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.data.tokenizer import ChatRenderer
 from megarl.rollout.gateway_messages import tool_call
-from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, Turn
+from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooManySegments, TurnPrompt
 from tests.chat_templates import ADD, DROPPING, KEEPING, TEMPLATES, squashed
 from tests.session_cases import LIMITS, Policy, check_trained, renderer
 
@@ -32,7 +32,7 @@ def sent_back(reply: dict[str, Any], drops_thoughts: bool) -> dict[str, Any]:
     return shown
 
 
-def is_continued(turn: Turn, before: np.ndarray) -> bool:
+def is_continued(turn: TurnPrompt, before: np.ndarray) -> bool:
     return len(turn.prompt_ids) > len(before) and np.array_equal(turn.prompt_ids[: len(before)], before)
 
 
@@ -134,7 +134,7 @@ class Client:
     def __init__(self, chat: ChatRenderer, name: str, generator: random.Random, limits: SessionLimits = LIMITS) -> None:
         self.session, self.policy, self.name, self.random = Session(chat, limits), Policy(chat), name, generator
         self.known: list[tuple[list[dict[str, Any]], np.ndarray]] = []  # histories, and their tokens
-        self.open: list[tuple[Turn, np.ndarray | None]] = []  # requests that no engine has answered
+        self.open: list[tuple[TurnPrompt, np.ndarray | None]] = []  # requests that no engine has answered
         self.number = 0
 
     def ask(self) -> None:

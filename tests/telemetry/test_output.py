@@ -80,9 +80,9 @@ def test_a_command_ignores_a_closed_pipe_but_not_a_full_disk(tmp_path: Path) -> 
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("module", ["megarl.cluster.node", "megarl.cluster.agent"])
+@pytest.mark.parametrize("module", ["megarl.cluster.node", "megarl.cluster.node_agent"])
 def test_every_process_of_a_run_endures_a_full_disk_behind_standard_error(module: str) -> None:
-    wrong = {"megarl.cluster.agent": ["--rdzv-backend", "c10d", "--nnodes", "2", "x.py"]}
+    wrong = {"megarl.cluster.node_agent": ["--rdzv-backend", "c10d", "--nnodes", "2", "x.py"]}
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-W", "ignore", "-m", module, *wrong.get(module, [])]
         done = subprocess.run(command, stdout=full, stderr=full, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -88,8 +88,9 @@ def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Pa
     changes: dict[str, Any] = {
         "environment": AGENT | {"max_segments": 3},
         "reward": [],
+        "data__max_prompt_tokens": 8 + LONGEST,  # a later segment has all before it as its prompt
         "telemetry__samples_per_step": PROMPTS * SIZE,
-        "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "share_prompts": True},
+        "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 96}, "share_prompts": True},
         "phases__actor_logprob": {"micro_batch": {"sequences": 3}},
     }  # fmt: skip
     if not ppo:
@@ -127,10 +128,16 @@ def test_rollouts_of_more_segments_than_the_recipe_has_memory_for_are_refused(tm
     batch = RolloutBatch(payload=payload, executed=RolloutExecuted(PROMPTS, SIZE, 64), **columns)
     with pytest.raises(ValueError, match="has a rollout of 3 segments, and environment.max_segments = 2"):
         groups.refuse_overlong(batch, recipe)
+    later = int(np.flatnonzero(np.diff(columns["rollouts"]) == 0)[0]) + 1
+    lengths = columns["prompt_lengths"].copy()
+    lengths[later] = recipe.data.max_prompt_tokens + 1
+    with pytest.raises(ValueError, match=rf"sample {later} .* has a prompt of {lengths[later]} tokens, and data.max_prompt"):
+        groups.refuse_overlong(
+            RolloutBatch(payload=payload, executed=batch.executed, **columns | {"prompt_lengths": lengths}), recipe
+        )
     columns["completion_lengths"] = columns["completion_lengths"].copy()
-    last = int(np.flatnonzero(np.diff(columns["rollouts"]) == 0)[0]) + 1  # a later segment
-    columns["completion_lengths"][last] = recipe.max_sequence_tokens - columns["prompt_lengths"][last] + 1
-    with pytest.raises(ValueError, match=rf"sample {last} .* has (a completion of )?\d+ tokens, and "):
+    columns["completion_lengths"][later] = recipe.max_sequence_tokens - columns["prompt_lengths"][later] + 1
+    with pytest.raises(ValueError, match=rf"sample {later} .* has (a completion of )?\d+ tokens, and "):
         groups.refuse_overlong(RolloutBatch(payload=payload, executed=batch.executed, **columns), recipe)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from megarl.cluster.agent import STORE_GONE, OtherNodes, Outcome, judge, main
+from megarl.cluster.node_agent import STORE_GONE, OtherNodes, Outcome, judge, main
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
 from tests.ports import unused_port
 from tests.ranks import run_ranks
@@ -52,7 +52,7 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
 # An agent that waits one second instead of ten to fifteen.
 AGENT = """
 import sys
-from megarl.cluster import agent
+from megarl.cluster import node_agent as agent
 agent.REFUSAL_S = agent.STRAGGLER_S = 1.0
 sys.exit(agent.main(sys.argv[1:]))
 """
@@ -118,8 +118,8 @@ def test_a_rank_killed_on_one_node_restarts_or_ends_the_ranks_of_both(tmp_path, 
         errors = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
     assert [first.returncode, second.returncode] == [COMPLETE if restarts else FAILED] * 2, errors
     assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n" if restarts else "0\n"] * 4
-    assert restarts or "megarl.cluster.agent: on another node rank 3 was killed by SIGKILL" in errors[0]
-    assert restarts or "megarl.cluster.agent: rank 3 was killed by SIGKILL" in errors[1]
+    assert restarts or "megarl.cluster.node_agent: on another node rank 3 was killed by SIGKILL" in errors[0]
+    assert restarts or "megarl.cluster.node_agent: rank 3 was killed by SIGKILL" in errors[1]
 
 
 def test_no_node_restarts_ranks_without_the_store_of_node_0():

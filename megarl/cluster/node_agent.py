@@ -1,4 +1,4 @@
-"""`python -m megarl.cluster.agent`: torchrun's command line and agent, with the exit status of its ranks.
+"""`python -m megarl.cluster.node_agent`: torchrun's command line and agent, with the exit status of its ranks.
 
 The agent forwards preemption signals to the ranks, gives them `run.grace_s` to leave, and reports why they ended.
 
@@ -96,10 +96,10 @@ def main(arguments: list[str]) -> int:
         torchrun.run(options)
     except ChildFailedError:
         outcome = agents[0].outcome
-        print(f"megarl.cluster.agent: {outcome.sentence} (exit status {outcome.status})", file=sys.stderr, flush=True)
+        print(f"megarl.cluster.node_agent: {outcome.sentence} (exit status {outcome.status})", file=sys.stderr, flush=True)
         return outcome.status
     except SignalException as error:
-        print(f"megarl.cluster.agent: ended by {error.sigval.name}", file=sys.stderr, flush=True)
+        print(f"megarl.cluster.node_agent: ended by {error.sigval.name}", file=sys.stderr, flush=True)
         return REQUEUE if error.sigval in SIGNALS else FAILED
     finally:
         for agent in agents:
