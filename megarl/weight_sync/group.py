@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -56,16 +56,22 @@ def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, memb
     if member >= ranks:
         store.set(_presence(manifest, engine, member - ranks), "")
     waits = manifest.worker_waits if member >= ranks else 1
-    prefix = dist.PrefixStore(f"engine-{engine}-{manifest.groups[engine]}", store)
     # In two legs, and where memory is mapped, the messages of an engine's group are small: they stay in host memory.
     on_device = manifest.on_device and manifest.transport == "group" and not manifest.servers
+    name = f"engine-{engine}-{manifest.groups[engine]}"
+    return _join(store, name, member, ranks + workers, f"the trainer ranks and engine {engine}", waits, timeout_s, on_device)
+
+
+def _join(
+    store: dist.TCPStore, name: str, member: int, size: int, whose: str, waits: int, timeout_s: float, on_device: bool
+) -> MessageGroup:
+    """Join the group called `name` in the store. Raises SyncError where the others do not join in time."""
+    prefix = dist.PrefixStore(name, store)
     try:
-        return platform.message_group(prefix, member, ranks + workers, timeout_s, waits * timeout_s, store.host, on_device)
+        return platform.message_group(prefix, member, size, timeout_s, waits * timeout_s, store.host, on_device)
     except RuntimeError as error:
-        raise SyncError(
-            f"join: no group of the trainer ranks and engine {engine} within "
-            f"{waits} times weight_sync.timeout_s = {timeout_s:g}: {error}"
-        ) from error
+        limit = f"{waits} times weight_sync.timeout_s = {timeout_s:g}"
+        raise SyncError(f"join: no group of {whose} within {limit}: {error}") from error
 
 
 def _presence(manifest: WeightManifest, engine: int, worker: int) -> str:
@@ -115,16 +121,12 @@ class EngineGroups:
             if engine in self._groups and self._groups[engine][0] == manifest.groups[engine] or self._rank not in ranks:
                 continue
             self._leave(engine)
-            if engine not in present:
-                self._lose(
-                    engine, f"join: engine {engine} did not come within weight_sync.timeout_s = {manifest.timeout_s:g}"
-                )
-                continue
-            try:
+            with self._losing(engine):
+                if engine not in present:
+                    limit = f"weight_sync.timeout_s = {manifest.timeout_s:g}"
+                    raise SyncLate(f"join: engine {engine} did not come within {limit}")
                 group = open_group(self._store, manifest, engine, ranks.index(self._rank))
                 self._groups[engine] = manifest.groups[engine], group
-            except SyncError as error:
-                self._lose(engine, str(error))
 
     def has(self, engine: int) -> bool:
         """Whether an engine takes part in this attempt and is not lost."""
@@ -132,59 +134,56 @@ class EngineGroups:
 
     def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
         """Start to send to a worker; None where its engine is lost. `what` describes the message."""
-        return self._start(engine, worker, content, what, receives=False)
+        return self._start("send", engine, worker, content, what)
 
     def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
         """Start to receive from a worker, as `send`."""
-        return self._start(engine, worker, content, what, receives=True)
+        return self._start("receive", engine, worker, content, what)
 
-    def _start(self, engine: int, worker: int, content: torch.Tensor, what: str, receives: bool) -> Message | None:
-        if not self.has(engine):
-            return None
-        group, member = self._groups[engine][1], len(self._manifest.ranks_of(engine)) + worker
-        try:
-            work = group.receive(content, member) if receives else group.send(content, member)
-        except RuntimeError as error:
-            self._lose(engine, f"{what}: {error}")
-            return None
-        return Message(engine, what, work)
+    def _start(self, call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
+        if self.has(engine):
+            with self._losing(engine, f"{what}: "):
+                start_message = getattr(self._groups[engine][1], call)
+                return Message(engine, what, start_message(content, len(self._manifest.ranks_of(engine)) + worker))
+        return None
 
     @contextmanager
     def together(self, engine: int) -> Iterator[None]:
         """Start all messages of the block at once."""
-        if not self.has(engine):
+        with self._losing(engine, "send: "), self._groups[engine][1].together() if self.has(engine) else nullcontext():
             yield
-            return
-        try:
-            with together(self._groups[engine][1]):
-                yield
-        except RuntimeError as error:
-            self._lose(engine, f"send: {error}")
 
     def finish(self, message: Message | None) -> bool:
         """Wait for a message until the deadline of the attempt; False where its engine is lost."""
         if message is None or not self.has(message.engine):
             return False
-        try:
-            self._groups[message.engine][1].finish(message.work, max(LAST_LOOK_S, self._deadline - time.monotonic()))
-        except RuntimeError as error:
-            is_late, timeout_s = deadline_passed(error), self._manifest.timeout_s
-            if is_late and not self._is_late:
-                # The other engines have waited for this rank meanwhile: they get half as long once more, and wait so long.
-                self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
-            late = f" within weight_sync.timeout_s = {timeout_s:g}" if is_late else ""
-            self._lose(message.engine, f"{message.what}{late}: {error}")
-            return False
-        return True
+        timeout_s = self._manifest.timeout_s
+        with self._losing(message.engine, f"{message.what}: "):
+            try:
+                self._groups[message.engine][1].finish(message.work, max(LAST_LOOK_S, self._deadline - time.monotonic()))
+                return True
+            except RuntimeError as error:
+                if not deadline_passed(error):
+                    raise
+                if not self._is_late:
+                    # The other engines have waited for this rank meanwhile: they get half as long once more.
+                    self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
+                raise SyncLate(f"weight_sync.timeout_s = {timeout_s:g} has passed: {error}") from error
+        return False
 
     def leave_all(self) -> None:
         """Leave all groups: waits of the workers fail at once."""
         for engine in list(self._groups):
             self._leave(engine)
 
-    def _lose(self, engine: int, why: str) -> None:
-        self.lost.setdefault(engine, why)
-        self._leave(engine)
+    @contextmanager
+    def _losing(self, engine: int, what: str = "") -> Iterator[None]:
+        """Give the engine up if the block fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.lost.setdefault(engine, f"{what}{error}")
+            self._leave(engine)
 
     def _leave(self, engine: int) -> None:
         if engine in self._groups:
@@ -243,11 +242,6 @@ class Inbox:
         """Put a message that has arrived in its `room` where its bytes belong."""
         if self.parts is not None:
             self.parts.put(message, bucket, number, self.bucket(bucket))
-
-
-def together(group: MessageGroup) -> AbstractContextManager[None]:
-    """Start all messages of the block at once. Raises RuntimeError where that fails."""
-    return group.together()
 
 
 def start(call: Callable[[torch.Tensor, int], Any], content: torch.Tensor, member: int, what: str) -> Any:
@@ -328,19 +322,13 @@ class BucketSender:
         """Begin an attempt, once `groups` have begun it. Raises SyncError where the other ranks do not come."""
         self._manifest, self.sent_bytes, self._turn = manifest, 0, 0
         self._under_way = []
-        timeout_s = manifest.timeout_s
-        self._deadline = time.monotonic() + RANK_WAITS * timeout_s
+        self._deadline = time.monotonic() + RANK_WAITS * manifest.timeout_s
         if self._parts is not None:
             self._parts.begin(manifest)
         if manifest.servers and self._ranks is None:
-            prefix = dist.PrefixStore(f"ranks-{manifest.session}", self._store)
-            size, host = manifest.layout.ranks, self._store.host
-            try:
-                self._ranks = platform.message_group(
-                    prefix, self._rank, size, timeout_s, RANK_WAITS * timeout_s, host, manifest.on_device
-                )
-            except RuntimeError as error:
-                raise SyncError(f"join: no group of the trainer ranks: {error}") from error
+            # Every rank left the last group of the ranks when it left all engines, so an engine has a new number.
+            name, form = f"ranks-{max(manifest.groups)}", (RANK_WAITS, manifest.timeout_s, manifest.on_device)
+            self._ranks = _join(self._store, name, self._rank, manifest.layout.ranks, "the trainer ranks", *form)
         for hand_over in self.served.values():
             hand_over.begin(manifest)
 
@@ -383,7 +371,6 @@ class BucketSender:
 
     def abort(self) -> None:
         """Leave the group of the ranks, so that waits of the others fail at once."""
-        self._under_way = []
         if self._ranks is not None:
             self._ranks.leave()
             self._ranks = None
@@ -421,7 +408,7 @@ class BucketSender:
         for bucket, hand_over in receiving:
             if bucket >= NUM_BUCKETS:  # the worker must have read the bucket whose memory is used again
                 self._groups.finish(hand_over.freed.pop(0))
-        with together(ranks):
+        with ranks.together():
             for bucket, hand_over in receiving:
                 hand_over.inbox.post(bucket, ranks, self._rank)
             for (bucket, worker, part, _), content in zip(written, contents, strict=True):

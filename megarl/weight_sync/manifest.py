@@ -62,7 +62,7 @@ def digest_of(version: int, files: Mapping[str, bytes]) -> str:
 class WeightManifest:
     """One version on its way; plain types, so that it travels as JSON.
 
-    `attempt` counts from 1 how often this version was sent, `session` the attempts of all versions. `engines` take part,
+    `attempt` counts from 1 how often this version was sent. `engines` take part,
     each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with `quantization` "fp8" linear
     weights travel as FP8 blocks.
 
@@ -96,7 +96,6 @@ class WeightManifest:
     by_layer: bool = False
     addresses: tuple[str, ...] = ()
     servers: tuple[tuple[int, ...], ...] = ()
-    session: int = 0
 
     def ranks_of(self, engine: int) -> Sequence[int]:
         """The trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""

@@ -117,7 +117,7 @@ class WeightSync:
         self._transport = settings.transport
         self._engines: Engines | None = None
         self._begun = 0.0
-        self._num_groups = self._session = 0  # groups of all engines, and attempts of all versions, so far
+        self._num_groups = 0  # of all engines, so far
         self._starts, self._groups_of = [0] * settings.num_engines, [0] * settings.num_engines
         self._bases = Bases()
         self._sender: BucketSender | None = None
@@ -263,7 +263,6 @@ class WeightSync:
             by_layer=settings.merges or settings.mode == "checkpoint",
             addresses=self._addresses,
             servers=settings.servers if self._transport == "group" else (),
-            session=self._session,
         )
 
     def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> tuple[WeightManifest, list[int]]:
@@ -275,7 +274,6 @@ class WeightSync:
             self._groups_of[engine] = self._num_groups
         for engine in wanted:
             self._starts[engine] = starts[engine]
-        self._session += 1
         manifest = self._manifest(version, attempt, wanted)
         if self._engines is None:
             return manifest, []

@@ -18,7 +18,7 @@ from megarl.weight_sync.buckets import Part, Piece, Stream, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
-from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start, together
+from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.weight_sync.mapped import Mapped, piece_bytes
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
@@ -61,32 +61,34 @@ class Link:
 
     def __init__(self) -> None:
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
-        self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and number of the group
+        self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
         self._inbox: Inbox | None = None
         self._handed: tuple[str, torch.Tensor] | None = None  # handle and memory of the server's buckets
 
     def join(self, manifest: WeightManifest, engine: int, worker: int) -> MessageGroup:
         """Join the engine's group. Raises SyncError."""
-        if self._store is None or self._store[0] != manifest.store:
-            self.leave()  # its trainers are gone; new trainers number their groups from the first
-            self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
-        key = engine, manifest.groups[engine]
+        key = manifest.store, engine, manifest.groups[engine]  # new trainers number their groups from the first
         if self._group is None or self._group[0] != key:
             self.leave()
+            if self._store is None or self._store[0] != manifest.store:
+                self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
             member = len(manifest.ranks_of(engine)) + worker
             self._group = key, open_group(self._store[1], manifest, engine, member)
         return self._group[1]
 
-    def inbox(self, manifest: WeightManifest, stream: Stream) -> Inbox:
-        """This worker's buckets, for messages of all ranks."""
+    def inbox(self, manifest: WeightManifest, engine: int, worker: int, stream: Stream) -> Inbox | HandedOver:
+        """This worker's buckets. Raises SyncError where those of its server cannot be mapped."""
+        if manifest.servers:
+            server = manifest.servers[engine][worker]
+            memory = self._handed_memory(manifest.addresses[engine * manifest.rollout.workers + worker])
+            return HandedOver(memory, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
         if self._inbox is None or self._inbox.stream is not stream:
             memory = bucket_memory(stream.capacity, manifest.on_device)
             self._inbox = Inbox(stream, memory, TakenParts(stream) if manifest.wire == "delta" else None)
         self._inbox.begin(manifest)
         return self._inbox
 
-    def handed(self, handle: str) -> torch.Tensor:
-        """The server's buckets, uint8 [2, capacity]. Raises SyncError where they cannot be mapped."""
+    def _handed_memory(self, handle: str) -> torch.Tensor:
         if self._handed is None or self._handed[0] != handle:
             try:
                 self._handed = handle, platform.reach_bytes(handle).view(NUM_BUCKETS, -1)
@@ -105,59 +107,32 @@ class Link:
         self._store = self._inbox = self._handed = None
 
 
-class Direct:
-    """Buckets that arrive from all ranks in the worker's own memory."""
-
-    def __init__(self, inbox: Inbox, group: MessageGroup, deadline: float) -> None:
-        self._inbox, self._group, self._deadline = inbox, group, deadline
-        for bucket in range(min(NUM_BUCKETS, inbox.stream.num_buckets)):
-            self._post(bucket)
-
-    def take(self, bucket: int) -> torch.Tensor:
-        """Wait for a bucket; its memory, uint8 [capacity]. Raises SyncError."""
-        return self._inbox.complete(bucket, self._group, self._deadline)
-
-    def release(self, bucket: int) -> None:
-        """Let the bucket's memory be written again."""
-        if bucket + NUM_BUCKETS < self._inbox.stream.num_buckets:
-            self._post(bucket + NUM_BUCKETS)
-
-    def end(self) -> None:
-        """Called after the last bucket."""
-
-    def _post(self, bucket: int) -> None:
-        with together(self._group):
-            self._inbox.post(bucket, self._group)
-
-
 class HandedOver:
-    """Buckets that arrive in the memory of the trainer rank that serves this worker."""
+    """An inbox in the memory of the trainer rank that serves this worker. The rank says which bucket is full, and the worker
+    which is free."""
 
-    def __init__(
-        self, memory: torch.Tensor, server: int, member: int, num_buckets: int, group: MessageGroup, deadline: float
-    ) -> None:
-        """`server` is the trainer rank, and `member` its number in the group."""
-        self._memory, self._member, self._num_buckets = memory, member, num_buckets
-        self._group, self._deadline, self._who = group, deadline, f"trainer rank {server}"
-        self._messages: list[Any] = []  # that a bucket is free
+    parts = None  # the rank adds differences
 
-    def take(self, bucket: int) -> torch.Tensor:
-        """As of `Direct`."""
-        number, what = torch.zeros(1, dtype=torch.int64), f"bucket {bucket} of {self._num_buckets} from {self._who}"
-        finish(self._group, start(self._group.receive, number, self._member, what), self._deadline, what)
-        return self._memory[bucket % NUM_BUCKETS]
+    def __init__(self, memory: torch.Tensor, server: int, member: int, num_buckets: int) -> None:
+        """`memory` is uint8 [2, capacity]; `server` the trainer rank, and `member` its number in the group."""
+        self._memory, self._server, self._member, self._num_buckets = memory, server, member, num_buckets
+        self._posted: dict[int, list[tuple[str, Any]]] = {}  # by bucket: messages with their descriptions
 
-    def release(self, bucket: int) -> None:
-        """As of `Direct`."""
-        if bucket + NUM_BUCKETS < self._num_buckets:
+    def post(self, bucket: int, group: MessageGroup) -> None:
+        """Tell the rank that the bucket's memory is free, and start to receive that the bucket is full."""
+        free, full = f"that bucket {bucket} may come, to", f"bucket {bucket} of {self._num_buckets} from"
+        calls = [(full, group.receive, torch.zeros(1, dtype=torch.int64))]
+        if bucket >= NUM_BUCKETS:
             platform.settle()
-            what = f"that bucket {bucket} is free, to {self._who}"
-            self._messages.append(start(self._group.send, torch.tensor([bucket]), self._member, what))
+            calls.insert(0, (free, group.send, torch.tensor([bucket])))
+        described = [(f"{what} trainer rank {self._server}", call, number) for what, call, number in calls]
+        self._posted[bucket] = [(what, start(call, number, self._member, what)) for what, call, number in described]
 
-    def end(self) -> None:
-        """As of `Direct`."""
-        for message in self._messages:
-            finish(self._group, message, self._deadline, f"that a bucket is free, to {self._who}")
+    def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
+        """Wait for a bucket that was posted; as `Inbox.complete`."""
+        for what, work in self._posted.pop(bucket):
+            finish(group, work, deadline, what)
+        return self._memory[bucket % NUM_BUCKETS]
 
 
 class WeightReader:
@@ -296,19 +271,19 @@ class WeightReader:
     ) -> Iterator[Box]:
         """Take bucket after bucket."""
         times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
-        end: Direct | HandedOver
-        if manifest.servers:
-            server = manifest.servers[engine][self._worker]
-            memory = self._link.handed(manifest.addresses[engine * manifest.rollout.workers + self._worker])
-            member = manifest.ranks_of(engine).index(server)
-            end = HandedOver(memory, server, member, stream.num_buckets, group, deadline)
-        else:
-            inbox = self._link.inbox(manifest, stream)
-            end = Direct(inbox, group, deadline)
+        inbox = self._link.inbox(manifest, engine, self._worker, stream)
+
+        def post(bucket: int) -> None:
+            if bucket < stream.num_buckets:
+                with group.together():
+                    inbox.post(bucket, group)
+
+        for bucket in range(NUM_BUCKETS):
+            post(bucket)
         differs: list[tuple[int, Part, torch.Tensor]] = []  # of parts on a device, whether the checksum does
         for bucket, parts in enumerate(stream.parts):
             begun = time.perf_counter()
-            memory = end.take(bucket)
+            memory = inbox.complete(bucket, group, deadline)
             taken = time.perf_counter()
             times.wait_s += taken - begun
             for part in parts:
@@ -323,8 +298,7 @@ class WeightReader:
                 box = self._write(piece, memory[piece.start : piece.end], dtype, writer)
                 times.received_bytes += piece.end - piece.start
                 yield box
-            end.release(bucket)
-        end.end()
+            post(bucket + NUM_BUCKETS)
         begun = time.perf_counter()
         wrong = torch.stack([differ for *_, differ in differs]).cpu() if differs else torch.zeros(0)
         times.verify_s += time.perf_counter() - begun  # the only time that verification waits for the device
@@ -332,7 +306,7 @@ class WeightReader:
             bucket, part, _ = differs[int(wrong.nonzero()[0])]
             raise self._wrong(version, bucket, part)
         writer.finish()
-        if not manifest.servers and inbox.parts is not None:
+        if inbox.parts is not None:
             inbox.parts.version = version
 
     def _write(self, piece: Piece, content: torch.Tensor, dtype: torch.dtype, writer: Writer) -> Box:
