@@ -21,9 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -331,7 +329,7 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) ->
         layer = min(layers[number][taken[number]] for number in waiting)
         written, entries = Counter[int](), list[tuple[int, int]]()
         # First the streams that are behind, in the order of their numbers.
-        for number in sorted(waiting, key=lambda number: Fraction(taken[number], streams[number].num_buckets)):
+        for number in sorted(waiting, key=lambda number: taken[number] / streams[number].num_buckets):
             bucket = taken[number]
             sizes = {part.source_rank: part.size for part in streams[number].parts[bucket]}
             if layers[number][bucket] == layer and all(written[rank] + size <= room for rank, size in sizes.items()):
@@ -340,15 +338,3 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) ->
                 entries.append((bucket, number))
         rounds.append(entries)
     return rounds
-
-
-def last_pieces(
-    plan: ReshardPlan, streams: Sequence[Stream], rounds: Sequence[Round], rank: int
-) -> dict[str, tuple[int, int]]:
-    """For each local parameter that a rank sends from: the stream that has the last piece, and the number of that piece."""
-    last: dict[int, tuple[int, int]] = {}
-    for bucket, number in chain.from_iterable(rounds):
-        if (part := streams[number].part(bucket, rank)) is not None:
-            parameters = plan.source_parameter[streams[number].copy[part.pieces]].tolist()
-            last |= {key: (number, piece) for key, piece in zip(parameters, part.pieces.tolist(), strict=True)}
-    return {plan.source_parameters[parameter]: place for parameter, place in last.items()}

@@ -157,18 +157,18 @@ class EngineGroups:
         """Wait for a message until the deadline of the attempt; False where its engine is lost."""
         if message is None or not self.has(message.engine):
             return False
-        timeout_s = self._manifest.timeout_s
-        with self._losing(message.engine, f"{message.what}: "):
+        with self._losing(message.engine):
             try:
                 self._groups[message.engine][1].finish(message.work, max(LAST_LOOK_S, self._deadline - time.monotonic()))
                 return True
             except RuntimeError as error:
-                if not deadline_passed(error):
-                    raise
-                if not self._is_late:
-                    # The other engines have waited for this rank meanwhile: they get half as long once more.
-                    self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
-                raise SyncLate(f"weight_sync.timeout_s = {timeout_s:g} has passed: {error}") from error
+                late, timeout_s = "", self._manifest.timeout_s
+                if deadline_passed(error):
+                    late = f" within weight_sync.timeout_s = {timeout_s:g}"
+                    if not self._is_late:
+                        # The other engines have waited for this rank meanwhile: they get half as long once more.
+                        self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
+                raise SyncError(f"{message.what}{late}: {error}") from error
         return False
 
     def leave_all(self) -> None:
@@ -317,6 +317,11 @@ class BucketSender:
                 if server == rank:
                     self.served[engine, worker] = HandOver(streams[worker], manifest.on_device, parts is not None)
         self.sent_bytes = 0
+
+    @property
+    def changed(self) -> tuple[int, int]:
+        """Where differences travel, how many bytes changed in this attempt, and of how many."""
+        return (0, 0) if self._parts is None else (self._parts.changed_bytes, self._parts.content_bytes)
 
     def begin(self, manifest: WeightManifest) -> None:
         """Begin an attempt, once `groups` have begun it. Raises SyncError where the other ranks do not come."""

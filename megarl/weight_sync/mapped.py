@@ -20,14 +20,16 @@ from megarl.platform import current as platform
 from megarl.platform.device_memory import SHARED_MEMORY
 from megarl.weight_sync.buckets import Piece
 from megarl.weight_sync.checks import checksum
-from megarl.weight_sync.manifest import SyncError, WeightManifest
+from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 
 FILES_SHARE = 4  # parameters may take one in so many of the files that a process may open
 
 
-def piece_bytes(manifest: WeightManifest) -> int:
-    """Bytes of a bucket, or what is copied and hashed at a time where weights are mapped."""
-    return platform.piece_bytes if manifest.transport == "mapped" else manifest.bucket_bytes
+def form_of(manifest: WeightManifest) -> tuple[bool, torch.dtype, int, str | None]:
+    """The arguments of `sync_stream` that say in which form the weights travel. Mapped weights have no buckets: their bytes
+    are what is copied and hashed at a time."""
+    bucket_bytes = platform.piece_bytes if manifest.transport == "mapped" else manifest.bucket_bytes
+    return manifest.by_layer, DTYPES[manifest.precision], bucket_bytes, manifest.quantization
 
 
 class Needs(NamedTuple):

@@ -20,7 +20,7 @@ from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
 from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.mapped import Mapped, piece_bytes
+from megarl.weight_sync.mapped import Mapped, form_of
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from megarl.weight_sync.transport import NUM_BUCKETS
 
@@ -326,7 +326,7 @@ class WeightReader:
         return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        form = manifest.by_layer, DTYPES[manifest.precision], piece_bytes(manifest), manifest.quantization
+        form = form_of(manifest)
         key = manifest.plan_hash, form
         if self._key == key:
             return
