@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -63,17 +62,12 @@ class Boxes:
         return cls(tuple(names), tuple(parameters), *np.array(rows, dtype=np.int64).reshape(-1, 9).T.copy())
 
 
-class Repeat(NamedTuple):
-    """Boxes on ranks that are `offset` higher, with prefixes for their tensors and parameters."""
+def stack(repeats: Sequence[tuple[Boxes, str, str, int]]) -> Boxes:
+    """Join boxes, rank by rank; the boxes of a rank keep the order of `repeats`.
 
-    boxes: Boxes
-    name_prefix: str
-    parameter_prefix: str
-    offset: int
-
-
-def stack(repeats: Sequence[Repeat]) -> Boxes:
-    """Join boxes, rank by rank; the boxes of a rank keep the order of `repeats`."""
+    Each repeat has boxes, prefixes for the names of their tensors and of their parameters, and a number that is added to
+    their ranks.
+    """
     names: dict[str, int] = {}
     parameters: dict[str, int] = {}
 
@@ -81,11 +75,11 @@ def stack(repeats: Sequence[Repeat]) -> Boxes:
         return np.array([table.setdefault(prefix + string, len(table)) for string in strings], dtype=np.int64)
 
     columns: list[list[np.ndarray]] = []
-    for boxes, name_prefix, parameter_prefix, offset in repeats:
+    for boxes, name_prefix, parameter_prefix, first_rank in repeats:
         name = numbers(boxes.names, name_prefix, names)[boxes.name]
         parameter = numbers(boxes.parameters, parameter_prefix, parameters)[boxes.parameter]
         corners = [boxes.row0, boxes.row1, boxes.col0, boxes.col1]
-        columns.append([name, *corners, boxes.rank + offset, parameter, boxes.local_row, boxes.local_col])
+        columns.append([name, *corners, boxes.rank + first_rank, parameter, boxes.local_row, boxes.local_col])
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
     order = np.argsort(joined[5], kind="stable")
     return Boxes(tuple(names), tuple(parameters), *(column[order] for column in joined))
@@ -103,7 +97,7 @@ def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], b
     )
     return stack(
         [
-            Repeat(boxes_of(weight), name_prefix, megatron.chunk_prefix(layout, chunk) + prefix, layout.rank(0, stage))
+            (boxes_of(weight), name_prefix, megatron.chunk_prefix(layout, chunk) + prefix, layout.rank(0, stage))
             for stage in range(layout.pipeline)
             for chunk in range(layout.virtual_pipeline)
             for name_prefix, prefix, weight in megatron.chunk_weights(shape, layout, stage, chunk, critic=False)
@@ -121,7 +115,7 @@ def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight
     )
     return stack(
         [
-            Repeat(boxes_of(weight), prefix, prefix, rollout.worker(0, stage))
+            (boxes_of(weight), prefix, prefix, rollout.worker(0, stage))
             for stage in range(rollout.pipeline)
             for prefix, weight in vllm.stage_weights(shape, rollout, stage)
             if keep(weight)

@@ -264,18 +264,17 @@ def finish(group: MessageGroup, work: Any, deadline: float, what: str) -> None:
         raise SyncLate(f"{what} did not come by the deadline of the sync ({error})") from None
 
 
-class HandOver:
+class HandOver(Inbox):
     """The buckets of one worker that a trainer rank serves, which the worker maps by their `handle`."""
 
     def __init__(self, stream: Stream, on_device: bool, has_base: bool) -> None:
         memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, on_device)
-        self.inbox = Inbox(stream, memory.view(NUM_BUCKETS, -1), TakenParts(stream) if has_base else None)
-        self.messages: list[Message | None] = []  # that a bucket is full
-        self.freed: list[Message | None] = []  # that a bucket was read, in the order of the buckets
+        super().__init__(stream, memory.view(NUM_BUCKETS, -1), TakenParts(stream) if has_base else None)
 
     def begin(self, manifest: WeightManifest) -> None:
-        self.messages, self.freed = [], []
-        self.inbox.begin(manifest)
+        super().begin(manifest)
+        self.messages: list[Message | None] = []  # that a bucket is full
+        self.freed: list[Message | None] = []  # that a bucket was read, in the order of the buckets
 
 
 class Written(NamedTuple):
@@ -368,11 +367,10 @@ class BucketSender:
         while self._under_way:
             self._complete()
         for (engine, _), hand_over in self.served.items():
-            if engine in self._manifest.engines and hand_over.inbox.parts is not None:
-                hand_over.inbox.parts.version = self._manifest.version
+            if engine in self._manifest.engines and hand_over.parts is not None:
+                hand_over.parts.version = self._manifest.version
             for message in hand_over.messages:
                 self._groups.finish(message)
-            hand_over.messages = []
 
     def abort(self) -> None:
         """Leave the group of the ranks, so that waits of the others fail at once."""
@@ -404,23 +402,18 @@ class BucketSender:
     ) -> list[Message]:
         ranks, manifest, messages = self._ranks, self._manifest, []
         assert ranks is not None, "two legs have a group of the ranks"
-        receiving = [
-            (bucket, hand_over)
-            for bucket, number in entries
-            for (engine, worker), hand_over in self.served.items()
-            if worker == number and engine in manifest.engines
-        ]
-        for bucket, hand_over in receiving:
+        receiving = self._receiving(entries)
+        for bucket, _, hand_over in receiving:
             if bucket >= NUM_BUCKETS:  # the worker must have read the bucket whose memory is used again
                 self._groups.finish(hand_over.freed.pop(0))
         with ranks.together():
-            for bucket, hand_over in receiving:
-                hand_over.inbox.post(bucket, ranks, self._rank)
+            for bucket, _, hand_over in receiving:
+                hand_over.post(bucket, ranks, self._rank)
             for (bucket, worker, part, _), content in zip(written, contents, strict=True):
                 for engine in manifest.engines:
                     server = manifest.servers[engine][worker]
                     if server == self._rank:
-                        inbox = self.served[engine, worker].inbox
+                        inbox = self.served[engine, worker]
                         number = inbox.stream.parts[bucket].index(part)
                         room = inbox.room(bucket, number)
                         room[: len(content)].copy_(content)
@@ -434,24 +427,27 @@ class BucketSender:
     def _complete(self) -> None:
         """Wait for the first round that is not done, and hand its buckets over."""
         entries, messages = self._under_way.pop(0)
-        for (engine, worker), hand_over in self.served.items():
-            for bucket in (bucket for bucket, number in entries if number == worker and engine in self._manifest.engines):
-                self._pass_on(engine, worker, hand_over, bucket)
-        for message in messages:
-            if not self._manifest.servers:
+        if not self._manifest.servers:
+            for message in messages:
                 self._groups.finish(message)
-            else:
-                assert self._ranks is not None, "two legs have a group of the ranks"
-                finish(self._ranks, message.work, self._deadline, message.what)
-
-    def _pass_on(self, engine: int, worker: int, hand_over: HandOver, bucket: int) -> None:
-        """Hand a bucket over once it is complete."""
+            return
         assert self._ranks is not None, "two legs have a group of the ranks"
-        hand_over.inbox.complete(bucket, self._ranks, self._deadline)
-        platform.settle()  # the worker reads what was copied here
-        number = torch.tensor([bucket])
-        what = f"hand over: bucket {bucket} to worker {worker} of engine {engine}"
-        hand_over.messages.append(self._groups.send(engine, worker, number, what))
-        if bucket + NUM_BUCKETS < hand_over.inbox.stream.num_buckets:
-            what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
-            hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
+        for bucket, (engine, worker), hand_over in self._receiving(entries):
+            hand_over.complete(bucket, self._ranks, self._deadline)
+            platform.settle()  # the worker reads what was copied here
+            what = f"hand over: bucket {bucket} to worker {worker} of engine {engine}"
+            hand_over.messages.append(self._groups.send(engine, worker, torch.tensor([bucket]), what))
+            if bucket + NUM_BUCKETS < hand_over.stream.num_buckets:
+                what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
+                hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
+        for message in messages:
+            finish(self._ranks, message.work, self._deadline, message.what)
+
+    def _receiving(self, entries: Round) -> list[tuple[int, tuple[int, int], HandOver]]:
+        """The buckets of a round that this rank receives, with engine and worker."""
+        return [
+            (bucket, place, hand_over)
+            for bucket, number in entries
+            for place, hand_over in self.served.items()
+            if place[1] == number and place[0] in self._manifest.engines
+        ]

@@ -118,13 +118,11 @@ class WeightManifest:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> WeightManifest:
         """Build a manifest from `as_dict`, also after JSON or msgpack, which turn tuples into lists."""
-        layout, rollout = Layout(**_tuples(values["layout"])), RolloutLayout(**values["rollout"])
-        return cls(**_tuples(values) | {"layout": layout, "rollout": rollout})
+        values = _tuples(values)
+        return cls(**values | {"layout": Layout(**values["layout"]), "rollout": RolloutLayout(**values["rollout"])})
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def _tuple(values: list[Any]) -> tuple[Any, ...]:
-    return tuple(_tuple(value) if isinstance(value, list) else value for value in values)
+def _tuples(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _tuples(value) for key, value in values.items()}
+    return tuple(map(_tuples, values)) if isinstance(values, list) else values

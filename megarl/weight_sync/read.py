@@ -29,13 +29,11 @@ class Writer(Protocol):
     """Knows where the parameters of an engine are."""
 
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
-        """How threads divide boxes that are mapped; None if boxes are written one after another."""
+        """Divide boxes that are mapped among threads; None if boxes are written one after another."""
+        return None
 
-    def place(self, box: Box) -> torch.Tensor:
-        """Where to write a box, [rows, cols]; nobody may keep it."""
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        """Where a thread writes the boxes of one work."""
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+        """Return where to write a box, [rows, cols]; nobody may keep it. A thread gives its spare memory."""
 
     def written(self, owner: str, spare: SpareMemory) -> None:
         """Called by a thread when the boxes of a work are written."""
@@ -205,17 +203,18 @@ class WeightReader:
         if works is not None:
 
             def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
-                verify_s, last = 0.0, time.perf_counter()
-                places = writer.places([self._mapped[number][0] for number in numbers], spare)
-                for number, place in zip(numbers, places, strict=True):
-                    place.copy_(self._mapped[number][1])
+                verify_s = 0.0
+                for number in numbers:
+                    box, content = self._mapped[number]
+                    place = writer.place(box, spare)
+                    place.copy_(content)
                     copied = time.perf_counter()
                     sums[number] = int(checksum(place, version, number))
-                    last = time.perf_counter()
-                    verify_s += last - copied
-                del places, place  # spare memory is not lent again while it is referred to
-                writer.written(self._mapped[numbers[0]][0].owner, spare)
-                return verify_s, time.perf_counter() - last
+                    verify_s += time.perf_counter() - copied
+                    del place  # spare memory is not lent again while it is referred to
+                begun = time.perf_counter()
+                writer.written(box.owner, spare)
+                return verify_s, time.perf_counter() - begun
 
             threads = num_threads(works, manifest.rollout.workers)
             seconds = np.array(in_threads(works, threads, do)).reshape(-1, 2).sum(axis=0)
@@ -347,7 +346,7 @@ class WeightReader:
         self._key = key
 
 
-class WholeTensors:
+class WholeTensors(Writer):
     """A writer for checkpoint mode, where the boxes' parameters are checkpoint tensors of `sizes` (rows, columns)."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
@@ -355,25 +354,13 @@ class WholeTensors:
         self._tensors: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
-        return None
-
-    def place(self, box: Box) -> torch.Tensor:
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
         if box.parameter not in self._tensors:
             size = self._sizes[box.parameter]
             # Each tensor has memory of its own, as `load_checkpoint_tensors` needs.
             self._tensors[box.parameter] = torch.empty(size, dtype=box.dtype, device=self._device)
             self._missing[box.parameter] = size[0] * size[1]
         return box.within(self._tensors[box.parameter])
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        raise AssertionError("no thread writes whole tensors")
-
-    def written(self, owner: str, spare: SpareMemory) -> None:
-        """No thread writes."""
-
-    def finish(self) -> None:
-        """The consumer of `complete` does the rest."""
 
     def complete(self, boxes: Iterator[Box]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the content of each tensor once all its boxes are written; `boxes` come from `read`."""

@@ -115,18 +115,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self.receive_weights(self.parse_update_info(update_info))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
-        except SyncError as error:
-            self._leave()
-            self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
         except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
-            self._leave()
-            logger.exception("a worker took no weights")
-            self.report = (False, f"{type(error).__name__}: {error}", False)
-
-    def _leave(self) -> None:
-        """Let nobody wait for this worker."""
-        if self._reader is not None:
-            self._reader.leave()
+            if self._reader is not None:
+                self._reader.leave()  # so that nobody waits for this worker
+            message = str(error)
+            if not isinstance(error, SyncError):
+                logger.exception("a worker took no weights")
+                message = f"{type(error).__name__}: {error}"
+            self.report = (isinstance(error, SyncAborted), message, isinstance(error, SyncLate))
 
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:
@@ -209,27 +205,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             boxes, self._sizes, lambda owner: isinstance(self._modules[owner], VocabParallelEmbedding), bucket_bytes
         )
 
-    def place(self, box: Box) -> torch.Tensor:
-        """Write box after box."""
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+        """Return where to write a box; the modules of a thread take turns in its spare memory."""
         self._index_modules()
         if (module := self._open.get(box.owner)) is None:
             assert self._reader is not None  # it gave the box
-            spare = self._spares.pop() if self._spares else SpareMemory()
+            spare = spare or (self._spares.pop() if self._spares else SpareMemory())
             module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements(box.owner))
-        if box.parameter not in module.targets:
-            module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
-        return box.within(module.targets[box.parameter])
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        """Write the boxes of a work in a thread."""
-        dtypes = {box.parameter: box.dtype for box in boxes}
-        targets = {parameter: self._target(parameter, dtype, spare) for parameter, dtype in dtypes.items()}
-        return [box.within(targets[box.parameter]) for box in boxes]
+        target = module.targets.get(box.parameter)
+        if target is None:
+            target = module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
+        return box.within(target)
 
     def written(self, owner: str, spare: SpareMemory) -> None:
         """Pack a module in spare memory at once, so that the next module can use the memory. Other modules are packed at the
         end: trainer ranks compute their checksums meanwhile, and between two buckets packing would take the cache from
         them."""
+        if (module := self._open.pop(owner, None)) is not None:
+            module.targets.clear()  # spare memory is not lent again while it is referred to
         if spare.in_use:
             self._process(owner)
             spare.take_back()
@@ -251,8 +244,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         module = self._open[box.owner]
         module.missing -= box.rows * box.cols
         if not module.missing:
-            del self._open[box.owner]
-            module.targets.clear()  # first, since spare memory is not lent again while it is referred to
             begun = time.perf_counter()
             self.written(box.owner, module.spare)
             self._repack_s += time.perf_counter() - begun

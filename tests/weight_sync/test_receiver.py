@@ -99,10 +99,8 @@ def take(receiver: Any, contents: Mapping[str, torch.Tensor], threads: int) -> N
     boxes = [Box(name, 0, 0, content.shape[0], content.shape[1], content.dtype) for name, content in contents.items()]
 
     def do(numbers: Sequence[int], spare: SpareMemory) -> None:
-        places = receiver.places([boxes[number] for number in numbers], spare)
-        for number, place in zip(numbers, places, strict=True):
-            place.copy_(contents[boxes[number].parameter])
-        del places, place
+        for number in numbers:
+            receiver.place(boxes[number], spare).copy_(contents[boxes[number].parameter])
         receiver.written(boxes[numbers[0]].owner, spare)
 
     receiver._unpacked = []
