@@ -53,67 +53,22 @@ class ReadTimes:
     received_bytes: int = 0
 
 
-class Link:
-    """A worker's end of its engine's process group. Between two syncs it keeps the group, the mapped memory of its server,
-    and the bytes that a difference is added to."""
-
-    def __init__(self) -> None:
-        self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
-        self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
-        self._inbox: Inbox | None = None
-        self._handed: tuple[str, torch.Tensor] | None = None  # handle and memory of the server's buckets
-
-    def join(self, manifest: WeightManifest, engine: int, worker: int) -> MessageGroup:
-        """Join the engine's group. Raises SyncError."""
-        key = manifest.store, engine, manifest.groups[engine]  # new trainers number their groups from the first
-        if self._group is None or self._group[0] != key:
-            self.leave()
-            if self._store is None or self._store[0] != manifest.store:
-                self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
-            member = len(manifest.ranks_of(engine)) + worker
-            self._group = key, open_group(self._store[1], manifest, engine, member)
-        return self._group[1]
-
-    def inbox(self, manifest: WeightManifest, engine: int, worker: int, stream: Stream) -> Inbox | HandedOver:
-        """This worker's buckets. Raises SyncError where those of its server cannot be mapped."""
-        if manifest.servers:
-            server = manifest.servers[engine][worker]
-            memory = self._handed_memory(manifest.addresses[engine * manifest.rollout.workers + worker])
-            return HandedOver(memory, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
-        if self._inbox is None or self._inbox.stream is not stream:
-            memory = bucket_memory(stream.capacity, manifest.on_device)
-            self._inbox = Inbox(stream, memory, TakenParts(stream) if manifest.wire == "delta" else None)
-        self._inbox.begin(manifest)
-        return self._inbox
-
-    def _handed_memory(self, handle: str) -> torch.Tensor:
-        if self._handed is None or self._handed[0] != handle:
-            try:
-                self._handed = handle, platform.reach_bytes(handle).view(NUM_BUCKETS, -1)
-            except RuntimeError as error:
-                raise SyncError(f"hand over: no way to the buckets of this worker's trainer rank: {error}") from error
-        return self._handed[1]
-
-    def leave(self) -> None:
-        """Leave the group, so that waits of the trainer ranks fail at once."""
-        if self._group is not None:
-            self._group[1].leave()
-            self._group = None
-
-    def close(self) -> None:
-        self.leave()
-        self._store = self._inbox = self._handed = None
-
-
 class HandedOver:
     """An inbox in the memory of the trainer rank that serves this worker. The rank says which bucket is full, and the worker
     which is free."""
 
     parts = None  # the rank adds differences
 
-    def __init__(self, memory: torch.Tensor, server: int, member: int, num_buckets: int) -> None:
-        """`memory` is uint8 [2, capacity]; `server` the trainer rank, and `member` its number in the group."""
-        self._memory, self._server, self._member, self._num_buckets = memory, server, member, num_buckets
+    def __init__(self, handle: str, server: int, member: int, num_buckets: int) -> None:
+        """`server` is the trainer rank, and `member` its number in the group. Raises SyncError where its memory cannot be
+        mapped."""
+        try:
+            self._memory = platform.reach_bytes(handle).view(NUM_BUCKETS, -1)  # uint8 [2, capacity]
+        except RuntimeError as error:
+            raise SyncError(f"hand over: no way to the buckets of trainer rank {server}: {error}") from error
+        self._server, self._member, self._num_buckets = server, member, num_buckets
+
+    def begin(self, manifest: WeightManifest) -> None:
         self._posted: dict[int, list[tuple[str, Any]]] = {}  # by bucket: messages with their descriptions
 
     def post(self, bucket: int, group: MessageGroup) -> None:
@@ -134,19 +89,23 @@ class HandedOver:
 
 
 class WeightReader:
-    """Reads the versions of one worker number for one engine. Plan, stream and mapped memory are kept from version to
-    version."""
+    """Reads the versions of one worker number for one engine. From version to version it keeps plan, stream, mapped memory,
+    the engine's process group, and the bytes that a difference is added to."""
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
         self._key: tuple[Any, ...] | None = None  # identifies the plan and the stream
         self._plan: ReshardPlan
         self._stream: Stream
-        self._elements: dict[str, int] = {}
-        self._module_elements: Counter[str] = Counter()
+        # Elements that come with a version, by local parameter and by module; other elements are padding.
+        self.elements: dict[str, int] = {}
+        self.module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
         self._mapped: list[tuple[Box, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
-        self._link = Link()
+        self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
+        self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
+        self._inbox: Inbox | HandedOver | None = None
+        self._inbox_key: tuple[Any, ...] = ()  # stream, and handle of the server's buckets
         self.times = ReadTimes()
         self.is_complete = False  # whether the last version was read to its end
 
@@ -163,7 +122,7 @@ class WeightReader:
         deadline = time.monotonic() + manifest.worker_waits * manifest.timeout_s
         try:
             self._prepare(manifest)
-            group = self._link.join(manifest, engine, self._worker)
+            group = self._join(manifest, engine)
             if manifest.transport == "mapped":
                 yield from self._read_mapped(manifest, group, deadline, writer)
             else:
@@ -178,20 +137,42 @@ class WeightReader:
                 self._addresses, self._mapped = (), []
 
     def leave(self) -> None:
-        """Leave the group, so that nobody waits for this worker."""
-        self._link.leave()
-
-    def elements(self, parameter: str) -> int:
-        """Elements of a local parameter that come with a version; its other elements are padding."""
-        return self._elements[parameter]
-
-    def module_elements(self, owner: str) -> int:
-        """Elements of the parameters of a module that come with a version."""
-        return self._module_elements[owner]
+        """Leave the group, so that waits of the trainer ranks fail at once."""
+        if self._group is not None:
+            self._group[1].leave()
+            self._group = None
 
     def close(self) -> None:
+        self.leave()
         self._addresses, self._mapped = (), []
-        self._link.close()
+        self._store = self._inbox = None
+
+    def _join(self, manifest: WeightManifest, engine: int) -> MessageGroup:
+        """Join the engine's group. Raises SyncError."""
+        key = manifest.store, engine, manifest.groups[engine]  # new trainers number their groups from the first
+        if self._group is None or self._group[0] != key:
+            self.leave()
+            if self._store is None or self._store[0] != manifest.store:
+                self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
+            member = len(manifest.ranks_of(engine)) + self._worker
+            self._group = key, open_group(self._store[1], manifest, engine, member)
+        return self._group[1]
+
+    def _begin_inbox(self, manifest: WeightManifest, engine: int) -> Inbox | HandedOver:
+        """Return this worker's buckets. Raises SyncError where those of its server cannot be mapped."""
+        stream, servers = self._stream, manifest.servers
+        handle = manifest.addresses[engine * manifest.rollout.workers + self._worker] if servers else ""
+        if self._inbox is None or self._inbox_key != (stream, handle):
+            self._inbox = None  # nothing is left of it after a failure
+            if servers:
+                server = servers[engine][self._worker]
+                self._inbox = HandedOver(handle, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
+            else:
+                memory, parts = bucket_memory(stream.capacity, manifest.on_device), manifest.wire == "delta"
+                self._inbox = Inbox(stream, memory, TakenParts(stream) if parts else None)
+            self._inbox_key = stream, handle
+        self._inbox.begin(manifest)
+        return self._inbox
 
     def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
         """Copy all boxes from where they lie, and hash the copies. The ranks compute their checksums once everything was
@@ -270,7 +251,7 @@ class WeightReader:
     ) -> Iterator[Box]:
         """Take bucket after bucket."""
         times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
-        inbox = self._link.inbox(manifest, engine, self._worker, stream)
+        inbox = self._begin_inbox(manifest, engine)
 
         def post(bucket: int) -> None:
             if bucket < stream.num_buckets:
@@ -339,10 +320,10 @@ class WeightReader:
         self._stream = sync_stream(self._shape, plan, self._worker, *form)
         self._addresses, self._mapped = (), []
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
-        self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
-        self._module_elements = Counter()
-        for parameter, elements in self._elements.items():
-            self._module_elements[parameter.rpartition(".")[0]] += elements
+        self.elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
+        self.module_elements = Counter()
+        for parameter, elements in self.elements.items():
+            self.module_elements[parameter.rpartition(".")[0]] += elements
         self._key = key
 
 

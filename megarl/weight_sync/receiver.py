@@ -211,7 +211,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if (module := self._open.get(box.owner)) is None:
             assert self._reader is not None  # it gave the box
             spare = spare or (self._spares.pop() if self._spares else SpareMemory())
-            module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements(box.owner))
+            module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements[box.owner])
         target = module.targets.get(box.parameter)
         if target is None:
             target = module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
@@ -293,7 +293,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         apart = platform.has_avx() and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in cells)
         target = spare.take(shape, dtype, self.device, apart=len(shape) == 2 and apart)
         assert self._reader is not None  # it gave the box
-        if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
+        if not name.endswith(SCALES) and self._reader.elements[parameter] < rows * cols:
             target.zero_()  # padding is never sent
         if self._homes is not None:
             self._homes.setdefault(owner, {}).setdefault(name, live)

@@ -89,7 +89,7 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
     of_module = Counter[str]()
     for name, elements in covered.items():
         of_module[name.rpartition(".")[0]] += elements
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__, module_elements=of_module.__getitem__)
+    receiver._reader = SimpleNamespace(elements=covered, module_elements=of_module)
     receiver._rollout, receiver._unpacked, receiver._open, receiver._spares = RolloutLayout(), [], {}, []
     return receiver
 
