@@ -1,4 +1,4 @@
-"""The shards of a model on either side as boxes: rectangles of checkpoint tensors, kept as columns of numbers.
+"""Describe the shards of a model on either side as boxes: rectangles of checkpoint tensors, kept as columns of numbers.
 
 A model of 384 experts has hundreds of thousands of boxes, but its layers repeat few kinds of weights. So the boxes of one
 weight are built once, and numpy repeats them for the other layers. `megarl check` walks the same tables without numpy.
@@ -40,11 +40,11 @@ class Boxes:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Elements of each box, int64 [boxes]."""
+        """Return the elements of each box, int64 [boxes]."""
         return (self.row1 - self.row0) * (self.col1 - self.col0)
 
     def segment(self, box: int) -> Segment:
-        """One box by its position."""
+        """Return the box at a position."""
         columns = (self.row0, self.row1, self.col0, self.col1, self.rank, self.local_row, self.local_col)
         row0, row1, col0, col1, rank, row, col = (int(column[box]) for column in columns)
         name, parameter = self.names[self.name[box]], self.parameters[self.parameter[box]]
@@ -52,7 +52,7 @@ class Boxes:
 
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> Boxes:
-        """The columns of segments."""
+        """Convert segments to columns."""
         names: dict[str, int] = {}
         parameters: dict[str, int] = {}
         rows = [
@@ -86,7 +86,7 @@ def stack(repeats: Sequence[tuple[Boxes, str, str, int]]) -> Boxes:
 
 
 def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """The boxes of `megatron_segments` for a language model, for the weights that `keep` accepts."""
+    """Return the boxes of `megatron_segments` for a language model, for the weights that `keep` accepts."""
     first_stage = [
         layout.rank(t, 0, d, c) for d in range(layout.data) for c in range(layout.context) for t in range(layout.tensor)
     ]
@@ -107,7 +107,7 @@ def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], b
 
 
 def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """The boxes of `vllm_segments` for the weights that `keep` accepts. Raises ValueError as `vllm_segments` does."""
+    """Return the boxes of `vllm_segments` for the weights that `keep` accepts. Raises ValueError as `vllm_segments`."""
     vllm.check_layout(shape, rollout)
     first_stage = [rollout.worker(t, 0, d) for d in range(rollout.data) for t in range(rollout.tensor)]
     boxes_of = cache(
@@ -124,10 +124,10 @@ def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight
 
 
 def shard_bytes(shape: ModelShape, rollout: RolloutLayout, itemsize: int, quantised: Collection[str] = ()) -> int:
-    """Bytes of all updated weights in all workers of an engine: the least that any plan must send for one version.
+    """Return the bytes of all updated weights in all workers of an engine: the least that any plan must send for a version.
 
-    `itemsize` is bytes an element, except for the tensors that are `quantised` to FP8 blocks. Raises ValueError as
-    `vllm_boxes` does."""
+    `itemsize` is the bytes of an element, except for the tensors that are `quantised` to FP8 blocks. Raises ValueError as
+    `vllm_boxes`."""
     boxes = vllm_boxes(shape, rollout, lambda weight: not weight.fixed)
     in_blocks = np.isin(boxes.name, [number for number, name in enumerate(boxes.names) if name in quantised])
     sizes = np.stack([in_blocks, boxes.row1 - boxes.row0, boxes.col1 - boxes.col0])

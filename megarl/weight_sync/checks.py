@@ -25,8 +25,8 @@ def words_of(content: torch.Tensor) -> np.ndarray:
 
 
 def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
-    """Compute the checksum of a tensor of at most two dimensions, whose layout in memory does not count: int64 [], on the
-    tensor's device, for which the host does not wait."""
+    """Compute the checksum of a tensor of at most two dimensions, whatever its strides: int64 [], on the tensor's device.
+    The host does not wait for the device."""
     if content.device.type == "cpu":
         words = np.ascontiguousarray(words_of(content))
         hashed = xxhash.xxh3_64_intdigest(words.data, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
@@ -35,7 +35,7 @@ def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
 
 
 def device_checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
-    """Compute the checksum that devices use, as `checksum`; on any device.
+    """Compute the checksum that `checksum` computes on devices, on any device.
 
     Each word is mixed one to one with its place, the version and the number, so any change of a single word is detected for
     certain. Other errors (words that changed places or belong to another version) are missed in about one case in 2**64.

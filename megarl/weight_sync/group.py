@@ -1,18 +1,16 @@
 """The transport `group`: buckets travel as messages, in one process group of each engine with the trainer ranks.
 
-The groups are independent of torch's default group; their members come together over a store of rank 0. After any failure
-both sides leave the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new
-group. So no message of a failed attempt is left.
+The groups are independent of torch's default group; their members join through a store on rank 0. After any failure each
+side leaves the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new group.
+So no message of a failed attempt is left.
 
-Buckets travel in rounds (`stream.sync_rounds`), and all members go through the rounds in order. What a member sends and
-receives in a round starts together. So where the messages of a member wait for each other, as NCCL's do, those of the first
-round that is not done go through as soon as their buckets are read. While a round travels, the round before is handed over
-and the next is written.
+Buckets travel in rounds (`buckets.sync_rounds`), and all members go through the rounds in order. All messages of a member in
+a round start together. NCCL's messages wait for each other, but those of the first unfinished round can always go through
+once their buckets are read. While a round travels, the round before is handed over and the next is written.
 
-In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have a group of their own for
-this. The worker maps the server's buckets, and both tell each other in the engine's group which bucket is full and which is
-free.
-"""
+In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have another group for this.
+The worker maps the server's buckets; in the engine's group the server says which bucket is full, and the worker which is
+free."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, Weight
 from megarl.weight_sync.transport import NUM_BUCKETS, RANK_WAITS
 
 MessageGroup = GlooMessages | NcclMessages
-LAST_LOOK_S = 0.001  # a wait whose time is up still sees what is complete; gloo takes a timeout of 0 for none
+LAST_LOOK_S = 0.001  # a wait after the deadline still sees what is complete; gloo reads a timeout of 0 as none
 PRESENCE_LOOK_S = 0.002
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
-    """Open the store over which groups come together. Rank 0 owns it, on a free port where `port` is 0. Raises SyncError."""
+    """Open the store through which members join groups. Rank 0 owns it; port 0 means any free port. Raises SyncError."""
     try:
         return dist.TCPStore(host, port, is_master=owner, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -50,8 +48,8 @@ def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPS
 
 
 def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
-    """Join an engine's group as the given member: first come the ranks of `manifest.ranks_of`, then the workers. Raises
-    SyncError where the others do not join in time."""
+    """Join an engine's group. Members are numbered from the ranks of `manifest.ranks_of` on to the workers. Raises SyncError
+    if the others do not join in time."""
     ranks, workers, timeout_s = len(manifest.ranks_of(engine)), manifest.rollout.workers, manifest.timeout_s
     if member >= ranks:
         store.set(_presence(manifest, engine, member - ranks), "")
@@ -65,7 +63,7 @@ def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, memb
 def _join(
     store: dist.TCPStore, name: str, member: int, size: int, whose: str, waits: int, timeout_s: float, on_device: bool
 ) -> MessageGroup:
-    """Join the group called `name` in the store. Raises SyncError where the others do not join in time."""
+    """Join the group called `name` in the store. Raises SyncError if the others do not join in time."""
     prefix = dist.PrefixStore(name, store)
     try:
         return platform.message_group(prefix, member, size, timeout_s, waits * timeout_s, store.host, on_device)
@@ -75,13 +73,13 @@ def _join(
 
 
 def _presence(manifest: WeightManifest, engine: int, worker: int) -> str:
-    """The store's key for a worker that is about to join its engine's group."""
+    """Return the store's key for a worker that is about to join its engine's group."""
     return f"here-{engine}-{manifest.groups[engine]}-{worker}"
 
 
 def present_engines(store: dist.TCPStore, manifest: WeightManifest, engines: Collection[int]) -> list[int]:
-    """Wait until all workers of these engines are about to join; the engines that have come by the deadline. Only rank 0
-    looks: otherwise a rank might wait for an engine that another rank has given up."""
+    """Wait until all workers of these engines are about to join; return the engines whose workers came by the deadline. Only
+    rank 0 looks: otherwise a rank might wait for an engine that another rank has given up."""
     keys = {
         engine: [_presence(manifest, engine, worker) for worker in range(manifest.rollout.workers)] for engine in engines
     }
@@ -94,7 +92,7 @@ def present_engines(store: dist.TCPStore, manifest: WeightManifest, engines: Col
 
 
 class Message(NamedTuple):
-    """A message under way, with its description."""
+    """A pending message, with its description."""
 
     engine: int
     what: str
@@ -103,7 +101,7 @@ class Message(NamedTuple):
 
 class EngineGroups:
     """A trainer rank's process groups, one with each engine. An engine whose message fails is lost for this attempt: the
-    rank leaves its group, so that nobody on the other side waits."""
+    rank leaves its group, so that no worker waits for it."""
 
     def __init__(self, store: dist.TCPStore, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -113,7 +111,7 @@ class EngineGroups:
         self.lost: dict[int, str] = {}  # by engine, why
 
     def begin(self, manifest: WeightManifest, present: Collection[int]) -> None:
-        """Begin an attempt, with one deadline for all engines: join the groups that are new, of the engines `present`."""
+        """Begin an attempt, with one deadline for all engines: join the new groups of the engines that are `present`."""
         self._manifest, self.lost = manifest, {}
         self._deadline, self._is_late = time.monotonic() + manifest.timeout_s, False
         for engine in manifest.engines:
@@ -129,15 +127,15 @@ class EngineGroups:
                 self._groups[engine] = manifest.groups[engine], group
 
     def has(self, engine: int) -> bool:
-        """Whether an engine takes part in this attempt and is not lost."""
+        """Return whether an engine takes part in this attempt and is not lost."""
         return engine in self._manifest.engines and engine in self._groups
 
     def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
-        """Start to send to a worker; None where its engine is lost. `what` describes the message."""
+        """Start to send to a worker; return None if its engine is lost. `what` describes the message."""
         return self._start("send", engine, worker, content, what)
 
     def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
-        """Start to receive from a worker, as `send`."""
+        """Start to receive from a worker; as `send`."""
         return self._start("receive", engine, worker, content, what)
 
     def _start(self, call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
@@ -154,7 +152,7 @@ class EngineGroups:
             yield
 
     def finish(self, message: Message | None) -> bool:
-        """Wait for a message until the deadline of the attempt; False where its engine is lost."""
+        """Wait for a message until the deadline of the attempt; return False if its engine is lost."""
         if message is None or not self.has(message.engine):
             return False
         with self._losing(message.engine):
@@ -172,7 +170,7 @@ class EngineGroups:
         return False
 
     def leave_all(self) -> None:
-        """Leave all groups: waits of the workers fail at once."""
+        """Leave all groups, so that waits of the workers fail at once."""
         for engine in list(self._groups):
             self._leave(engine)
 
@@ -191,7 +189,7 @@ class EngineGroups:
 
 
 def bucket_memory(capacity: int, on_device: bool) -> torch.Tensor:
-    """Memory for the buckets of one end, uint8 [2, capacity]."""
+    """Return memory for the buckets of one end, uint8 [2, capacity]."""
     size = NUM_BUCKETS * capacity
     memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
     return memory.view(NUM_BUCKETS, -1)
@@ -212,11 +210,11 @@ class Inbox:
             self.parts.begin(manifest)
 
     def bucket(self, bucket: int) -> torch.Tensor:
-        """The memory of a bucket, uint8 [capacity]."""
+        """Return the memory of a bucket, uint8 [capacity]."""
         return self.memory[bucket % NUM_BUCKETS]
 
     def room(self, bucket: int, number: int) -> torch.Tensor:
-        """Memory for the message with a part, by its number in the bucket."""
+        """Return memory for the message with a part, by its number in the bucket."""
         part = self.stream.parts[bucket][number]
         return self.bucket(bucket)[part.start : part.end] if self.parts is None else self.parts.room(bucket, number)
 
@@ -229,8 +227,8 @@ class Inbox:
                 works.append((number, room, start(group.receive, room, part.source_rank, what)))
 
     def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
-        """Wait for a bucket that was posted; its memory. Raises SyncLate or SyncAborted naming the rank, SyncError for a
-        message that does not fit."""
+        """Wait for a bucket that was posted; return its memory. Raises SyncLate or SyncAborted naming the rank, SyncError
+        for a message that does not fit."""
         for number, message, work in self._posted.pop(bucket):
             source_rank = self.stream.parts[bucket][number].source_rank
             what = f"bucket {bucket} of {self.stream.num_buckets} from trainer rank {source_rank}"
@@ -239,7 +237,7 @@ class Inbox:
         return self.bucket(bucket)
 
     def arrive(self, bucket: int, number: int, message: torch.Tensor) -> None:
-        """Put a message that has arrived in its `room` where its bytes belong."""
+        """Decode a message that has arrived in its `room`, if it is a difference."""
         if self.parts is not None:
             self.parts.put(message, bucket, number, self.bucket(bucket))
 
@@ -278,7 +276,7 @@ class HandOver(Inbox):
 
 
 class Written(NamedTuple):
-    """A part of this rank in a round: its memory, uint8 [bytes], ends with its checksum."""
+    """A part of this rank in a round; its memory, uint8 [bytes], ends with its checksum."""
 
     bucket: int
     stream: int
@@ -287,7 +285,7 @@ class Written(NamedTuple):
 
 
 class BucketSender:
-    """A trainer rank's end: sends its parts of the buckets, and in two legs receives for the workers that it serves."""
+    """Sends a trainer rank's parts of the buckets; in two legs it also receives for the workers that the rank serves."""
 
     def __init__(
         self,
@@ -299,8 +297,8 @@ class BucketSender:
         parts: SentParts | None,
         manifest: WeightManifest,
     ) -> None:
-        """`manifest` is like those of all versions: it says where buckets lie, and who takes which stream. With `parts`
-        messages are differences."""
+        """`manifest` says for all versions where buckets lie, and which worker takes which stream. With `parts` messages are
+        differences."""
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
         self._manifest, self._parts = manifest, parts
         self.buckets = bucket_memory(
@@ -337,8 +335,8 @@ class BucketSender:
             hand_over.begin(manifest)
 
     def room(self, entries: Round) -> list[Written]:
-        """Memory for this rank's parts of the next round, as far as anybody takes them, once the last round but one is done.
-        Raises SyncError for a rank that is late."""
+        """Return memory for this rank's parts of the next round, unless all engines are lost; waits for the last round but
+        one. Raises SyncError for a rank that is late."""
         if len(self._under_way) == NUM_BUCKETS:
             self._complete()
         self._turn = (self._turn + 1) % NUM_BUCKETS
@@ -353,8 +351,8 @@ class BucketSender:
         return written
 
     def send(self, entries: Round, written: Sequence[Written]) -> None:
-        """Start a round: send this rank's parts, which stand in their `room`, to all engines, and receive for the workers
-        that this rank serves."""
+        """Start a round: send this rank's parts, which were written to their `room`, to all engines, and receive for the
+        workers that this rank serves."""
         contents = [
             one.content if self._parts is None else self._parts.message(one.stream, one.bucket, one.part, one.content)
             for one in written
@@ -379,7 +377,7 @@ class BucketSender:
             self._ranks = None
 
     def _own(self, entries: Round) -> list[tuple[int, int, Part]]:
-        """This rank's parts of a round, with bucket and stream."""
+        """Return this rank's parts of a round, with bucket and stream."""
         parts = [(bucket, number, self._streams[number].part(bucket, self._rank)) for bucket, number in entries]
         return [(bucket, number, part) for bucket, number, part in parts if part is not None]
 
@@ -444,7 +442,7 @@ class BucketSender:
             finish(self._ranks, message.work, self._deadline, message.what)
 
     def _receiving(self, entries: Round) -> list[tuple[int, tuple[int, int], HandOver]]:
-        """The buckets of a round that this rank receives, with engine and worker."""
+        """Return the buckets of a round that this rank receives, with engine and worker."""
         return [
             (bucket, place, hand_over)
             for bucket, number in entries

@@ -1,4 +1,4 @@
-"""The manifest of one weight version: all that a rollout engine must know to take it. And the errors of a sync."""
+"""The manifest of a weight version, which tells a rollout engine all that it must know to take it; the errors of a sync."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AdapterManifest:
         return sum(map(len, self.files.values()))
 
     def check(self) -> None:
-        """Raises SyncError if the files are not those that were sent as this version."""
+        """Check that the files are those that were sent as this version. Raises SyncError."""
         if digest_of(self.version, self.files) != self.digest:
             raise SyncError(f"wrong bytes in the adapters of version {self.version}")
 
@@ -60,7 +60,7 @@ def digest_of(version: int, files: Mapping[str, bytes]) -> str:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """One version on its way; plain types, so that it travels as JSON.
+    """Describes one version to the engines; plain types, so that it travels as JSON.
 
     `attempt` counts from 1 how often this version was sent. `engines` take part,
     each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with `quantization` "fp8" linear
@@ -98,18 +98,18 @@ class WeightManifest:
     servers: tuple[tuple[int, ...], ...] = ()
 
     def ranks_of(self, engine: int) -> Sequence[int]:
-        """The trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
+        """Return the trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
         return sorted(set(self.servers[engine])) if self.servers else range(self.layout.ranks)
 
     @property
     def worker_waits(self) -> int:
-        """How many times `timeout_s` a worker waits for a trainer rank, which may wait for an engine, or in two legs for a
-        rank that does."""
+        """Return how many times `timeout_s` a worker waits for a trainer rank, which may itself wait for an engine, or in
+        two legs for a rank that does."""
         return 3 if self.servers else 2
 
     @property
     def report_waits(self) -> int:
-        """How many times `timeout_s` rank 0 waits for an engine's report, from the begin of the attempt."""
+        """Return how many times `timeout_s` rank 0 waits for an engine's report, from the begin of the attempt."""
         return self.worker_waits + 1
 
     def as_dict(self) -> dict[str, Any]:

@@ -73,21 +73,21 @@ class Engines(Protocol):
         """Ask some engines to pause for the first attempt at a version; does not wait."""
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[int]:
-        """Pause some engines for a version, as far as they were not asked yet, and wait; how often each of all engines was
-        started."""
+        """Pause some engines for a version, unless they were asked already, and wait. Return for all engines how often each
+        was started."""
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Start the receive of the manifest's engines; does not wait."""
+        """Have the manifest's engines start to receive; does not wait."""
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        """Wait for all; the engines that need another attempt and are ready for it, and the metrics of the others."""
+        """Wait for all. Return the engines that need another attempt and are ready for it, and the metrics of the others."""
 
 
 class WeightSync:
     """Sends actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
-    No version is kept: an engine that missed a version gets the weights again. Rank 0 owns the store over which processes
-    come together; it ends with rank 0.
+    No version is kept: an engine that missed a version gets the weights again. Rank 0 owns the store through which
+    processes join groups; it ends with rank 0.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class WeightSync:
         self._shape, self._layout, self._rank, self._group, self._settings = shape, layout, rank, group, settings
         self._plan = plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._names = set(parameter_sizes(shape, layout, rank))
-        # Bytes of one engine; None where no table lists what its workers hold.
+        # Bytes of one engine; None if no table lists what its workers hold.
         element_bytes, quantised = settings.dtype.itemsize, quantised_tensors(shape) if settings.quantization else {}
         self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if has_weight_map(shape) else None
         self._engines: Engines | None = None
@@ -130,7 +130,7 @@ class WeightSync:
         engines: Engines | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """Send a version to all engines, or to the `chosen` engines of rank 0; the `sync/...` metrics, on every rank.
+        """Send a version to all engines, or to the `chosen` engines of rank 0; return the `sync/...` metrics on every rank.
 
         `parameters` are all parameters of this rank by Megatron's local names; only rank 0 has `engines`. Engines that died
         or took wrong bytes get further attempts, as often as `engines` asks for them. Raises SyncError on every rank, naming
@@ -167,7 +167,7 @@ class WeightSync:
         }
 
     def close(self) -> None:
-        """Leave all groups; a further sync joins new ones. Not a collective: it also runs on the way out of a failure."""
+        """Leave all groups; the next sync joins new groups. Not a collective, because it also runs after a failure."""
         self._groups.leave_all()
         self._groups_of = [0] * len(self._groups_of)
         if self._sender is not None:
@@ -196,11 +196,11 @@ class WeightSync:
         self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
 
     def _share(self, version: int, parameters: Mapping[str, torch.Tensor], engines: Sequence[int]) -> None:
-        """Ask the engines to pause, compare this rank's parameters with the plan, and share them where workers map them.
-        Engines pause meanwhile."""
+        """Ask the engines to pause. While they do, compare this rank's parameters with the plan, and share them if workers
+        map them."""
 
         def begin() -> Needs:
-            """What this rank needs before its parameters can be mapped."""
+            """Return what this rank needs before its parameters can be mapped."""
             if self._engines is not None:
                 self._engines.ask(version, engines)
             if differing := sorted(self._names ^ parameters.keys()):
@@ -210,7 +210,7 @@ class WeightSync:
             for name, (rows, cols) in self._mapped.items():
                 size = parameters[name].shape
                 if size[0] < rows or size[1:].numel() < cols:
-                    raise ValueError(f"{name} of {tuple(size)} has not the size in the plan, at least {rows} x {cols}")
+                    raise ValueError(f"{name} of {tuple(size)} is smaller than in the plan, {rows} x {cols}")
             return needs_of(parameters, list(self._mapped))
 
         needs = self._together("weight_sync: begin", begin)
@@ -247,7 +247,7 @@ class WeightSync:
         )
 
     def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> tuple[WeightManifest, list[int]]:
-        """On rank 0, begin the next attempt: start the engines' receive; the engines that join new groups."""
+        """On rank 0, begin the next attempt: have the engines receive; return the engines that join new groups."""
         assert self._engines is not None, "rank 0 has engines"
         starts = self._engines.pause(version, attempt, wanted)
         new = [engine for engine in wanted if not self._groups_of[engine] or starts[engine] != self._starts[engine]]
@@ -261,7 +261,7 @@ class WeightSync:
         return manifest, present_engines(self._store, manifest, new)
 
     def _finish(self, manifest: WeightManifest, sent: Sequence[Sent]) -> tuple[tuple[int, ...], dict[str, float]]:
-        """On rank 0, wait for the engines: the engines that need another attempt, and the metrics."""
+        """On rank 0, wait for the engines; return the engines that need another attempt, and the metrics."""
         lost = [(rank, engine, why) for rank, of_rank in enumerate(sent) for engine, why in of_rank.lost.items()]
         again: Sequence[int] = manifest.engines
         assert self._engines is not None, "rank 0 has engines"
@@ -290,8 +290,8 @@ class WeightSync:
 
     def _confirm(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> tuple[float, int]:
         """Once all workers have copied what they need from this rank, compute the checksums of what it holds, and send them
-        to the workers: seconds, and bytes that the workers took. The checksums come last, so that a weight that was written
-        meanwhile is detected."""
+        to the workers. Return seconds, and bytes that the workers took. The checksums come last, so that they detect a
+        weight that was written during the copy."""
         groups = self._groups
         readers = [worker for worker, pieces in enumerate(self._pieces) if pieces]
         copied: dict[tuple[int, int], Message | None] = {}
@@ -316,10 +316,10 @@ class WeightSync:
 
     @torch.no_grad()
     def _send_buckets(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> tuple[float, int, int, int]:
-        """Write and send all parts of this rank, round after round; what `Sent` says of it."""
+        """Write and send all parts of this rank, round after round; return the fields of `Sent` after `lost`."""
         pack_s, sender, dtype = 0.0, self._sender, self._settings.dtype
         assert sender is not None, "the transport group has a sender"
-        # The mapping may make a parameter anew at each access (adapters are merged in). So each is accessed once, and kept
+        # Each access may compute a parameter (adapters are merged into it). So each parameter is accessed once, and kept
         # until its last piece is written.
         kept: dict[str, torch.Tensor] = {}
         missing = Counter(piece.parameter for piece in chain.from_iterable(self._pieces))
@@ -350,8 +350,8 @@ class WeightSync:
         return pack_s, sender.sent_bytes, *sender.changed
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
-        """Run a step on every rank and wait for all; the results in rank order. A failure is raised on every rank and names
-        the first rank that failed for a reason of its own."""
+        """Run a step on every rank and wait for all; return the results in rank order. A failure is raised on every rank and
+        names the first rank that did not fail because of another process."""
         value, failure, error = attempt(step)
         answers = self._gather((value, failure))
         failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
@@ -374,8 +374,8 @@ class WeightSync:
 
 
 def attempt(step: Callable[[], Value]) -> tuple[Value | None, tuple[bool, str, bool] | None, Exception | None]:
-    """Run a step: its result; or for the other ranks whether another process caused its failure, a description, and whether
-    a deadline passed; and the error."""
+    """Run a step; return its result, its failure and its error. The failure, for other ranks, says whether another process
+    caused it, describes it, and says whether a deadline passed."""
     try:
         return step(), None, None
     except Exception as error:  # raised by the caller, once the other ranks know
@@ -384,8 +384,8 @@ def attempt(step: Callable[[], Value]) -> tuple[Value | None, tuple[bool, str, b
 
 
 def from_first(step: Callable[[], Value], rank: int, group: dist.ProcessGroup | None) -> Value:
-    """Run a step on rank 0; its result, on every rank. A failure is raised unchanged on rank 0, and as SyncError on the
-    other ranks (SyncLate where a deadline has passed)."""
+    """Run a step on rank 0; return its result on every rank. A failure is raised unchanged on rank 0, and as SyncError on
+    the other ranks (SyncLate where a deadline has passed)."""
     with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
         value, failure, error = attempt(step) if rank == 0 else (None, None, None)
         box: list[Any] = [value, failure]

@@ -1,4 +1,4 @@
-"""The worker's end of a sync without vLLM: join the group, take the bytes, verify them, and put each box in its place."""
+"""The worker's end of a sync, without vLLM: join the group, take the bytes, verify them, and put each box in its place."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Writer(Protocol):
         """Return where to write a box, [rows, cols]; nobody may keep it. A thread gives its spare memory."""
 
     def written(self, owner: str, spare: SpareMemory) -> None:
-        """Called by a thread when the boxes of a work are written."""
+        """Pack what a thread has written of a work, or note it for `finish`."""
 
     def finish(self) -> None:
-        """Called when all boxes are written, while ranks compute the checksums of mapped weights."""
+        """Pack the rest, once all boxes are written and while ranks compute the checksums of mapped weights."""
 
 
 @dataclass
@@ -110,10 +110,10 @@ class WeightReader:
         self.is_complete = False  # whether the last version was read to its end
 
     def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[Box, None, None]:
-        """Write every box of a version to its place; yields each box once it is written, except those that threads write.
+        """Write every box of a version to its place, and yield each box once it is written, except those that threads write.
         Boxes come in pieces, in the order of the buckets: several modules are incomplete at a time.
 
-        A caller that stops early must close the generator: then nobody waits for this worker. Boxes in host buckets are
+        A caller that stops early must close the generator, so that nobody waits for this worker. Boxes in host buckets are
         verified before they are written; boxes in device buckets, and mapped boxes, at the end.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
@@ -175,7 +175,7 @@ class WeightReader:
         return self._inbox
 
     def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
-        """Copy all boxes from where they lie, and hash the copies. The ranks compute their checksums once everything was
+        """Copy all boxes from the ranks' memory, and hash the copies. The ranks compute their checksums once everything is
         copied, and the worker compares."""
         times, source, version = self.times, self._stream.source, manifest.version
         self._map(manifest)
@@ -209,7 +209,7 @@ class WeightReader:
                 del place  # as above
                 yield box
             begun = time.perf_counter()
-            sums[:] = torch.stack(on_device).cpu().numpy()  # the only time that verification waits for the device
+            sums[:] = torch.stack(on_device).cpu().numpy()  # verification waits for the device only here
             times.verify_s += time.perf_counter() - begun
         times.received_bytes += sum(box.rows * box.cols * box.dtype.itemsize for box, _ in self._mapped)
         copied = torch.tensor([version])
@@ -231,7 +231,7 @@ class WeightReader:
                 raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(source)}, {which}")
 
     def _map(self, manifest: WeightManifest) -> None:
-        """Map the parameters of all ranks, unless they are where they were."""
+        """Map the parameters of all ranks, unless these have not moved since the last version."""
         if self._addresses == manifest.addresses:
             return
         begun = time.perf_counter()
@@ -249,7 +249,7 @@ class WeightReader:
     def _read_buckets(
         self, manifest: WeightManifest, engine: int, group: MessageGroup, deadline: float, writer: Writer
     ) -> Iterator[Box]:
-        """Take bucket after bucket."""
+        """Take, verify and write bucket after bucket."""
         times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
         inbox = self._begin_inbox(manifest, engine)
 
@@ -281,7 +281,7 @@ class WeightReader:
             post(bucket + NUM_BUCKETS)
         begun = time.perf_counter()
         wrong = torch.stack([differ for *_, differ in differs]).cpu() if differs else torch.zeros(0)
-        times.verify_s += time.perf_counter() - begun  # the only time that verification waits for the device
+        times.verify_s += time.perf_counter() - begun  # verification waits for the device only here
         if wrong.any():
             bucket, part, _ = differs[int(wrong.nonzero()[0])]
             raise self._wrong(version, bucket, part)
