@@ -343,6 +343,12 @@ class WholeTensors(Writer):
             self._missing[box.parameter] = size[0] * size[1]
         return box.within(self._tensors[box.parameter])
 
+    def written(self, owner: str, spare: SpareMemory) -> None:
+        """No thread writes."""
+
+    def finish(self) -> None:
+        """The consumer of `complete` does the rest."""
+
     def complete(self, boxes: Iterator[Box]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the content of each tensor once all its boxes are written; `boxes` come from `read`."""
         for box in boxes:
