@@ -28,7 +28,7 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.copies import MOST_THREADS, Box, Works, num_threads
+from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, num_threads
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.read import WeightReader
@@ -197,7 +197,7 @@ class _Writer(BoxWriter):
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
         return Works([[number] for number in range(len(boxes))], MOST_THREADS)
 
-    def place(self, box: Box) -> torch.Tensor:
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
         return box.within(self.parameters[box.parameter])
 
 

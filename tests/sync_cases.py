@@ -120,16 +120,13 @@ class BoxWriter:
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
         return Works([[number] for number in range(len(boxes))], most_threads=1)
 
-    def place(self, box: Box) -> torch.Tensor:
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
         self.before(self.num_boxes)
         self.num_boxes += 1
         dtype = torch.float32 if box.dtype == FP8 else box.dtype
         place = box.within(self.parameters.setdefault(box.parameter, torch.full(LARGEST, torch.nan, dtype=dtype)))
         assert not self._once or torch.isnan(place).all(), f"{box.parameter} written twice"
         return place
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        return [self.place(box) for box in boxes]
 
     def written(self, owner: str, spare: SpareMemory) -> None:
         """Nothing is packed."""

@@ -56,10 +56,10 @@ class AdapterSync:
         return from_first(lambda: self._send(version, factors, begun, engines, wanted), self._rank, self._group)
 
     def close(self) -> None:
-        """Nothing is open between two syncs."""
+        """Do nothing: nothing is open between two syncs."""
 
     def _gather(self, adapters: Mapping[str, Adapter]) -> list[Factors]:
-        """Return the factors of every rank on rank 0, in rank order, once of those that several ranks hold."""
+        """Gather the factors of every rank on rank 0, in rank order; of replicas only one rank sends them."""
         _, _, data_rank, context_rank = self._layout.coordinates(self._rank)
         factors = adapter_factors(adapters) if data_rank == context_rank == 0 else {}
         if self._group is None:

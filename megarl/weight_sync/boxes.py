@@ -1,4 +1,4 @@
-"""The shards of a model on either side as boxes: rectangles of checkpoint tensors, kept as columns of numbers.
+"""Describe the shards of a model on either side as boxes: rectangles of checkpoint tensors, kept as columns of numbers.
 
 A model of 384 experts has hundreds of thousands of boxes, but its layers repeat few kinds of weights. So the boxes of one
 weight are built once, and numpy repeats them for the other layers. `megarl check` walks the same tables without numpy.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,11 +40,11 @@ class Boxes:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Elements of each box, int64 [boxes]."""
+        """Return the elements of each box, int64 [boxes]."""
         return (self.row1 - self.row0) * (self.col1 - self.col0)
 
     def segment(self, box: int) -> Segment:
-        """One box by its position."""
+        """Return the box at a position."""
         columns = (self.row0, self.row1, self.col0, self.col1, self.rank, self.local_row, self.local_col)
         row0, row1, col0, col1, rank, row, col = (int(column[box]) for column in columns)
         name, parameter = self.names[self.name[box]], self.parameters[self.parameter[box]]
@@ -53,7 +52,7 @@ class Boxes:
 
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> Boxes:
-        """The columns of segments."""
+        """Convert segments to columns."""
         names: dict[str, int] = {}
         parameters: dict[str, int] = {}
         rows = [
@@ -63,17 +62,12 @@ class Boxes:
         return cls(tuple(names), tuple(parameters), *np.array(rows, dtype=np.int64).reshape(-1, 9).T.copy())
 
 
-class Repeat(NamedTuple):
-    """Boxes on ranks that are `offset` higher, with prefixes for their tensors and parameters."""
+def stack(repeats: Sequence[tuple[Boxes, str, str, int]]) -> Boxes:
+    """Join boxes, rank by rank; the boxes of a rank keep the order of `repeats`.
 
-    boxes: Boxes
-    name_prefix: str
-    parameter_prefix: str
-    offset: int
-
-
-def stack(repeats: Sequence[Repeat]) -> Boxes:
-    """Join boxes, rank by rank; the boxes of a rank keep the order of `repeats`."""
+    Each repeat has boxes, prefixes for the names of their tensors and of their parameters, and a number that is added to
+    their ranks.
+    """
     names: dict[str, int] = {}
     parameters: dict[str, int] = {}
 
@@ -81,18 +75,18 @@ def stack(repeats: Sequence[Repeat]) -> Boxes:
         return np.array([table.setdefault(prefix + string, len(table)) for string in strings], dtype=np.int64)
 
     columns: list[list[np.ndarray]] = []
-    for boxes, name_prefix, parameter_prefix, offset in repeats:
+    for boxes, name_prefix, parameter_prefix, first_rank in repeats:
         name = numbers(boxes.names, name_prefix, names)[boxes.name]
         parameter = numbers(boxes.parameters, parameter_prefix, parameters)[boxes.parameter]
         corners = [boxes.row0, boxes.row1, boxes.col0, boxes.col1]
-        columns.append([name, *corners, boxes.rank + offset, parameter, boxes.local_row, boxes.local_col])
+        columns.append([name, *corners, boxes.rank + first_rank, parameter, boxes.local_row, boxes.local_col])
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
     order = np.argsort(joined[5], kind="stable")
     return Boxes(tuple(names), tuple(parameters), *(column[order] for column in joined))
 
 
 def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """The boxes of `megatron_segments` for a language model, for the weights that `keep` accepts."""
+    """Return the boxes of `megatron_segments` for a language model, for the weights that `keep` accepts."""
     first_stage = [
         layout.rank(t, 0, d, c) for d in range(layout.data) for c in range(layout.context) for t in range(layout.tensor)
     ]
@@ -103,7 +97,7 @@ def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], b
     )
     return stack(
         [
-            Repeat(boxes_of(weight), name_prefix, megatron.chunk_prefix(layout, chunk) + prefix, layout.rank(0, stage))
+            (boxes_of(weight), name_prefix, megatron.chunk_prefix(layout, chunk) + prefix, layout.rank(0, stage))
             for stage in range(layout.pipeline)
             for chunk in range(layout.virtual_pipeline)
             for name_prefix, prefix, weight in megatron.chunk_weights(shape, layout, stage, chunk, critic=False)
@@ -113,7 +107,7 @@ def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], b
 
 
 def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """The boxes of `vllm_segments` for the weights that `keep` accepts. Raises ValueError as `vllm_segments` does."""
+    """Return the boxes of `vllm_segments` for the weights that `keep` accepts. Raises ValueError as `vllm_segments`."""
     vllm.check_layout(shape, rollout)
     first_stage = [rollout.worker(t, 0, d) for d in range(rollout.data) for t in range(rollout.tensor)]
     boxes_of = cache(
@@ -121,7 +115,7 @@ def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight
     )
     return stack(
         [
-            Repeat(boxes_of(weight), prefix, prefix, rollout.worker(0, stage))
+            (boxes_of(weight), prefix, prefix, rollout.worker(0, stage))
             for stage in range(rollout.pipeline)
             for prefix, weight in vllm.stage_weights(shape, rollout, stage)
             if keep(weight)
@@ -130,10 +124,10 @@ def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight
 
 
 def shard_bytes(shape: ModelShape, rollout: RolloutLayout, itemsize: int, quantised: Collection[str] = ()) -> int:
-    """Bytes of all updated weights in all workers of an engine: the least that any plan must send for one version.
+    """Return the bytes of all updated weights in all workers of an engine: the least that any plan must send for a version.
 
-    `itemsize` is bytes an element, except for the tensors that are `quantised` to FP8 blocks. Raises ValueError as
-    `vllm_boxes` does."""
+    `itemsize` is the bytes of an element, except for the tensors that are `quantised` to FP8 blocks. Raises ValueError as
+    `vllm_boxes`."""
     boxes = vllm_boxes(shape, rollout, lambda weight: not weight.fixed)
     in_blocks = np.isin(boxes.name, [number for number, name in enumerate(boxes.names) if name in quantised])
     sizes = np.stack([in_blocks, boxes.row1 - boxes.row0, boxes.col1 - boxes.col0])

@@ -1,4 +1,4 @@
-"""How the boxes of one worker travel: in which order, cut into pieces, packed into buckets of one size.
+"""Cut the boxes of one worker into pieces, put these in order, and pack them into buckets of one size.
 
 Pure functions: both ends compute the same. Inside a bucket the pieces of one source rank lie together as a *part*: the
 content of one message, which ends with its checksum.
@@ -6,13 +6,12 @@ content of one message, which ends with its checksum.
     bucket | piece piece piece checksum | piece checksum | free |
            '-- part of rank 0 ----------'-- of rank 2 ---'
 
-Every bucket holds the same share of what each rank sends to the worker. So all ranks send all the time, each at the rate at
-which it finishes with the others, and near and far ranks mix. In the order of the layers the ranks of the first pipeline
-stage would send alone, then those of the second. A rank's weights keep their order, so about one module of each rank is
-incomplete at a time.
+Every bucket holds the same share of what each rank sends to the worker. So all ranks send all the time and finish together,
+and each bucket mixes near and far ranks. In the order of the layers the ranks of the first pipeline stage would send alone,
+then the ranks of the second. A rank's weights keep their order, so about one module of each rank is incomplete at a time.
 
-Where adapters are merged into weights while these are sent, weights go layer by layer: otherwise a rank would hold merged
-weights of many layers. So they do in checkpoint mode, where a worker would hold many incomplete tensors.
+Weights go layer by layer if adapters are merged into them during the sync, because a rank would otherwise hold merged
+weights of many layers; and in checkpoint mode, because a worker would otherwise hold many incomplete tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,25 +31,25 @@ from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes, quan
 from megarl.weight_sync.plan import ReshardPlan
 
 ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
-MOST_WRITTEN = 1.5  # buckets that a rank writes in a round: where as many ranks send as receive, each writes about one
+MOST_WRITTEN = 1.5  # buckets that a rank writes in a round at most; with as many ranks as workers each writes about one
 SMALLEST_PART = 256 << 10  # bytes: a rank that would send less in a bucket sends in fewer buckets
-PHASES = 1 << 16  # of a rank's parts
+PHASES = 1 << 16  # steps of the phase that shifts a rank's parts against those of other ranks
 SPREAD = (
     round(PHASES * 0.7548776662),
     round(PHASES * 0.5698402910),
-)  # numbers of pairs become phases far from each other (R2)
+)  # the R2 sequence: gives pairs of a rank and a worker phases that lie far apart
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def _layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
-    """The layer of each copy, int64 [copies]; -1 for weights outside the layers."""
+    """Return the layer of each copy, int64 [copies]; -1 for weights outside the layers."""
     matches = (_LAYER.match(parameter) for parameter in plan.destination_parameters)
     numbers = np.array([int(match.group(1)) if match else -1 for match in matches], dtype=np.int64)
     return numbers[plan.destination_parameter[copies]]
 
 
 def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
-    """Where in `copies` each layer begins; the embedding, and the final norm with the head, count as layers."""
+    """Return where in `copies` each layer begins. The embedding is a layer; so are the final norm and the head together."""
     return np.concatenate([[0], np.flatnonzero(np.diff(_layer_numbers(plan, copies))) + 1])
 
 
@@ -67,12 +64,12 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes with the checksum."""
+        """Return the bytes of the part, with the checksum."""
         return self.end - self.start
 
     @property
     def check(self) -> int:
-        """Byte of the checksum in the bucket."""
+        """Return the offset of the checksum in the bucket."""
         return self.end - ALIGNMENT
 
 
@@ -97,7 +94,7 @@ class Stream:
 
     A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan, from trainer rank `source`. It lies in
     bucket `bucket` at byte `offset` and has `size` bytes; the first `scales` bytes of FP8 blocks are their scales.
-    `capacity` is bytes of the fullest bucket.
+    `capacity` is the bytes of the fullest bucket.
     """
 
     copy: np.ndarray
@@ -123,10 +120,10 @@ class Stream:
     ) -> Stream:
         """Pack `copies`, positions in the plan to one destination in its order.
 
-        `itemsize` is bytes an element on the wire, except for the tensors that are `quantised` to FP8 blocks. A new bucket
-        begins at each of the positions in `copies` that are `apart`; what stands between two of them is spread over its
-        buckets. Raises ValueError where the plan cuts blocks, and where one row of a box, or of blocks, does not fit a
-        bucket."""
+        `itemsize` is the bytes of an element on the wire, except for the tensors that are `quantised` to FP8 blocks. A new
+        bucket begins at each of the positions in `copies` that are `apart`; the copies between two such positions are spread
+        over their own buckets. Raises ValueError if the plan cuts blocks, or if one row of a box or of blocks does not fit
+        into a bucket."""
         in_blocks = np.zeros(len(plan), dtype=bool)
         if quantised:
             in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
@@ -144,7 +141,7 @@ class Stream:
 
     @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
-        """The parts of each bucket, in the order of their source ranks."""
+        """Return the parts of each bucket, by source rank."""
         order = np.lexsort((np.arange(len(self.copy)), self.source, self.bucket))
         keys = np.stack([self.bucket[order], self.source[order]])
         first = np.flatnonzero(np.r_[True, (np.diff(keys) != 0).any(axis=0)]) if len(order) else np.empty(0, dtype=np.int64)
@@ -158,27 +155,27 @@ class Stream:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Position of each bucket's first piece, and behind them the number of pieces, int64 [buckets + 1]."""
+        """Return the position of each bucket's first piece, and last the number of pieces, int64 [buckets + 1]."""
         return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
 
     def part(self, bucket: int, source_rank: int) -> Part | None:
-        """What a rank contributes to a bucket; None for nothing."""
+        """Return what a rank contributes to a bucket, or None."""
         return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
 
     def at_source(self, plan: ReshardPlan, pieces: np.ndarray) -> list[Piece]:
-        """The pieces of these numbers as their source ranks see them."""
+        """Return the pieces with these numbers as their source ranks see them."""
         copy = self.copy[pieces]
         parameters = [plan.source_parameters[number] for number in plan.source_parameter[copy]]
         return self._as_pieces(plan, pieces, parameters, plan.source_row[copy], plan.source_col[copy])
 
     def at_destination(self, plan: ReshardPlan, pieces: np.ndarray) -> list[Piece]:
-        """The pieces of these numbers as the worker sees them."""
+        """Return the pieces with these numbers as the worker sees them."""
         copy = self.copy[pieces]
         parameters = [plan.destination_parameters[number] for number in plan.destination_parameter[copy]]
         return self._as_pieces(plan, pieces, parameters, plan.destination_row[copy], plan.destination_col[copy])
 
     def of_bucket(self, bucket: int) -> np.ndarray:
-        """The numbers of a bucket's pieces."""
+        """Return the numbers of a bucket's pieces."""
         return np.arange(self.starts[bucket], self.starts[bucket + 1])
 
     def _as_pieces(
@@ -194,15 +191,15 @@ class Stream:
 def _spread(
     plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut `copies` and order them so that at any time the same share of each source rank's bytes has travelled: (copy, row,
-    rows) of each piece. A rank sends as many parts as there are buckets, or fewer where parts would be small."""
+    """Cut `copies` and order the pieces so that at any time the same share of each source rank's bytes has travelled; return
+    (copy, row, rows) of each piece. A rank sends a part in every bucket, or in fewer buckets if its parts would be small."""
     source, cols, rows = plan.source_rank[copies], plan.cols[copies], plan.rows[copies]
     blocks = in_blocks[copies]
     unit = np.where(blocks, np.minimum(BLOCK, rows), 1)  # rows that stay together
     unit_bytes = np.where(blocks, SCALE_BYTES * -(-cols // BLOCK) + unit * cols, cols * itemsize)
     units = -(-rows // unit)
     size = units * unit_bytes
-    # Of each copy: where it begins in the bytes of its rank, how many these are, and in how many parts they travel.
+    # For each copy: its offset in the bytes that its rank sends, how many these are, and in how many parts they travel.
     order = np.argsort(source, kind="stable")
     before = np.cumsum(size[order]) - size[order]
     _, first, rank = np.unique(source[order], return_index=True, return_inverse=True)
@@ -218,7 +215,7 @@ def _spread(
         np.clip(-(-(-(-number * total[copy] // parts[copy]) - begin[copy]) // unit_bytes[copy]), 0, units[copy])
         for number in (part, part + 1)
     ]
-    # Ranks take turns. Of those with few parts some send to a worker in each bucket, and each to some workers.
+    # Ranks with few parts take turns: in each bucket some of them send to this worker, and the others to other workers.
     ends = source[copy] * SPREAD[0] + plan.destination_rank[copies[0]] * SPREAD[1]
     turn = (part * PHASES + ends % PHASES) * buckets // parts[copy]
     kept = np.flatnonzero(bounds[0] < bounds[1])
@@ -230,8 +227,8 @@ def _spread(
 def _cut(
     plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray, apart: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut copies into pieces: (copy, row, rows, bucket) of each. A bucket takes whole rows, or rows of blocks, as long as
-    they fit with the checksums of their parts, up to the next copy that is `apart`."""
+    """Cut copies into pieces; return (copy, row, rows, bucket) of each. A bucket takes whole rows, or rows of blocks, until
+    it is full (each part needs room for its checksum) or the next copy is `apart`."""
     pieces: list[tuple[int, int, int, int]] = []
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
@@ -272,8 +269,8 @@ def _cut(
 
 
 def _place(source: np.ndarray, bucket: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, int]:
-    """Place part after part in each bucket, each with a line for its checksum at the end: the offset of each piece, and
-    bytes of the fullest bucket."""
+    """Place part after part in each bucket, each with a line for its checksum at the end. Return the offset of each piece,
+    and the bytes of the fullest bucket."""
     if not len(size):
         return np.zeros_like(size), 0
     order = np.lexsort((np.arange(len(size)), source, bucket))
@@ -301,24 +298,24 @@ def sync_stream(
     bucket_bytes: int,
     quantization: str | None,
 ) -> Stream:
-    """The stream to one of an engine's workers, the same for all engines; both ends compute it. By layer no bucket holds
-    pieces of two layers, so that a rank can finish a layer for all workers before it begins the next."""
+    """Return the stream to one of an engine's workers, the same for all engines; both ends compute it. With `by_layer` no
+    bucket holds pieces of two layers, so a rank can finish a layer for all workers before it begins the next."""
     quantised = quantised_tensors(shape) if quantization == "fp8" else {}
     copies = plan.to_destination(worker)
     apart = layer_starts(plan, copies).tolist() if by_layer else ()
     return Stream.of(plan, copies, dtype.itemsize, bucket_bytes, quantised, apart)
 
 
-# (bucket, stream): no two of a round are of one stream.
+# (bucket, stream); a round has at most one bucket of each stream.
 Round = Sequence[tuple[int, int]]
 
 
 def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) -> list[Round]:
-    """The rounds in which all buckets of the streams to an engine's workers travel; all ranks go through them in order.
+    """Return the rounds in which the buckets for all workers of an engine travel; all ranks go through them in order.
 
     A round has the next bucket of each stream, as long as no rank writes more than `MOST_WRITTEN` of a bucket; with
     `by_layer` all buckets of a layer go before those of the next."""
-    # The final norm and the head stand behind the last layer, and count with it.
+    # The final norm and the head come after the last layer and count as part of it.
     layers = [
         np.maximum.accumulate(_layer_numbers(plan, stream.copy[stream.starts[:-1]]))
         if by_layer
@@ -331,7 +328,7 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) ->
         layer = min(layers[number][taken[number]] for number in waiting)
         written, entries = Counter[int](), list[tuple[int, int]]()
         # First the streams that are behind, in the order of their numbers.
-        for number in sorted(waiting, key=lambda number: Fraction(taken[number], streams[number].num_buckets)):
+        for number in sorted(waiting, key=lambda number: taken[number] / streams[number].num_buckets):
             bucket = taken[number]
             sizes = {part.source_rank: part.size for part in streams[number].parts[bucket]}
             if layers[number][bucket] == layer and all(written[rank] + size <= room for rank, size in sizes.items()):
@@ -340,15 +337,3 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) ->
                 entries.append((bucket, number))
         rounds.append(entries)
     return rounds
-
-
-def last_pieces(
-    plan: ReshardPlan, streams: Sequence[Stream], rounds: Sequence[Round], rank: int
-) -> dict[str, tuple[int, int]]:
-    """For each local parameter that a rank sends from: the stream that has the last piece, and the number of that piece."""
-    last: dict[int, tuple[int, int]] = {}
-    for bucket, number in chain.from_iterable(rounds):
-        if (part := streams[number].part(bucket, rank)) is not None:
-            parameters = plan.source_parameter[streams[number].copy[part.pieces]].tolist()
-            last |= {key: (number, piece) for key, piece in zip(parameters, part.pieces.tolist(), strict=True)}
-    return {plan.source_parameters[parameter]: place for parameter, place in last.items()}

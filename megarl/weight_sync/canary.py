@@ -30,8 +30,9 @@ from megarl.schedule import Schedule, compare, plan_phase
 
 # Of the canary's tokens, and of the order in which the actor runs them.
 SEED = 0
-# Mean absolute differences between actor and engine, in nats, of the coarser precision of the two: up to the first, rounding
-# always explains them; above the second, never. Measured on CPUs with 135M weights: 1e-5 in fp32, 0.08 in bf16.
+# Mean absolute differences between actor and engine, in nats, by the coarser precision of the two. Rounding always explains
+# a difference up to the first value, and never one above the second. Measured on CPUs with 135M weights: 1e-5 in fp32, 0.08
+# in bf16.
 LEAST_AND_MOST = {"fp32": (3e-5, 0.01), "fp16": (0.01, 0.1), "bf16": (0.05, 0.5), "fp8": (0.1, 2.0)}
 # Between them a difference is wrong if it exceeds the usual one by this many standard deviations, which are about
 # 1 / sqrt(tokens) of it, and by half. Over 200 syncs in bf16 it was at most four.
@@ -81,7 +82,7 @@ class Canary:
     scores are on every rank, the engines' on rank 0."""
 
     def __init__(self, section: CanarySection, precision: str, sequences: list[np.ndarray]) -> None:
-        """`precision` is the coarser one of trainer and engines, a key of LEAST_AND_MOST."""
+        """`precision` is the coarser precision of trainer and engines, a key of LEAST_AND_MOST."""
         self.sequences, self.stops = sequences, section.action == "stop"
         self._every, self._precision = section.every, precision
         self._version = -1  # the last one that was scored
@@ -93,7 +94,7 @@ class Canary:
 
     @classmethod
     def of(cls, recipe: Recipe, vocab: int) -> Canary | None:
-        """Return the canary of a recipe, None for a recipe without."""
+        """Return the canary of a recipe, or None if it has none."""
         section, trainer = recipe.weight_sync.canary, recipe.trainer
         if section is None:
             return None

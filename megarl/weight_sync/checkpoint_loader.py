@@ -40,43 +40,34 @@ def load_checkpoint_tensors(model: Any, model_config: ModelConfig, tensors: Iter
     failure, also of `tensors` itself, complete modules hold the new weights and the others the old weights: the engine must
     answer nothing until a load succeeds. The next load does not depend on this one.
     """
-    shape = ModelShape.from_directory(model_config.model)
+    shape, num_bytes = ModelShape.from_directory(model_config.model), 0
+    sizes = checkpoint_sizes(shape)
+    missing = set(sizes) - fixed_tensors(shape)
+
+    def incoming() -> Iterator[tuple[str, torch.Tensor]]:
+        """Compare the tensors with the checkpoint's names and sizes. vLLM's loader skips names that it does not know, and
+        fills missing weights of a module with whatever lies in memory."""
+        nonlocal num_bytes
+        for name, tensor in tensors:
+            if name not in missing:
+                known = "came twice, or is one that no update moves" if name in sizes else "is not in the model"
+                raise SyncError(f"checkpoint mode: the tensor {name!r} {known}")
+            rows, columns = sizes[name]
+            if tuple(tensor.shape) != ((rows,) if columns == 1 else (rows, columns)):
+                raise SyncError(f"checkpoint mode: {name} is {tuple(tensor.shape)}, expected {rows} x {columns}")
+            missing.remove(name)
+            num_bytes += tensor.nbytes
+            yield name, tensor
+
     with _reloading(model, model_config):
-        incoming = _Incoming(shape, tensors)
-        model.load_weights(iter(incoming))
-        if incoming.missing:
-            names = sorted(incoming.missing)[:5]
-            raise SyncError(f"checkpoint mode: {len(incoming.missing)} tensors did not come, {names} among them")
+        model.load_weights(incoming())
+        if missing:
+            raise SyncError(f"checkpoint mode: {len(missing)} tensors did not come, {sorted(missing)[:5]} among them")
     if shape.tied:
         head = model.get_submodule("lm_head")
         if hasattr(head, "quant_method"):  # a stage before the last has none
             head.quant_method.process_weights_after_loading(head)
-    return incoming.num_bytes
-
-
-class _Incoming:
-    """The tensors on their way into the loader, compared with the checkpoint's names and sizes.
-
-    vLLM's loader skips names that it does not know, and fills missing weights of a module with whatever lies in memory.
-    """
-
-    def __init__(self, shape: ModelShape, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = tensors
-        self._sizes = checkpoint_sizes(shape)
-        self.missing = set(self._sizes) - fixed_tensors(shape)
-        self.num_bytes = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors:
-            if name not in self.missing:
-                known = "came twice, or is one that no update moves" if name in self._sizes else "is not in the model"
-                raise SyncError(f"checkpoint mode: the tensor {name!r} {known}")
-            rows, columns = self._sizes[name]
-            if tuple(tensor.shape) != ((rows,) if columns == 1 else (rows, columns)):
-                raise SyncError(f"checkpoint mode: {name} is {tuple(tensor.shape)}, expected {rows} x {columns}")
-            self.missing.remove(name)
-            self.num_bytes += tensor.nbytes
-            yield name, tensor
+    return num_bytes
 
 
 @contextmanager

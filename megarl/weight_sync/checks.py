@@ -25,8 +25,8 @@ def words_of(content: torch.Tensor) -> np.ndarray:
 
 
 def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
-    """Compute the checksum of a tensor of at most two dimensions, whose layout in memory does not count: int64 [], on the
-    tensor's device, for which the host does not wait."""
+    """Compute the checksum of a tensor of at most two dimensions, whatever its strides: int64 [], on the tensor's device.
+    The host does not wait for the device."""
     if content.device.type == "cpu":
         words = np.ascontiguousarray(words_of(content))
         hashed = xxhash.xxh3_64_intdigest(words.data, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
@@ -35,7 +35,7 @@ def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
 
 
 def device_checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
-    """Compute the checksum that devices use, as `checksum`; on any device.
+    """Compute the checksum that `checksum` computes on devices, on any device.
 
     Each word is mixed one to one with its place, the version and the number, so any change of a single word is detected for
     certain. Other errors (words that changed places or belong to another version) are missed in about one case in 2**64.
@@ -45,10 +45,9 @@ def device_checksum(content: torch.Tensor, version: int, number: int) -> torch.T
     if rest or content.data_ptr() % 8:  # `pad` copies
         content = torch.nn.functional.pad(content, (0, 8 - rest)) if rest else content.clone()
     words = content.view(torch.int64)
-    seed = _mixed(version << 32 | number)
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     for begin in range(0, len(words), CHUNK_WORDS):
-        total += mixed_words(words[begin : begin + CHUNK_WORDS], begin, seed).sum()
+        total += mixed_words(words[begin : begin + CHUNK_WORDS], begin, version << 32 | number).sum()
     return total
 
 
@@ -61,14 +60,6 @@ def mixed_words(words: torch.Tensor, begin: int, seed: int) -> torch.Tensor:
         mixed ^= (mixed >> shift) & ((1 << 64 - shift) - 1)
         mixed *= _signed(factor)
     return mixed
-
-
-def _mixed(value: int) -> int:
-    """The same step of splitmix64 for one number, in [0, 2**64)."""
-    value = (value + GOLDEN) % 2**64
-    for shift, factor in ((30, FIRST), (27, SECOND)):
-        value = (value ^ value >> shift) * factor % 2**64
-    return value ^ value >> 31
 
 
 def _signed(value: int) -> int:

@@ -1,11 +1,10 @@
-"""What travels in place of the weights: FP8 blocks for engines that serve FP8, differences to the last version for slow
-links.
+"""Encode weights for the wire: FP8 blocks for engines that serve FP8, differences to the last version for slow links.
 
 For differences each end keeps the bytes of the last version: a trainer rank the bytes of its parts, a worker the bytes of
-its stream. The next version travels as the changes and is put together in the worker's copy, where boxes and checksums are
-read as usual. Checksums cover the whole content, so a difference to other bytes never passes. A version without a base
-travels whole. A message is the checksum of its part, followed by a delta of the bytes before it; its memory has room for
-the longest message.
+its stream. Only the changes of the next version travel. The worker applies them to its copy, and reads boxes and checksums
+as usual. Checksums cover the whole content, so a difference that is applied to other bytes never passes. A version without a
+base travels whole. A message is the checksum of its part and then a delta of the part's bytes; its memory has room for the
+longest message.
 
 A cast to a shorter float needs no codec: `Tensor.copy_` does it.
 """
@@ -29,7 +28,7 @@ from megarl.weight_sync.transport import NUM_BUCKETS
 FP8 = torch.float8_e4m3fn
 SCALES = "_scale_inv"  # suffix of the parameter with the scales of a weight in FP8 blocks
 _LARGEST = torch.finfo(FP8).max  # 448
-_SMALLEST = 1e-4  # the least value that counts as a block's largest, so that a block of zeros has a scale
+_SMALLEST = 1e-4  # a block's largest value counts as at least this, so that a block of zeros has a scale
 
 
 class Blocks(NamedTuple):
@@ -68,7 +67,7 @@ def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
 
 
 def scales_of(box: Box) -> Box:
-    """The box of the scales that belong to a box of FP8 blocks."""
+    """Return the box of the scales that belong to a box of FP8 blocks."""
     rows, cols = -(-box.rows // BLOCK), -(-box.cols // BLOCK)
     return Box(box.parameter + SCALES, box.row // BLOCK, box.col // BLOCK, rows, cols, torch.float32)
 
@@ -87,8 +86,8 @@ class Delta(NamedTuple):
 
 
 def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int) -> Delta:
-    """Encode `new` as the places (a bit for each element) and the differences of the elements that changed since `old`,
-    deflated; both uint8 [bytes] on a CPU. With `old` None the delta holds all of `new`, which counts as changed.
+    """Encode `new` as a bit for each element that says whether it changed since `old`, and the differences of those that
+    did, deflated; both are uint8 [bytes] on a CPU. With `old` None the delta holds all of `new`, which counts as changed.
 
     Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2 or 4), so every bit pattern comes back,
     NaN too. An update moves a weight by few units in the last place, so the differences, least significant bytes first, are
@@ -113,7 +112,7 @@ def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int
 
 
 def decode_delta(payload: torch.Tensor, content: torch.Tensor, element_bytes: int) -> None:
-    """Turn the old `content`, uint8 [bytes], into the new one in place. Bytes behind the delta in `payload` are ignored.
+    """Turn the old `content`, uint8 [bytes], into the new content in place. Bytes after the delta in `payload` are ignored.
 
     Raises ValueError for a payload that is no delta of such a content, before anything is written. A delta of another old
     content is not detected here but by the checksum of the result.
@@ -143,8 +142,8 @@ def decode_delta(payload: torch.Tensor, content: torch.Tensor, element_bytes: in
 
 
 def _planes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The differences, small ones of either sign as small numbers (0, -1, 1, -2, 2 … become 0, 1, 2, 3, 4 …), with the
-    lowest bytes of all elements first: uint8 [bytes of an element, elements]."""
+    """Return the differences, with small differences of either sign as small numbers (0, -1, 1, -2, 2 … become 0, 1, 2, 3,
+    4 …) and the lowest bytes of all elements first: uint8 [bytes of an element, elements]."""
     difference = after - before  # modulo 2 ** bits
     negative = difference >> (8 * before.dtype.itemsize - 1)
     folded = (difference << 1) ^ (0 - negative)
@@ -159,14 +158,14 @@ class Bases:
         self._taken: dict[int, tuple[int, int]] = {}  # by engine: the version it received, and its starts then
 
     def begin(self, attempt: int, engines: Sequence[int], starts: Sequence[int]) -> int | None:
-        """The version that every end of an attempt keeps, or None; `starts` counts how often each engine was started.
-        Until `finish` nothing is known to be kept. A version that failed once travels whole."""
+        """Return the version that every end of an attempt keeps, or None; `starts` counts how often each engine was started.
+        Until `finish` no version counts as kept. After a failed attempt a version travels whole."""
         base, self._sent = self._sent, None
         taken = {self._taken.pop(engine, (None, 0)) == (base, starts[engine]) for engine in engines}
         return base if attempt == 1 and taken == {True} else None
 
     def finish(self, version: int, received: Sequence[int], starts: Sequence[int]) -> None:
-        """All ranks have sent a version, and the engines `received` took it from them, whole and verified."""
+        """Record that all ranks sent a version, and that the engines `received` took and verified it."""
         self._sent = version
         self._taken |= {engine: (version, starts[engine]) for engine in received}
 
@@ -185,7 +184,7 @@ class SentParts:
         self.changed_bytes = self.content_bytes = 0
 
     def message(self, stream: int, bucket: int, part: Part, content: torch.Tensor) -> torch.Tensor:
-        """The message for a part's bytes, uint8 [bytes]; the bytes are kept for the next version."""
+        """Return the message for a part's bytes, uint8 [bytes], and keep the bytes for the next version."""
         num_bytes = part.check - part.start
         new, key = content[:num_bytes], (stream, bucket)
         delta = encode_delta(self._contents[key] if self._has_base else None, new, self._element_bytes)
@@ -207,7 +206,7 @@ class TakenParts:
         self._rooms = torch.zeros(NUM_BUCKETS, stream.capacity + headers_bytes, dtype=torch.uint8)
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Raises SyncError where the next version is a difference to another version than is kept."""
+        """Begin a version. Raises SyncError if it is a difference to another version than the kept one."""
         kept, self.version = self.version, None
         self._element_bytes = _element_bytes(manifest)
         if manifest.base is not None and manifest.base != kept:
@@ -217,13 +216,13 @@ class TakenParts:
             )
 
     def room(self, bucket: int, number: int) -> torch.Tensor:
-        """Memory for the longest message of a part, by its number in the bucket."""
+        """Return memory for the longest message of a part, by its number in the bucket."""
         part, offset = self.stream.parts[bucket][number], number * HEADER_BYTES
         return self._rooms[bucket % NUM_BUCKETS, part.start + offset : part.end + offset + HEADER_BYTES]
 
     def put(self, message: torch.Tensor, bucket: int, number: int, memory: torch.Tensor) -> None:
-        """Write the bytes that a message stands for into the bucket's memory; the part is known by its number in the bucket.
-        Raises SyncError for a torn message."""
+        """Decode a message into the bucket's memory; `number` is the part's number in the bucket. Raises SyncError for a
+        torn message."""
         part, kept = self.stream.parts[bucket][number], self._contents[bucket][number]
         try:
             decode_delta(message[ALIGNMENT:], kept, self._element_bytes)
@@ -234,5 +233,5 @@ class TakenParts:
 
 
 def _element_bytes(manifest: WeightManifest) -> int:
-    """FP8 blocks have elements of one byte."""
+    """Return the bytes of an element on the wire; an element of an FP8 block has one."""
     return 1 if manifest.quantization else DTYPES[manifest.precision].itemsize

@@ -1,8 +1,8 @@
-"""How a worker on a CPU copies mapped weights into its engine, with as many threads as it has cores for.
+"""Copy mapped weights into an engine on a CPU, with as many threads as the worker has cores.
 
 The unit is a *work*: the boxes of one module, or one box of a large module. A thread copies the pieces of a work, hashes
-them where they went, while they are in its cache, and then has vLLM pack the module. Memory for modules of which only the
-packed form lives is lent to one module after another.
+the copies while they are in its cache, and then has vLLM pack the module. Where vLLM keeps only the packed form of a module,
+spare memory holds the module until it is packed, and then the next module.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from megarl.weight_sync.transport import NUM_BUCKETS
 
 Result = TypeVar("Result")
-MOST_THREADS = 4  # more gain little: they share the memory's rate
+MOST_THREADS = 4  # more threads gain little, because they share the memory's bandwidth
 HUGE_PAGE_BYTES = 2 << 20
-# Lines of a CPU's nearest cache. Rows of this many bytes, or a multiple, share a few places of the cache, and the 64 rows
-# that oneDNN packs at a time drive each other out: packing takes up to three times as long (bf16, 4096 columns, Zen 4).
+# Rows whose length is a multiple of SAME_PLACE_BYTES share few places of a CPU's nearest cache. The 64 rows that oneDNN
+# packs at a time then evict each other, and packing takes up to three times as long (bf16, 4096 columns, Zen 4).
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
 
 
 class Box(NamedTuple):
-    """A rectangle of a local parameter, `rows` x `cols` elements from (row, col) on, and the dtype in which it comes."""
+    """A rectangle of a local parameter, `rows` x `cols` elements from (row, col) on, and the dtype of its elements."""
 
     parameter: str
     row: int
@@ -40,12 +40,11 @@ class Box(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """The module that has the parameter."""
+        """Return the module that has the parameter."""
         return self.parameter.rpartition(".")[0]
 
     def within(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Where the box belongs in the whole parameter, [rows, columns]. Raises ValueError where the parameter is
-        smaller."""
+        """Return the box's view of the whole parameter, [rows, columns]. Raises ValueError if the parameter is smaller."""
         place = matrix[self.row : self.row + self.rows, self.col : self.col + self.cols]
         if place.shape != (self.rows, self.cols):
             raise ValueError(
@@ -65,7 +64,7 @@ class SpareMemory:
 
     @property
     def in_use(self) -> bool:
-        """Whether any memory is lent."""
+        """Return whether any memory is lent."""
         return self._taken > 0
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, apart: bool = False) -> torch.Tensor:
@@ -81,7 +80,7 @@ class SpareMemory:
         return block[:num_bytes].view(dtype).view(stored)[..., : size[-1]]
 
     def take_back(self) -> None:
-        """End all loans. Blocks that somebody still refers to are not lent again: vLLM kept its weights there."""
+        """End all loans. A block that is still referred to is not lent again: vLLM keeps its weights there."""
         self._blocks = [block for block in self._blocks if _num_references(block) == 1]
         self._taken = 0
 
@@ -90,11 +89,10 @@ class SpareMemory:
 
 
 def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Fresh memory, uint8 [bytes]."""
+    """Return fresh memory, uint8 [bytes]."""
     if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    # The kernel makes large pages at four times the rate of small pages, which take several times as long as the writes to
-    # them.
+    # To make small pages takes several times as long as to write to them; the kernel makes large pages four times faster.
     mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without large pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -102,13 +100,13 @@ def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _num_references(tensor: torch.Tensor) -> int:
-    """How many tensors share a tensor's storage, including itself."""
+    """Return how many tensors share a tensor's storage, including itself."""
     storage = tensor.untyped_storage()  # holds another reference
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def apart_bytes(row_bytes: int) -> int:
-    """Bytes from one row to the next, so that few rows share a place in the cache."""
+    """Return the bytes from one row to the next, so that few rows share a place in the cache."""
     return row_bytes + (LINE_BYTES if row_bytes % SAME_PLACE_BYTES == 0 else 0)
 
 
@@ -122,8 +120,8 @@ class Works(NamedTuple):
 def divide(
     boxes: Sequence[Box], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
 ) -> Works:
-    """Divide all boxes of a version into works: a work for each module, and for each box of a large module, which is written
-    in place. `sizes` are [rows, columns] of every parameter."""
+    """Divide all boxes of a version into works: one for each module, but one for each box of a large module, which is
+    written in place. `sizes` are [rows, columns] of every parameter."""
     by_module: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_module.setdefault(box.owner, []).append(number)
@@ -140,24 +138,24 @@ def divide(
         layer = owner.partition(".layers.")[2].partition(".")[0]
         layers[layer] = layers.get(layer, 0) + sum(rows * row_bytes for rows, row_bytes in matrices)
         spare.append([rows * apart_bytes(row_bytes) for rows, row_bytes in matrices])
-    # Spare memory of all threads together takes no more than the largest layer and two buckets. The first parameter of one
-    # module has the same spare memory as the first parameter of the next, and so on.
+    # The spare memory of all threads together is at most the largest layer and two buckets. The first parameters of all
+    # modules share one block of a thread's spare memory, the second parameters another, and so on.
     thread_bytes = sum(map(max, zip_longest(*spare, fillvalue=0)))
     room = max(layers.values(), default=0) + NUM_BUCKETS * bucket_bytes
     return Works(works, min(MOST_THREADS, max(1, room // max(1, thread_bytes))))
 
 
 def num_threads(works: Works, workers: int) -> int:
-    """Threads of each of an engine's workers: they share the cores of this process, and do nothing else meanwhile."""
+    """Return the threads of each of an engine's workers, which share the cores of this process and are otherwise idle."""
     return max(1, min(works.most_threads, len(os.sched_getaffinity(0)) // workers))
 
 
 def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMemory], Result]) -> list[Result]:
-    """Call `do` once for each work, with spare memory of the thread, and return the results. After a failure works that
+    """Call `do` once for each work, with spare memory of the thread, and return the results. After a failure, works that
     have not begun are dropped.
 
-    Threads take the next work by themselves. Where the caller waited for each result, it woke up after every work and took
-    the GIL from the threads: that cost a fifth of a sync of 270 MB."""
+    Threads take the next work by themselves. If the caller waited for each result, it would wake up after every work and
+    take the GIL from the threads: that cost a fifth of a sync of 270 MB."""
     left = iter(works.each)
 
     @torch.no_grad()  # the mode of a thread
@@ -170,7 +168,7 @@ def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMem
                 pass
             raise
 
-    if threads == 1:  # in this thread, whose OpenMP threads are there and bound to their cores
+    if threads == 1:  # in this thread, whose OpenMP threads exist and are bound to their cores
         return run(0)
     # A thread adopts torch's number of OpenMP threads when it first asks (2.13).
     with shared_cores(threads), ThreadPoolExecutor(threads, "weights", torch.get_num_threads) as pool:

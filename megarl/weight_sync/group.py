@@ -1,24 +1,22 @@
 """The transport `group`: buckets travel as messages, in one process group of each engine with the trainer ranks.
 
-The groups are independent of torch's default group; their members come together over a store of rank 0. After any failure
-both sides leave the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new
-group. So no message of a failed attempt is left.
+The groups are independent of torch's default group; their members join through a store on rank 0. After any failure each
+side leaves the group, which the other side sees at once (with NCCL at its deadline), and the next attempt makes a new group.
+So no message of a failed attempt is left.
 
-Buckets travel in rounds (`stream.sync_rounds`), and all members go through the rounds in order. What a member sends and
-receives in a round starts together. So where the messages of a member wait for each other, as NCCL's do, those of the first
-round that is not done go through as soon as their buckets are read. While a round travels, the round before is handed over
-and the next is written.
+Buckets travel in rounds (`buckets.sync_rounds`), and all members go through the rounds in order. All messages of a member in
+a round start together. NCCL's messages wait for each other, but those of the first unfinished round can always go through
+once their buckets are read. While a round travels, the round before is handed over and the next is written.
 
-In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have a group of their own for
-this. The worker maps the server's buckets, and both tell each other in the engine's group which bucket is full and which is
-free.
-"""
+In two legs the receiver is a trainer rank, the *server* of a worker on its device. The ranks have another group for this.
+The worker maps the server's buckets; in the engine's group the server says which bucket is full, and the worker which is
+free."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -34,12 +32,12 @@ from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, Weight
 from megarl.weight_sync.transport import NUM_BUCKETS, RANK_WAITS
 
 MessageGroup = GlooMessages | NcclMessages
-LAST_LOOK_S = 0.001  # a wait whose time is up still sees what is complete; gloo takes a timeout of 0 for none
+LAST_LOOK_S = 0.001  # a wait after the deadline still sees what is complete; gloo reads a timeout of 0 as none
 PRESENCE_LOOK_S = 0.002
 
 
 def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPStore:
-    """Open the store over which groups come together. Rank 0 owns it, on a free port where `port` is 0. Raises SyncError."""
+    """Open the store through which members join groups. Rank 0 owns it; port 0 means any free port. Raises SyncError."""
     try:
         return dist.TCPStore(host, port, is_master=owner, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -50,32 +48,38 @@ def open_store(host: str, port: int, timeout_s: float, owner: bool) -> dist.TCPS
 
 
 def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, member: int) -> MessageGroup:
-    """Join an engine's group as the given member: first come the ranks of `manifest.ranks_of`, then the workers. Raises
-    SyncError where the others do not join in time."""
+    """Join an engine's group. Members are numbered from the ranks of `manifest.ranks_of` on to the workers. Raises SyncError
+    if the others do not join in time."""
     ranks, workers, timeout_s = len(manifest.ranks_of(engine)), manifest.rollout.workers, manifest.timeout_s
     if member >= ranks:
         store.set(_presence(manifest, engine, member - ranks), "")
     waits = manifest.worker_waits if member >= ranks else 1
-    prefix = dist.PrefixStore(f"engine-{engine}-{manifest.groups[engine]}", store)
     # In two legs, and where memory is mapped, the messages of an engine's group are small: they stay in host memory.
     on_device = manifest.on_device and manifest.transport == "group" and not manifest.servers
+    name = f"engine-{engine}-{manifest.groups[engine]}"
+    return _join(store, name, member, ranks + workers, f"the trainer ranks and engine {engine}", waits, timeout_s, on_device)
+
+
+def _join(
+    store: dist.TCPStore, name: str, member: int, size: int, whose: str, waits: int, timeout_s: float, on_device: bool
+) -> MessageGroup:
+    """Join the group called `name` in the store. Raises SyncError if the others do not join in time."""
+    prefix = dist.PrefixStore(name, store)
     try:
-        return platform.message_group(prefix, member, ranks + workers, timeout_s, waits * timeout_s, store.host, on_device)
+        return platform.message_group(prefix, member, size, timeout_s, waits * timeout_s, store.host, on_device)
     except RuntimeError as error:
-        raise SyncError(
-            f"join: no group of the trainer ranks and engine {engine} within "
-            f"{waits} times weight_sync.timeout_s = {timeout_s:g}: {error}"
-        ) from error
+        limit = f"{waits} times weight_sync.timeout_s = {timeout_s:g}"
+        raise SyncError(f"join: no group of {whose} within {limit}: {error}") from error
 
 
 def _presence(manifest: WeightManifest, engine: int, worker: int) -> str:
-    """The store's key for a worker that is about to join its engine's group."""
+    """Return the store's key for a worker that is about to join its engine's group."""
     return f"here-{engine}-{manifest.groups[engine]}-{worker}"
 
 
 def present_engines(store: dist.TCPStore, manifest: WeightManifest, engines: Collection[int]) -> list[int]:
-    """Wait until all workers of these engines are about to join; the engines that have come by the deadline. Only rank 0
-    looks: otherwise a rank might wait for an engine that another rank has given up."""
+    """Wait until all workers of these engines are about to join; return the engines whose workers came by the deadline. Only
+    rank 0 looks: otherwise a rank might wait for an engine that another rank has given up."""
     keys = {
         engine: [_presence(manifest, engine, worker) for worker in range(manifest.rollout.workers)] for engine in engines
     }
@@ -88,7 +92,7 @@ def present_engines(store: dist.TCPStore, manifest: WeightManifest, engines: Col
 
 
 class Message(NamedTuple):
-    """A message under way, with its description."""
+    """A pending message, with its description."""
 
     engine: int
     what: str
@@ -97,7 +101,7 @@ class Message(NamedTuple):
 
 class EngineGroups:
     """A trainer rank's process groups, one with each engine. An engine whose message fails is lost for this attempt: the
-    rank leaves its group, so that nobody on the other side waits."""
+    rank leaves its group, so that no worker waits for it."""
 
     def __init__(self, store: dist.TCPStore, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -107,7 +111,7 @@ class EngineGroups:
         self.lost: dict[int, str] = {}  # by engine, why
 
     def begin(self, manifest: WeightManifest, present: Collection[int]) -> None:
-        """Begin an attempt, with one deadline for all engines: join the groups that are new, of the engines `present`."""
+        """Begin an attempt, with one deadline for all engines: join the new groups of the engines that are `present`."""
         self._manifest, self.lost = manifest, {}
         self._deadline, self._is_late = time.monotonic() + manifest.timeout_s, False
         for engine in manifest.engines:
@@ -115,76 +119,69 @@ class EngineGroups:
             if engine in self._groups and self._groups[engine][0] == manifest.groups[engine] or self._rank not in ranks:
                 continue
             self._leave(engine)
-            if engine not in present:
-                self._lose(
-                    engine, f"join: engine {engine} did not come within weight_sync.timeout_s = {manifest.timeout_s:g}"
-                )
-                continue
-            try:
+            with self._losing(engine):
+                if engine not in present:
+                    limit = f"weight_sync.timeout_s = {manifest.timeout_s:g}"
+                    raise SyncLate(f"join: engine {engine} did not come within {limit}")
                 group = open_group(self._store, manifest, engine, ranks.index(self._rank))
                 self._groups[engine] = manifest.groups[engine], group
-            except SyncError as error:
-                self._lose(engine, str(error))
 
     def has(self, engine: int) -> bool:
-        """Whether an engine takes part in this attempt and is not lost."""
+        """Return whether an engine takes part in this attempt and is not lost."""
         return engine in self._manifest.engines and engine in self._groups
 
     def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
-        """Start to send to a worker; None where its engine is lost. `what` describes the message."""
-        return self._start(engine, worker, content, what, receives=False)
+        """Start to send to a worker; return None if its engine is lost. `what` describes the message."""
+        return self._start("send", engine, worker, content, what)
 
     def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
-        """Start to receive from a worker, as `send`."""
-        return self._start(engine, worker, content, what, receives=True)
+        """Start to receive from a worker; as `send`."""
+        return self._start("receive", engine, worker, content, what)
 
-    def _start(self, engine: int, worker: int, content: torch.Tensor, what: str, receives: bool) -> Message | None:
-        if not self.has(engine):
-            return None
-        group, member = self._groups[engine][1], len(self._manifest.ranks_of(engine)) + worker
-        try:
-            work = group.receive(content, member) if receives else group.send(content, member)
-        except RuntimeError as error:
-            self._lose(engine, f"{what}: {error}")
-            return None
-        return Message(engine, what, work)
+    def _start(self, call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
+        if self.has(engine):
+            with self._losing(engine, f"{what}: "):
+                start_message = getattr(self._groups[engine][1], call)
+                return Message(engine, what, start_message(content, len(self._manifest.ranks_of(engine)) + worker))
+        return None
 
     @contextmanager
     def together(self, engine: int) -> Iterator[None]:
         """Start all messages of the block at once."""
-        if not self.has(engine):
+        with self._losing(engine, "send: "), self._groups[engine][1].together() if self.has(engine) else nullcontext():
             yield
-            return
-        try:
-            with together(self._groups[engine][1]):
-                yield
-        except RuntimeError as error:
-            self._lose(engine, f"send: {error}")
 
     def finish(self, message: Message | None) -> bool:
-        """Wait for a message until the deadline of the attempt; False where its engine is lost."""
+        """Wait for a message until the deadline of the attempt; return False if its engine is lost."""
         if message is None or not self.has(message.engine):
             return False
-        try:
-            self._groups[message.engine][1].finish(message.work, max(LAST_LOOK_S, self._deadline - time.monotonic()))
-        except RuntimeError as error:
-            is_late, timeout_s = deadline_passed(error), self._manifest.timeout_s
-            if is_late and not self._is_late:
-                # The other engines have waited for this rank meanwhile: they get half as long once more, and wait so long.
-                self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
-            late = f" within weight_sync.timeout_s = {timeout_s:g}" if is_late else ""
-            self._lose(message.engine, f"{message.what}{late}: {error}")
-            return False
-        return True
+        with self._losing(message.engine):
+            try:
+                self._groups[message.engine][1].finish(message.work, max(LAST_LOOK_S, self._deadline - time.monotonic()))
+                return True
+            except RuntimeError as error:
+                late, timeout_s = "", self._manifest.timeout_s
+                if deadline_passed(error):
+                    late = f" within weight_sync.timeout_s = {timeout_s:g}"
+                    if not self._is_late:
+                        # The other engines have waited for this rank meanwhile: they get half as long once more.
+                        self._deadline, self._is_late = time.monotonic() + timeout_s / 2, True
+                raise SyncError(f"{message.what}{late}: {error}") from error
+        return False
 
     def leave_all(self) -> None:
-        """Leave all groups: waits of the workers fail at once."""
+        """Leave all groups, so that waits of the workers fail at once."""
         for engine in list(self._groups):
             self._leave(engine)
 
-    def _lose(self, engine: int, why: str) -> None:
-        self.lost.setdefault(engine, why)
-        self._leave(engine)
+    @contextmanager
+    def _losing(self, engine: int, what: str = "") -> Iterator[None]:
+        """Give the engine up if the block fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.lost.setdefault(engine, f"{what}{error}")
+            self._leave(engine)
 
     def _leave(self, engine: int) -> None:
         if engine in self._groups:
@@ -192,7 +189,7 @@ class EngineGroups:
 
 
 def bucket_memory(capacity: int, on_device: bool) -> torch.Tensor:
-    """Memory for the buckets of one end, uint8 [2, capacity]."""
+    """Return memory for the buckets of one end, uint8 [2, capacity]."""
     size = NUM_BUCKETS * capacity
     memory = platform.device_bytes(size) if on_device else torch.zeros(size, dtype=torch.uint8)
     return memory.view(NUM_BUCKETS, -1)
@@ -213,11 +210,11 @@ class Inbox:
             self.parts.begin(manifest)
 
     def bucket(self, bucket: int) -> torch.Tensor:
-        """The memory of a bucket, uint8 [capacity]."""
+        """Return the memory of a bucket, uint8 [capacity]."""
         return self.memory[bucket % NUM_BUCKETS]
 
     def room(self, bucket: int, number: int) -> torch.Tensor:
-        """Memory for the message with a part, by its number in the bucket."""
+        """Return memory for the message with a part, by its number in the bucket."""
         part = self.stream.parts[bucket][number]
         return self.bucket(bucket)[part.start : part.end] if self.parts is None else self.parts.room(bucket, number)
 
@@ -230,8 +227,8 @@ class Inbox:
                 works.append((number, room, start(group.receive, room, part.source_rank, what)))
 
     def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
-        """Wait for a bucket that was posted; its memory. Raises SyncLate or SyncAborted naming the rank, SyncError for a
-        message that does not fit."""
+        """Wait for a bucket that was posted; return its memory. Raises SyncLate or SyncAborted naming the rank, SyncError
+        for a message that does not fit."""
         for number, message, work in self._posted.pop(bucket):
             source_rank = self.stream.parts[bucket][number].source_rank
             what = f"bucket {bucket} of {self.stream.num_buckets} from trainer rank {source_rank}"
@@ -240,14 +237,9 @@ class Inbox:
         return self.bucket(bucket)
 
     def arrive(self, bucket: int, number: int, message: torch.Tensor) -> None:
-        """Put a message that has arrived in its `room` where its bytes belong."""
+        """Decode a message that has arrived in its `room`, if it is a difference."""
         if self.parts is not None:
             self.parts.put(message, bucket, number, self.bucket(bucket))
-
-
-def together(group: MessageGroup) -> AbstractContextManager[None]:
-    """Start all messages of the block at once. Raises RuntimeError where that fails."""
-    return group.together()
 
 
 def start(call: Callable[[torch.Tensor, int], Any], content: torch.Tensor, member: int, what: str) -> Any:
@@ -270,22 +262,21 @@ def finish(group: MessageGroup, work: Any, deadline: float, what: str) -> None:
         raise SyncLate(f"{what} did not come by the deadline of the sync ({error})") from None
 
 
-class HandOver:
+class HandOver(Inbox):
     """The buckets of one worker that a trainer rank serves, which the worker maps by their `handle`."""
 
     def __init__(self, stream: Stream, on_device: bool, has_base: bool) -> None:
         memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, on_device)
-        self.inbox = Inbox(stream, memory.view(NUM_BUCKETS, -1), TakenParts(stream) if has_base else None)
+        super().__init__(stream, memory.view(NUM_BUCKETS, -1), TakenParts(stream) if has_base else None)
+
+    def begin(self, manifest: WeightManifest) -> None:
+        super().begin(manifest)
         self.messages: list[Message | None] = []  # that a bucket is full
         self.freed: list[Message | None] = []  # that a bucket was read, in the order of the buckets
 
-    def begin(self, manifest: WeightManifest) -> None:
-        self.messages, self.freed = [], []
-        self.inbox.begin(manifest)
-
 
 class Written(NamedTuple):
-    """A part of this rank in a round: its memory, uint8 [bytes], ends with its checksum."""
+    """A part of this rank in a round; its memory, uint8 [bytes], ends with its checksum."""
 
     bucket: int
     stream: int
@@ -294,7 +285,7 @@ class Written(NamedTuple):
 
 
 class BucketSender:
-    """A trainer rank's end: sends its parts of the buckets, and in two legs receives for the workers that it serves."""
+    """Sends a trainer rank's parts of the buckets; in two legs it also receives for the workers that the rank serves."""
 
     def __init__(
         self,
@@ -306,8 +297,8 @@ class BucketSender:
         parts: SentParts | None,
         manifest: WeightManifest,
     ) -> None:
-        """`manifest` is like those of all versions: it says where buckets lie, and who takes which stream. With `parts`
-        messages are differences."""
+        """`manifest` says for all versions where buckets lie, and which worker takes which stream. With `parts` messages are
+        differences."""
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
         self._manifest, self._parts = manifest, parts
         self.buckets = bucket_memory(
@@ -324,29 +315,28 @@ class BucketSender:
                     self.served[engine, worker] = HandOver(streams[worker], manifest.on_device, parts is not None)
         self.sent_bytes = 0
 
+    @property
+    def changed(self) -> tuple[int, int]:
+        """Where differences travel, how many bytes changed in this attempt, and of how many."""
+        return (0, 0) if self._parts is None else (self._parts.changed_bytes, self._parts.content_bytes)
+
     def begin(self, manifest: WeightManifest) -> None:
         """Begin an attempt, once `groups` have begun it. Raises SyncError where the other ranks do not come."""
         self._manifest, self.sent_bytes, self._turn = manifest, 0, 0
         self._under_way = []
-        timeout_s = manifest.timeout_s
-        self._deadline = time.monotonic() + RANK_WAITS * timeout_s
+        self._deadline = time.monotonic() + RANK_WAITS * manifest.timeout_s
         if self._parts is not None:
             self._parts.begin(manifest)
         if manifest.servers and self._ranks is None:
-            prefix = dist.PrefixStore(f"ranks-{manifest.session}", self._store)
-            size, host = manifest.layout.ranks, self._store.host
-            try:
-                self._ranks = platform.message_group(
-                    prefix, self._rank, size, timeout_s, RANK_WAITS * timeout_s, host, manifest.on_device
-                )
-            except RuntimeError as error:
-                raise SyncError(f"join: no group of the trainer ranks: {error}") from error
+            # Every rank left the last group of the ranks when it left all engines, so an engine has a new number.
+            name, form = f"ranks-{max(manifest.groups)}", (RANK_WAITS, manifest.timeout_s, manifest.on_device)
+            self._ranks = _join(self._store, name, self._rank, manifest.layout.ranks, "the trainer ranks", *form)
         for hand_over in self.served.values():
             hand_over.begin(manifest)
 
     def room(self, entries: Round) -> list[Written]:
-        """Memory for this rank's parts of the next round, as far as anybody takes them, once the last round but one is done.
-        Raises SyncError for a rank that is late."""
+        """Return memory for this rank's parts of the next round, unless all engines are lost; waits for the last round but
+        one. Raises SyncError for a rank that is late."""
         if len(self._under_way) == NUM_BUCKETS:
             self._complete()
         self._turn = (self._turn + 1) % NUM_BUCKETS
@@ -361,8 +351,8 @@ class BucketSender:
         return written
 
     def send(self, entries: Round, written: Sequence[Written]) -> None:
-        """Start a round: send this rank's parts, which stand in their `room`, to all engines, and receive for the workers
-        that this rank serves."""
+        """Start a round: send this rank's parts, which were written to their `room`, to all engines, and receive for the
+        workers that this rank serves."""
         contents = [
             one.content if self._parts is None else self._parts.message(one.stream, one.bucket, one.part, one.content)
             for one in written
@@ -375,21 +365,19 @@ class BucketSender:
         while self._under_way:
             self._complete()
         for (engine, _), hand_over in self.served.items():
-            if engine in self._manifest.engines and hand_over.inbox.parts is not None:
-                hand_over.inbox.parts.version = self._manifest.version
+            if engine in self._manifest.engines and hand_over.parts is not None:
+                hand_over.parts.version = self._manifest.version
             for message in hand_over.messages:
                 self._groups.finish(message)
-            hand_over.messages = []
 
     def abort(self) -> None:
         """Leave the group of the ranks, so that waits of the others fail at once."""
-        self._under_way = []
         if self._ranks is not None:
             self._ranks.leave()
             self._ranks = None
 
     def _own(self, entries: Round) -> list[tuple[int, int, Part]]:
-        """This rank's parts of a round, with bucket and stream."""
+        """Return this rank's parts of a round, with bucket and stream."""
         parts = [(bucket, number, self._streams[number].part(bucket, self._rank)) for bucket, number in entries]
         return [(bucket, number, part) for bucket, number, part in parts if part is not None]
 
@@ -412,23 +400,18 @@ class BucketSender:
     ) -> list[Message]:
         ranks, manifest, messages = self._ranks, self._manifest, []
         assert ranks is not None, "two legs have a group of the ranks"
-        receiving = [
-            (bucket, hand_over)
-            for bucket, number in entries
-            for (engine, worker), hand_over in self.served.items()
-            if worker == number and engine in manifest.engines
-        ]
-        for bucket, hand_over in receiving:
+        receiving = self._receiving(entries)
+        for bucket, _, hand_over in receiving:
             if bucket >= NUM_BUCKETS:  # the worker must have read the bucket whose memory is used again
                 self._groups.finish(hand_over.freed.pop(0))
-        with together(ranks):
-            for bucket, hand_over in receiving:
-                hand_over.inbox.post(bucket, ranks, self._rank)
+        with ranks.together():
+            for bucket, _, hand_over in receiving:
+                hand_over.post(bucket, ranks, self._rank)
             for (bucket, worker, part, _), content in zip(written, contents, strict=True):
                 for engine in manifest.engines:
                     server = manifest.servers[engine][worker]
                     if server == self._rank:
-                        inbox = self.served[engine, worker].inbox
+                        inbox = self.served[engine, worker]
                         number = inbox.stream.parts[bucket].index(part)
                         room = inbox.room(bucket, number)
                         room[: len(content)].copy_(content)
@@ -442,24 +425,27 @@ class BucketSender:
     def _complete(self) -> None:
         """Wait for the first round that is not done, and hand its buckets over."""
         entries, messages = self._under_way.pop(0)
-        for (engine, worker), hand_over in self.served.items():
-            for bucket in (bucket for bucket, number in entries if number == worker and engine in self._manifest.engines):
-                self._pass_on(engine, worker, hand_over, bucket)
-        for message in messages:
-            if not self._manifest.servers:
+        if not self._manifest.servers:
+            for message in messages:
                 self._groups.finish(message)
-            else:
-                assert self._ranks is not None, "two legs have a group of the ranks"
-                finish(self._ranks, message.work, self._deadline, message.what)
-
-    def _pass_on(self, engine: int, worker: int, hand_over: HandOver, bucket: int) -> None:
-        """Hand a bucket over once it is complete."""
+            return
         assert self._ranks is not None, "two legs have a group of the ranks"
-        hand_over.inbox.complete(bucket, self._ranks, self._deadline)
-        platform.settle()  # the worker reads what was copied here
-        number = torch.tensor([bucket])
-        what = f"hand over: bucket {bucket} to worker {worker} of engine {engine}"
-        hand_over.messages.append(self._groups.send(engine, worker, number, what))
-        if bucket + NUM_BUCKETS < hand_over.inbox.stream.num_buckets:
-            what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
-            hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
+        for bucket, (engine, worker), hand_over in self._receiving(entries):
+            hand_over.complete(bucket, self._ranks, self._deadline)
+            platform.settle()  # the worker reads what was copied here
+            what = f"hand over: bucket {bucket} to worker {worker} of engine {engine}"
+            hand_over.messages.append(self._groups.send(engine, worker, torch.tensor([bucket]), what))
+            if bucket + NUM_BUCKETS < hand_over.stream.num_buckets:
+                what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
+                hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
+        for message in messages:
+            finish(self._ranks, message.work, self._deadline, message.what)
+
+    def _receiving(self, entries: Round) -> list[tuple[int, tuple[int, int], HandOver]]:
+        """Return the buckets of a round that this rank receives, with engine and worker."""
+        return [
+            (bucket, place, hand_over)
+            for bucket, number in entries
+            for place, hand_over in self.served.items()
+            if place[1] == number and place[0] in self._manifest.engines
+        ]

@@ -1,4 +1,4 @@
-"""The manifest of one weight version: all that a rollout engine must know to take it. And the errors of a sync."""
+"""The manifest of a weight version, which tells a rollout engine all that it must know to take it; the errors of a sync."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AdapterManifest:
         return sum(map(len, self.files.values()))
 
     def check(self) -> None:
-        """Raises SyncError if the files are not those that were sent as this version."""
+        """Check that the files are those that were sent as this version. Raises SyncError."""
         if digest_of(self.version, self.files) != self.digest:
             raise SyncError(f"wrong bytes in the adapters of version {self.version}")
 
@@ -60,9 +60,9 @@ def digest_of(version: int, files: Mapping[str, bytes]) -> str:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """One version on its way; plain types, so that it travels as JSON.
+    """Describes one version to the engines; plain types, so that it travels as JSON.
 
-    `attempt` counts from 1 how often this version was sent, `session` the attempts of all versions. `engines` take part,
+    `attempt` counts from 1 how often this version was sent. `engines` take part,
     each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with `quantization` "fp8" linear
     weights travel as FP8 blocks.
 
@@ -96,21 +96,20 @@ class WeightManifest:
     by_layer: bool = False
     addresses: tuple[str, ...] = ()
     servers: tuple[tuple[int, ...], ...] = ()
-    session: int = 0
 
     def ranks_of(self, engine: int) -> Sequence[int]:
-        """The trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
+        """Return the trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
         return sorted(set(self.servers[engine])) if self.servers else range(self.layout.ranks)
 
     @property
     def worker_waits(self) -> int:
-        """How many times `timeout_s` a worker waits for a trainer rank, which may wait for an engine, or in two legs for a
-        rank that does."""
+        """Return how many times `timeout_s` a worker waits for a trainer rank, which may itself wait for an engine, or in
+        two legs for a rank that does."""
         return 3 if self.servers else 2
 
     @property
     def report_waits(self) -> int:
-        """How many times `timeout_s` rank 0 waits for an engine's report, from the begin of the attempt."""
+        """Return how many times `timeout_s` rank 0 waits for an engine's report, from the begin of the attempt."""
         return self.worker_waits + 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,13 +118,11 @@ class WeightManifest:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> WeightManifest:
         """Build a manifest from `as_dict`, also after JSON or msgpack, which turn tuples into lists."""
-        layout, rollout = Layout(**_tuples(values["layout"])), RolloutLayout(**values["rollout"])
-        return cls(**_tuples(values) | {"layout": layout, "rollout": rollout})
+        values = _tuples(values)
+        return cls(**values | {"layout": Layout(**values["layout"]), "rollout": RolloutLayout(**values["rollout"])})
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def _tuple(values: list[Any]) -> tuple[Any, ...]:
-    return tuple(_tuple(value) if isinstance(value, list) else value for value in values)
+def _tuples(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _tuples(value) for key, value in values.items()}
+    return tuple(map(_tuples, values)) if isinstance(values, list) else values

@@ -1,9 +1,9 @@
 """The transport `mapped`: workers map the parameters of the trainer ranks and copy every box straight from there.
 
-On a CPU the first sync moves the storages of the parameters into shared memory. Every tensor on top of them,
-megatron-core's buffers and their views too, stays valid. On a GPU workers open the allocations of the parameters by CUDA
-IPC. A box is copied in pieces. Once a worker has copied everything, the ranks compute the checksums of what they hold, and
-the worker compares them with the checksums of its copies: so what was copied is what the ranks still hold.
+On a CPU the first sync moves the storages of the parameters into shared memory. Every tensor that views them stays valid,
+megatron-core's buffers included. On a GPU workers open the allocations of the parameters by CUDA IPC. A box is copied in
+pieces. Once a worker has copied everything, the ranks compute the checksums of what they hold, and the worker compares them
+with the checksums of its copies. Equal checksums prove that nobody wrote the weights during the copy.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from megarl.platform import current as platform
 from megarl.platform.device_memory import SHARED_MEMORY
 from megarl.weight_sync.buckets import Piece
 from megarl.weight_sync.checks import checksum
-from megarl.weight_sync.manifest import SyncError, WeightManifest
+from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 
-FILES_SHARE = 4  # parameters may take one in so many of the files that a process may open
+FILES_SHARE = 4  # parameters may take a quarter of the files that a process may open
 
 
-def piece_bytes(manifest: WeightManifest) -> int:
-    """Bytes of a bucket, or what is copied and hashed at a time where weights are mapped."""
-    return platform.piece_bytes if manifest.transport == "mapped" else manifest.bucket_bytes
+def form_of(manifest: WeightManifest) -> tuple[bool, torch.dtype, int, str | None]:
+    """Return the arguments of `sync_stream` that say in which form the weights travel. Mapped weights have no buckets; the
+    number of bytes is then what a worker copies and hashes at a time."""
+    bucket_bytes = platform.piece_bytes if manifest.transport == "mapped" else manifest.bucket_bytes
+    return manifest.by_layer, DTYPES[manifest.precision], bucket_bytes, manifest.quantization
 
 
 class Needs(NamedTuple):
@@ -38,7 +40,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> Needs:
-    """What the parameters of these names need: nothing on a GPU, and no bytes for those that are shared already."""
+    """Return what these parameters need: nothing on a GPU, and no bytes for those that are shared already."""
     if not platform.shares_by_moving:
         return Needs(0, 0)
     storages = _storages(parameters, names).values()
@@ -46,7 +48,7 @@ def needs_of(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> Ne
 
 
 def obstacle_of(needs: Sequence[Needs]) -> str | None:
-    """What this host lacks of what all ranks need; None for nothing."""
+    """Describe what this host lacks of what all ranks need; None if it has everything."""
     room = os.statvfs(SHARED_MEMORY)
     num_bytes, free_bytes = sum(need.num_bytes for need in needs), room.f_bavail * room.f_frsize
     if num_bytes > free_bytes:  # writing to a page that cannot be allocated would end the process
@@ -58,7 +60,7 @@ def obstacle_of(needs: Sequence[Needs]) -> str | None:
 
 
 def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
-    """Make the parameters of these names mappable; the address for `Mapped`.
+    """Make these parameters mappable; return the address for `Mapped`.
 
     Storages move into shared memory one after another, and each exists twice while it moves. So the first sync needs room
     for the largest storage besides the weights: for all weights of the rank where megatron-core keeps them in one buffer.
@@ -92,7 +94,7 @@ class Mapped:
             self._matrices[name] = (memories[number].view(getattr(torch, dtype)), offset, stride)
 
     def box(self, piece: Piece) -> torch.Tensor:
-        """A piece of a local parameter, [rows, cols]."""
+        """Return a piece of a local parameter, [rows, cols]."""
         memory, offset, (row_stride, col_stride) = self._matrices[piece.parameter]
         # An offset of `as_strided` counts from the begin of the storage: of the whole allocation that was mapped.
         start = memory.storage_offset() + offset + piece.row * row_stride + piece.col * col_stride
@@ -100,14 +102,14 @@ class Mapped:
 
 
 def box_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece of a parameter of this rank, [rows, cols]."""
+    """Return a piece of a parameter of this rank, [rows, cols]."""
     return _matrix(parameter)[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
 
 
 def local_checksums(
     parameters: Mapping[str, torch.Tensor], pieces: Sequence[Piece], dtype: torch.dtype, version: int
 ) -> torch.Tensor:
-    """The checksums of pieces as a worker has them in `dtype`: int64 [pieces], in host memory."""
+    """Return the checksums of pieces that were cast to `dtype`, as workers hold them: int64 [pieces], in host memory."""
     boxes = (box_of(parameters[piece.parameter], piece).to(dtype) for piece in pieces)
     sums = [checksum(box, version, piece.number) for box, piece in zip(boxes, pieces, strict=True)]
     return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)

@@ -22,16 +22,16 @@ from megarl.models.vllm_weights import fixed_tensors
 from megarl.models.weight_table import head
 from megarl.weight_sync.boxes import Boxes, megatron_boxes, vllm_boxes
 
-# Compare so many pairs of boxes at once: a large model's comparison stays within a few hundred MB.
+# Compare this many pairs of boxes at once, so that the comparison for a large model stays within a few hundred MB.
 _PAIRS = 1 << 21
 
 
 def _pairs(
     left: Boxes, left_boxes: np.ndarray, right: Boxes, right_boxes: np.ndarray, name: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]]:
-    """Pair the boxes of the same name: numbers into `left_boxes` and `right_boxes`, and the corners of the intersection.
+    """Pair the boxes of the same name: positions in `left_boxes` and `right_boxes`, and the corners of the intersection.
 
-    `name` are the names of `left_boxes` as numbers of the right table; `right_boxes` stand in the order of their names.
+    `name` are the names of `left_boxes` as numbers of the right table; `right_boxes` are sorted by name.
     Pairs come in the order of `left_boxes` and then of `right_boxes`, a few million at a time.
     """
     right_name = right.name[right_boxes]
@@ -80,7 +80,7 @@ class ReshardPlan:
 
     @cached_property
     def hash(self) -> str:
-        """Hex digest over every column: two ends with the same hash replay the same plan."""
+        """Return a hex digest over every column: two ends with the same hash replay the same plan."""
         digest = hashlib.sha256()
         for field in fields(self):
             value = getattr(self, field.name)
@@ -91,11 +91,11 @@ class ReshardPlan:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Elements of each copy, int64 [copies]."""
+        """Return the elements of each copy, int64 [copies]."""
         return self.rows * self.cols
 
     def to_destination(self, rank: int) -> np.ndarray:
-        """Positions of the copies that one destination rank receives, in its order."""
+        """Return the positions of the copies that one destination rank receives, in its order."""
         return np.flatnonzero(self.destination_rank == rank)
 
     def describe(self, copy: int) -> str:
@@ -155,8 +155,8 @@ def plan_reshard(sources: Boxes | Iterable[Segment], destinations: Boxes | Itera
 
 
 def _rectangles(sources: Boxes, distinct: np.ndarray, destinations: Boxes) -> list[np.ndarray]:
-    """The common rectangles of destinations with the `distinct` sources, by destination rank: position of the destination,
-    number of the distinct source, and corners, int64 [rectangles]."""
+    """Return the common rectangles of destinations and `distinct` sources, by destination rank: position of the destination,
+    position in `distinct`, and corners, int64 [rectangles]."""
     # Names are compared by their number in the sources' table.
     numbers = {name: number for number, name in enumerate(sources.names)}
     name = np.array([numbers[name] for name in destinations.names], dtype=np.int64)[destinations.name]
@@ -200,7 +200,7 @@ def _choose_senders(
 # The ends of a sync that share a process share the plan; the second entry serves tests and benchmarks that compare two.
 @lru_cache(maxsize=2)
 def engine_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
-    """Plan every engine of a run: trainer ranks and workers compute the same plan.
+    """Plan the sync to an engine; all engines have the same plan, and trainer ranks and workers compute the same.
 
     Tensors that no update moves are left out, and so is what no engine has: a critic's value head, and layers for
     multi-token prediction, which are in no weight table. Raises ValueError for a rollout layout that does not cut the model.
@@ -224,8 +224,8 @@ def checkpoint_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -
 
 
 def _sent_boxes(shape: ModelShape, layout: Layout) -> Boxes:
-    """The boxes that trainer ranks may send: no tensor that no update moves. Under a pipeline the last stage keeps a copy of
-    a tied embedding; only the first stage sends it."""
+    """Return the boxes that trainer ranks may send, without tensors that no update moves. With pipeline stages the last
+    stage has a copy of a tied embedding; only the first stage sends it."""
 
     def is_sent(weight: Weight) -> bool:
         copied = shape.tied and weight.megatron.parameter == head(shape).megatron.parameter
@@ -235,7 +235,7 @@ def _sent_boxes(shape: ModelShape, layout: Layout) -> Boxes:
 
 
 def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str) -> ReshardPlan:
-    """The plan of a sync in a mode; both ends compute it and compare `plan.hash`."""
+    """Return the plan of a sync in a mode; both ends compute it and compare `plan.hash`."""
     if mode == "checkpoint":
         return checkpoint_plan(shape, layout, rollout)
     return engine_plan(shape, layout, rollout)

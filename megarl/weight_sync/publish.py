@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -21,12 +23,12 @@ from megarl.models.vllm_weights import has_weight_map
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, Piece, Stream, last_pieces, sync_rounds, sync_stream
+from megarl.weight_sync.buckets import ALIGNMENT, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum
 from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_blocks
 from megarl.weight_sync.group import BucketSender, EngineGroups, Message, open_store, present_engines
 from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.mapped import Needs, box_of, local_checksums, needs_of, obstacle_of, piece_bytes, share
+from megarl.weight_sync.mapped import Needs, box_of, form_of, local_checksums, needs_of, obstacle_of, share
 from megarl.weight_sync.plan import sync_plan
 
 logger = logging.getLogger(__name__)
@@ -54,12 +56,12 @@ class SyncSettings:
 
 
 class Sent(NamedTuple):
-    """What a rank did in one attempt: seconds without waits, bytes with checksums, engines that it gave up with the reasons;
+    """What a rank did in one attempt: engines that it gave up with the reasons, seconds without waits, bytes with checksums;
     where differences travel, also how many of all content bytes changed."""
 
+    lost: dict[int, str]
     pack_s: float
     sent_bytes: int
-    lost: dict[int, str]
     changed_bytes: int = 0
     content_bytes: int = 0
 
@@ -71,21 +73,21 @@ class Engines(Protocol):
         """Ask some engines to pause for the first attempt at a version; does not wait."""
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[int]:
-        """Pause some engines for a version, as far as they were not asked yet, and wait; how often each of all engines was
-        started."""
+        """Pause some engines for a version, unless they were asked already, and wait. Return for all engines how often each
+        was started."""
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Start the receive of the manifest's engines; does not wait."""
+        """Have the manifest's engines start to receive; does not wait."""
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
-        """Wait for all; the engines that need another attempt and are ready for it, and the metrics of the others."""
+        """Wait for all. Return the engines that need another attempt and are ready for it, and the metrics of the others."""
 
 
 class WeightSync:
     """Sends actor weights to rollout engines. Every method but `close` is a collective of the trainer ranks.
 
-    No version is kept: an engine that missed a version gets the weights again. Rank 0 owns the store over which processes
-    come together; it ends with rank 0.
+    No version is kept: an engine that missed a version gets the weights again. Rank 0 owns the store through which
+    processes join groups; it ends with rank 0.
     """
 
     def __init__(
@@ -103,40 +105,23 @@ class WeightSync:
         self._shape, self._layout, self._rank, self._group, self._settings = shape, layout, rank, group, settings
         self._plan = plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._names = set(parameter_sizes(shape, layout, rank))
-        local = plan.source_rank == rank
-        # This rank's parameters that some worker needs, and the rows and columns that they have at least.
-        self._sent: dict[str, tuple[int, int]] = {}
-        ends = plan.source_row + plan.rows, plan.source_col + plan.cols
-        for number in np.unique(plan.source_parameter[local]).tolist():
-            of_parameter = local & (plan.source_parameter == number)
-            rows, cols = (int(end[of_parameter].max()) for end in ends)
-            self._sent[plan.source_parameters[number]] = rows, cols
-        # Bytes of one engine; None where no table lists what its workers hold.
+        # Bytes of one engine; None if no table lists what its workers hold.
         element_bytes, quantised = settings.dtype.itemsize, quantised_tensors(shape) if settings.quantization else {}
         self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if has_weight_map(shape) else None
-        self._transport = settings.transport
         self._engines: Engines | None = None
         self._begun = 0.0
-        self._num_groups = self._session = 0  # groups of all engines, and attempts of all versions, so far
+        self._num_groups = 0  # of all engines, so far
         self._starts, self._groups_of = [0] * settings.num_engines, [0] * settings.num_engines
         self._bases = Bases()
         self._sender: BucketSender | None = None
-        hashes = self._gather(plan.hash)
+        store = open_store(settings.host, 0, settings.timeout_s, owner=True) if rank == 0 else None
+        hashes, ports = zip(*self._gather((plan.hash, store.port if store else 0)), strict=True)
         if (other := next((rank for rank, value in enumerate(hashes) if value != hashes[0]), None)) is not None:
             raise SyncError(f"weight_sync: rank {other} computed another reshard plan than rank 0")
-        store: dist.TCPStore | None = None
-        if rank == 0:
-            store = open_store(settings.host, 0, settings.timeout_s, owner=True)
-        port = self._gather(0 if store is None else store.port)[0]
-        self._store_address = settings.host, port
-        self._store = store or open_store(settings.host, port, settings.timeout_s, owner=False)
+        self._store_address = settings.host, ports[0]
+        self._store = store or open_store(settings.host, ports[0], settings.timeout_s, owner=False)
         self._groups = EngineGroups(self._store, rank)
-        self._addresses: tuple[str, ...] = ()
-        if self._transport == "group":
-            self._open_buckets()
-            return
-        # This rank's pieces, by worker.
-        self._pieces = [stream.at_source(plan, np.flatnonzero(stream.source == rank)) for stream in self._make_streams()]
+        self._prepare()
 
     def publish(
         self,
@@ -145,7 +130,7 @@ class WeightSync:
         engines: Engines | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """Send a version to all engines, or to the `chosen` engines of rank 0; the `sync/...` metrics, on every rank.
+        """Send a version to all engines, or to the `chosen` engines of rank 0; return the `sync/...` metrics on every rank.
 
         `parameters` are all parameters of this rank by Megatron's local names; only rank 0 has `engines`. Engines that died
         or took wrong bytes get further attempts, as often as `engines` asks for them. Raises SyncError on every rank, naming
@@ -178,116 +163,108 @@ class WeightSync:
             "sync/sent_bytes": sum(of_rank.sent_bytes for of_rank in done),
             "sync/pack_s": pack_s,
             "sync/attempts": attempt,
-            "sync/mapped": float(self._transport == "mapped"),
+            "sync/mapped": float(self._settings.transport == "mapped"),
         }
 
     def close(self) -> None:
-        """Leave all groups; a further sync joins new ones. Not a collective: it also runs on the way out of a failure."""
+        """Leave all groups; the next sync joins new groups. Not a collective, because it also runs after a failure."""
         self._groups.leave_all()
         self._groups_of = [0] * len(self._groups_of)
         if self._sender is not None:
             self._sender.abort()
 
-    def _open_buckets(self) -> None:
-        """Make the buckets of the transport `group`. Collective."""
+    def _prepare(self) -> None:
+        """Cut what this rank sends into pieces, and make buckets for them unless they are mapped. Collective."""
+        self._addresses: tuple[str, ...] = ()
         settings, example = self._settings, self._manifest(0, 0, ())
-        self._streams = streams = self._make_streams()
-        self._rounds = sync_rounds(self._plan, streams, example.by_layer)
-        self._last_pieces = last_pieces(self._plan, streams, self._rounds, self._rank)
-        self._parts = SentParts() if settings.wire == "delta" else None
-        self._sender = BucketSender(streams, self._rounds, self._rank, self._groups, self._store, self._parts, example)
+        workers = range(settings.rollout.workers)
+        self._streams = [sync_stream(self._shape, self._plan, worker, *form_of(example)) for worker in workers]
+        # By worker.
+        self._pieces = [s.at_source(self._plan, np.flatnonzero(s.source == self._rank)) for s in self._streams]
+        # Where they are mapped, this rank's parameters that some worker needs, and the rows and columns that it needs.
+        self._mapped: dict[str, tuple[int, int]] = {}
+        if settings.transport == "mapped":
+            for piece in chain.from_iterable(self._pieces):
+                rows, cols = self._mapped.get(piece.parameter, (0, 0))
+                self._mapped[piece.parameter] = max(rows, piece.row + piece.rows), max(cols, piece.col + piece.cols)
+            return
+        self._rounds = sync_rounds(self._plan, self._streams, example.by_layer)
+        parts = SentParts() if settings.wire == "delta" else None
+        self._sender = BucketSender(self._streams, self._rounds, self._rank, self._groups, self._store, parts, example)
         handles = {place: hand_over.handle for place, hand_over in self._sender.served.items()}
         everywhere = {place: handle for of_rank in self._gather(handles) for place, handle in of_rank.items()}
         self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
 
-    def _make_streams(self) -> list[Stream]:
-        """The stream to each worker of an engine."""
-        settings, manifest = self._settings, self._manifest(0, 0, ())
-        form = settings.dtype, piece_bytes(manifest), settings.quantization
-        workers = range(settings.rollout.workers)
-        return [sync_stream(self._shape, self._plan, worker, manifest.by_layer, *form) for worker in workers]
-
     def _share(self, version: int, parameters: Mapping[str, torch.Tensor], engines: Sequence[int]) -> None:
-        """Ask the engines to pause, compare this rank's parameters with the plan, and share them where workers map them.
-        Engines pause meanwhile."""
+        """Ask the engines to pause. While they do, compare this rank's parameters with the plan, and share them if workers
+        map them."""
 
-        def begin() -> Needs | None:
-            """What this rank needs before its parameters can be mapped; None where they are not."""
+        def begin() -> Needs:
+            """Return what this rank needs before its parameters can be mapped."""
             if self._engines is not None:
                 self._engines.ask(version, engines)
             if differing := sorted(self._names ^ parameters.keys()):
                 counts = f"rank holds {len(self._names)} parameters, was given {len(parameters)}"
                 raise ValueError(f"{counts}; differ in {differing[:5]}")
             device.settle()  # the update has written the weights
-            if self._transport != "mapped":
-                return None
-            for name, (rows, cols) in self._sent.items():
+            for name, (rows, cols) in self._mapped.items():
                 size = parameters[name].shape
                 if size[0] < rows or size[1:].numel() < cols:
-                    raise ValueError(f"{name} of {tuple(size)} has not the size in the plan, at least {rows} x {cols}")
-            return needs_of(parameters, list(self._sent))
+                    raise ValueError(f"{name} of {tuple(size)} is smaller than in the plan, {rows} x {cols}")
+            return needs_of(parameters, list(self._mapped))
 
-        needs = [need for need in self._together("weight_sync: begin", begin) if need is not None]
-        if not needs:
+        needs = self._together("weight_sync: begin", begin)
+        if self._settings.transport != "mapped":
             return
         if any(need.num_bytes for need in needs) and (obstacle := self._from_first(lambda: obstacle_of(needs))) is not None:
             if self._settings.is_final:
                 raise SyncError(f"weight_sync.transport = mapped: {obstacle}; raise the limit, or use group")
             if self._rank == 0:
                 logger.warning("weight_sync.transport = auto takes group, because %s", obstacle)
-            self._transport = "group"
-            self._open_buckets()
+            self._settings = replace(self._settings, transport="group")
+            self._prepare()
             return
-        self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, list(self._sent))))
+        self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, list(self._mapped))))
 
     def _manifest(self, version: int, attempt: int, engines: tuple[int, ...]) -> WeightManifest:
         settings = self._settings
+        shared = {
+            field.name: getattr(settings, field.name) for field in fields(WeightManifest) if hasattr(settings, field.name)
+        }
         return WeightManifest(
+            **shared | {"servers": settings.servers if settings.transport == "group" else ()},
             version=version,
             attempt=attempt,
             plan_hash=self._plan.hash,
             layout=self._layout,
-            rollout=settings.rollout,
-            mode=settings.mode,
             precision=PRECISIONS[settings.dtype],
-            bucket_bytes=settings.bucket_bytes,
-            timeout_s=settings.timeout_s,
             engines=engines,
-            transport=self._transport,
-            on_device=settings.on_device,
             store=self._store_address,
             groups=tuple(self._groups_of),
-            wire=settings.wire,
             base=self._bases.begin(attempt, engines, self._starts) if attempt else None,
-            quantization=settings.quantization,
             by_layer=settings.merges or settings.mode == "checkpoint",
             addresses=self._addresses,
-            servers=settings.servers if self._transport == "group" else (),
-            session=self._session,
         )
 
     def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> tuple[WeightManifest, list[int]]:
-        """On rank 0, begin the next attempt: start the engines' receive; the engines that join new groups."""
-        starts = self._starts if self._engines is None else list(self._engines.pause(version, attempt, wanted))
+        """On rank 0, begin the next attempt: have the engines receive; return the engines that join new groups."""
+        assert self._engines is not None, "rank 0 has engines"
+        starts = self._engines.pause(version, attempt, wanted)
         new = [engine for engine in wanted if not self._groups_of[engine] or starts[engine] != self._starts[engine]]
         for engine in new:
             self._num_groups += 1
             self._groups_of[engine] = self._num_groups
         for engine in wanted:
             self._starts[engine] = starts[engine]
-        self._session += 1
         manifest = self._manifest(version, attempt, wanted)
-        if self._engines is None:
-            return manifest, []
         self._engines.begin(manifest)
         return manifest, present_engines(self._store, manifest, new)
 
     def _finish(self, manifest: WeightManifest, sent: Sequence[Sent]) -> tuple[tuple[int, ...], dict[str, float]]:
-        """On rank 0, wait for the engines: the engines that need another attempt, and the metrics."""
+        """On rank 0, wait for the engines; return the engines that need another attempt, and the metrics."""
         lost = [(rank, engine, why) for rank, of_rank in enumerate(sent) for engine, why in of_rank.lost.items()]
         again: Sequence[int] = manifest.engines
-        if self._engines is None:
-            return (), {}
+        assert self._engines is not None, "rank 0 has engines"
         try:
             again, metrics = self._engines.finish()
         except Exception as error:  # raised again
@@ -305,21 +282,16 @@ class WeightSync:
         """Give this rank's boxes to the engines."""
         try:
             self._groups.begin(manifest, present)
-            if manifest.transport == "mapped":
-                pack_s, sent_bytes = self._confirm(manifest, parameters)
-                return Sent(pack_s, sent_bytes, dict(self._groups.lost))
-            assert self._sender is not None, "the transport group has a sender"
-            pack_s = self._send_buckets(manifest, parameters, self._sender)
+            send = self._confirm if manifest.transport == "mapped" else self._send_buckets
+            return Sent(self._groups.lost, *send(manifest, parameters))
         except BaseException:  # SystemExit too, since engines wait for this rank; raised again
             self.close()
             raise
-        changed = (0, 0) if self._parts is None else (self._parts.changed_bytes, self._parts.content_bytes)
-        return Sent(pack_s, self._sender.sent_bytes, dict(self._groups.lost), *changed)
 
     def _confirm(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> tuple[float, int]:
         """Once all workers have copied what they need from this rank, compute the checksums of what it holds, and send them
-        to the workers: seconds, and bytes that the workers took. The checksums come last, so that a weight that was written
-        meanwhile is detected."""
+        to the workers. Return seconds, and bytes that the workers took. The checksums come last, so that they detect a
+        weight that was written during the copy."""
         groups = self._groups
         readers = [worker for worker, pieces in enumerate(self._pieces) if pieces]
         copied: dict[tuple[int, int], Message | None] = {}
@@ -343,12 +315,14 @@ class WeightSync:
         return pack_s, num_bytes
 
     @torch.no_grad()
-    def _send_buckets(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor], sender: BucketSender) -> float:
-        """Write and send all parts of this rank, round after round; the seconds without waits."""
-        pack_s = 0.0
-        # The mapping may make a parameter anew at each access (adapters are merged in). So each is accessed once, and kept
-        # until its last piece is sent.
+    def _send_buckets(self, manifest: WeightManifest, parameters: Mapping[str, torch.Tensor]) -> tuple[float, int, int, int]:
+        """Write and send all parts of this rank, round after round; return the fields of `Sent` after `lost`."""
+        pack_s, sender, dtype = 0.0, self._sender, self._settings.dtype
+        assert sender is not None, "the transport group has a sender"
+        # Each access may compute a parameter (adapters are merged into it). So each parameter is accessed once, and kept
+        # until its last piece is written.
         kept: dict[str, torch.Tensor] = {}
+        missing = Counter(piece.parameter for piece in chain.from_iterable(self._pieces))
         sender.begin(manifest)
         for entries in self._rounds:
             with span("wait_engines"):
@@ -356,46 +330,29 @@ class WeightSync:
             begun = time.perf_counter()
             for bucket, number, part, content in written:
                 for piece in self._streams[number].at_source(self._plan, part.pieces):
-                    target = content[piece.start - part.start : piece.end - part.start]
-                    self._write(piece, parameters, kept, target)
-                    if self._last_pieces[piece.parameter] == (number, piece.number):
-                        del kept[piece.parameter]
+                    name, target = piece.parameter, content[piece.start - part.start : piece.end - part.start]
+                    if name not in kept:
+                        kept[name] = parameters[name]
+                    box = box_of(kept[name], piece)
+                    if piece.scale_bytes:
+                        write_blocks(quantise_blocks(box.to(dtype)), target)
+                    else:
+                        target.view(dtype).view(piece.rows, piece.cols).copy_(box)
+                    missing[name] -= 1
+                    if not missing[name]:
+                        del kept[name], box
                 content[-ALIGNMENT:].view(torch.int64)[0] = checksum(content[:-ALIGNMENT], manifest.version, bucket)
             pack_s += time.perf_counter() - begun
             with span("wait_engines"):
                 sender.send(entries, written)
         with span("wait_engines"):
             sender.finish()
-        return pack_s
-
-    def _write(
-        self,
-        piece: Piece,
-        parameters: Mapping[str, torch.Tensor],
-        kept: dict[str, torch.Tensor],
-        target: torch.Tensor,
-    ) -> None:
-        """Write a piece to its bytes in a bucket; `kept` are the parameters that are in use."""
-        if piece.parameter not in kept:
-            kept[piece.parameter] = parameters[piece.parameter]
-        box = box_of(kept[piece.parameter], piece)
-        if piece.scale_bytes:
-            write_blocks(quantise_blocks(box.to(self._settings.dtype)), target)
-        else:
-            target.view(self._settings.dtype).view(piece.rows, piece.cols).copy_(box)
+        return pack_s, sender.sent_bytes, *sender.changed
 
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
-        """Run a step on every rank and wait for all; the results in rank order. A failure is raised on every rank and names
-        the first rank that failed for a reason of its own."""
-        value: Value | None = None
-        error: Exception | None = None
-        try:
-            value = step()
-        except Exception as caught:  # raised below, once the other ranks know
-            error = caught
-        failure = (
-            None if error is None else (isinstance(error, SyncAborted), _described(error), isinstance(error, TimeoutError))
-        )
+        """Run a step on every rank and wait for all; return the results in rank order. A failure is raised on every rank and
+        names the first rank that did not fail because of another process."""
+        value, failure, error = attempt(step)
         answers = self._gather((value, failure))
         failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
@@ -416,26 +373,28 @@ class WeightSync:
         return everyone
 
 
+def attempt(step: Callable[[], Value]) -> tuple[Value | None, tuple[bool, str, bool] | None, Exception | None]:
+    """Run a step; return its result, its failure and its error. The failure, for other ranks, says whether another process
+    caused it, describes it, and says whether a deadline passed."""
+    try:
+        return step(), None, None
+    except Exception as error:  # raised by the caller, once the other ranks know
+        described = f"{type(error).__name__}: {error}"
+        return None, (isinstance(error, SyncAborted), described, isinstance(error, TimeoutError)), error
+
+
 def from_first(step: Callable[[], Value], rank: int, group: dist.ProcessGroup | None) -> Value:
-    """Run a step on rank 0; its result, on every rank. A failure is raised unchanged on rank 0, and as SyncError on the
-    other ranks (SyncLate where a deadline has passed)."""
-    box: list[Any] = [None, None, False]
-    error: Exception | None = None
+    """Run a step on rank 0; return its result on every rank. A failure is raised unchanged on rank 0, and as SyncError on
+    the other ranks (SyncLate where a deadline has passed)."""
     with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
-        if rank == 0:
-            try:
-                box[0] = step()
-            except Exception as caught:  # raised below, once the other ranks know
-                error, box[1], box[2] = caught, _described(caught), isinstance(caught, TimeoutError)
+        value, failure, error = attempt(step) if rank == 0 else (None, None, None)
+        box: list[Any] = [value, failure]
         if group is not None:
             dist.broadcast_object_list(box, src=0, group=group)
         # Raised inside the span, which says that the rank waited for engines.
         if error is not None:
             raise error
         if box[1] is not None:
-            raise (SyncLate if box[2] else SyncError)(f"weight_sync ended on rank 0: {box[1]}")
+            _, text, late = box[1]
+            raise (SyncLate if late else SyncError)(f"weight_sync ended on rank 0: {text}")
     return box[0]
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

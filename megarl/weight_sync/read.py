@@ -1,4 +1,4 @@
-"""The worker's end of a sync without vLLM: join the group, take the bytes, verify them, and put each box in its place."""
+"""The worker's end of a sync, without vLLM: join the group, take the bytes, verify them, and put each box in its place."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.weight_sync.buckets import Part, Piece, Stream, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
 from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
-from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start, together
+from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.mapped import Mapped, piece_bytes
+from megarl.weight_sync.mapped import Mapped, form_of
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from megarl.weight_sync.transport import NUM_BUCKETS
 
@@ -29,19 +29,17 @@ class Writer(Protocol):
     """Knows where the parameters of an engine are."""
 
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
-        """How threads divide boxes that are mapped; None if boxes are written one after another."""
+        """Divide boxes that are mapped among threads; None if boxes are written one after another."""
+        return None
 
-    def place(self, box: Box) -> torch.Tensor:
-        """Where to write a box, [rows, cols]; nobody may keep it."""
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        """Where a thread writes the boxes of one work."""
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+        """Return where to write a box, [rows, cols]; nobody may keep it. A thread gives its spare memory."""
 
     def written(self, owner: str, spare: SpareMemory) -> None:
-        """Called by a thread when the boxes of a work are written."""
+        """Pack what a thread has written of a work, or note it for `finish`."""
 
     def finish(self) -> None:
-        """Called when all boxes are written, while ranks compute the checksums of mapped weights."""
+        """Pack the rest, once all boxes are written and while ranks compute the checksums of mapped weights."""
 
 
 @dataclass
@@ -55,133 +53,67 @@ class ReadTimes:
     received_bytes: int = 0
 
 
-class Link:
-    """A worker's end of its engine's process group. Between two syncs it keeps the group, the mapped memory of its server,
-    and the bytes that a difference is added to."""
-
-    def __init__(self) -> None:
-        self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
-        self._group: tuple[tuple[int, int], MessageGroup] | None = None  # engine and number of the group
-        self._inbox: Inbox | None = None
-        self._handed: tuple[str, torch.Tensor] | None = None  # handle and memory of the server's buckets
-
-    def join(self, manifest: WeightManifest, engine: int, worker: int) -> MessageGroup:
-        """Join the engine's group. Raises SyncError."""
-        if self._store is None or self._store[0] != manifest.store:
-            self.leave()  # its trainers are gone; new trainers number their groups from the first
-            self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
-        key = engine, manifest.groups[engine]
-        if self._group is None or self._group[0] != key:
-            self.leave()
-            member = len(manifest.ranks_of(engine)) + worker
-            self._group = key, open_group(self._store[1], manifest, engine, member)
-        return self._group[1]
-
-    def inbox(self, manifest: WeightManifest, stream: Stream) -> Inbox:
-        """This worker's buckets, for messages of all ranks."""
-        if self._inbox is None or self._inbox.stream is not stream:
-            memory = bucket_memory(stream.capacity, manifest.on_device)
-            self._inbox = Inbox(stream, memory, TakenParts(stream) if manifest.wire == "delta" else None)
-        self._inbox.begin(manifest)
-        return self._inbox
-
-    def handed(self, handle: str) -> torch.Tensor:
-        """The server's buckets, uint8 [2, capacity]. Raises SyncError where they cannot be mapped."""
-        if self._handed is None or self._handed[0] != handle:
-            try:
-                self._handed = handle, platform.reach_bytes(handle).view(NUM_BUCKETS, -1)
-            except RuntimeError as error:
-                raise SyncError(f"hand over: no way to the buckets of this worker's trainer rank: {error}") from error
-        return self._handed[1]
-
-    def leave(self) -> None:
-        """Leave the group, so that waits of the trainer ranks fail at once."""
-        if self._group is not None:
-            self._group[1].leave()
-            self._group = None
-
-    def close(self) -> None:
-        self.leave()
-        self._store = self._inbox = self._handed = None
-
-
-class Direct:
-    """Buckets that arrive from all ranks in the worker's own memory."""
-
-    def __init__(self, inbox: Inbox, group: MessageGroup, deadline: float) -> None:
-        self._inbox, self._group, self._deadline = inbox, group, deadline
-        for bucket in range(min(NUM_BUCKETS, inbox.stream.num_buckets)):
-            self._post(bucket)
-
-    def take(self, bucket: int) -> torch.Tensor:
-        """Wait for a bucket; its memory, uint8 [capacity]. Raises SyncError."""
-        return self._inbox.complete(bucket, self._group, self._deadline)
-
-    def release(self, bucket: int) -> None:
-        """Let the bucket's memory be written again."""
-        if bucket + NUM_BUCKETS < self._inbox.stream.num_buckets:
-            self._post(bucket + NUM_BUCKETS)
-
-    def end(self) -> None:
-        """Called after the last bucket."""
-
-    def _post(self, bucket: int) -> None:
-        with together(self._group):
-            self._inbox.post(bucket, self._group)
-
-
 class HandedOver:
-    """Buckets that arrive in the memory of the trainer rank that serves this worker."""
+    """An inbox in the memory of the trainer rank that serves this worker. The rank says which bucket is full, and the worker
+    which is free."""
 
-    def __init__(
-        self, memory: torch.Tensor, server: int, member: int, num_buckets: int, group: MessageGroup, deadline: float
-    ) -> None:
-        """`server` is the trainer rank, and `member` its number in the group."""
-        self._memory, self._member, self._num_buckets = memory, member, num_buckets
-        self._group, self._deadline, self._who = group, deadline, f"trainer rank {server}"
-        self._messages: list[Any] = []  # that a bucket is free
+    parts = None  # the rank adds differences
 
-    def take(self, bucket: int) -> torch.Tensor:
-        """As of `Direct`."""
-        number, what = torch.zeros(1, dtype=torch.int64), f"bucket {bucket} of {self._num_buckets} from {self._who}"
-        finish(self._group, start(self._group.receive, number, self._member, what), self._deadline, what)
-        return self._memory[bucket % NUM_BUCKETS]
+    def __init__(self, handle: str, server: int, member: int, num_buckets: int) -> None:
+        """`server` is the trainer rank, and `member` its number in the group. Raises SyncError where its memory cannot be
+        mapped."""
+        try:
+            self._memory = platform.reach_bytes(handle).view(NUM_BUCKETS, -1)  # uint8 [2, capacity]
+        except RuntimeError as error:
+            raise SyncError(f"hand over: no way to the buckets of trainer rank {server}: {error}") from error
+        self._server, self._member, self._num_buckets = server, member, num_buckets
 
-    def release(self, bucket: int) -> None:
-        """As of `Direct`."""
-        if bucket + NUM_BUCKETS < self._num_buckets:
+    def begin(self, manifest: WeightManifest) -> None:
+        self._posted: dict[int, list[tuple[str, Any]]] = {}  # by bucket: messages with their descriptions
+
+    def post(self, bucket: int, group: MessageGroup) -> None:
+        """Tell the rank that the bucket's memory is free, and start to receive that the bucket is full."""
+        free, full = f"that bucket {bucket} may come, to", f"bucket {bucket} of {self._num_buckets} from"
+        calls = [(full, group.receive, torch.zeros(1, dtype=torch.int64))]
+        if bucket >= NUM_BUCKETS:
             platform.settle()
-            what = f"that bucket {bucket} is free, to {self._who}"
-            self._messages.append(start(self._group.send, torch.tensor([bucket]), self._member, what))
+            calls.insert(0, (free, group.send, torch.tensor([bucket])))
+        described = [(f"{what} trainer rank {self._server}", call, number) for what, call, number in calls]
+        self._posted[bucket] = [(what, start(call, number, self._member, what)) for what, call, number in described]
 
-    def end(self) -> None:
-        """As of `Direct`."""
-        for message in self._messages:
-            finish(self._group, message, self._deadline, f"that a bucket is free, to {self._who}")
+    def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
+        """Wait for a bucket that was posted; as `Inbox.complete`."""
+        for what, work in self._posted.pop(bucket):
+            finish(group, work, deadline, what)
+        return self._memory[bucket % NUM_BUCKETS]
 
 
 class WeightReader:
-    """Reads the versions of one worker number for one engine. Plan, stream and mapped memory are kept from version to
-    version."""
+    """Reads the versions of one worker number for one engine. From version to version it keeps plan, stream, mapped memory,
+    the engine's process group, and the bytes that a difference is added to."""
 
     def __init__(self, shape: ModelShape, worker: int) -> None:
         self._shape, self._worker = shape, worker
         self._key: tuple[Any, ...] | None = None  # identifies the plan and the stream
         self._plan: ReshardPlan
         self._stream: Stream
-        self._elements: dict[str, int] = {}
-        self._module_elements: Counter[str] = Counter()
+        # Elements that come with a version, by local parameter and by module; other elements are padding.
+        self.elements: dict[str, int] = {}
+        self.module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
         self._mapped: list[tuple[Box, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
-        self._link = Link()
+        self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
+        self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
+        self._inbox: Inbox | HandedOver | None = None
+        self._inbox_key: tuple[Any, ...] = ()  # stream, and handle of the server's buckets
         self.times = ReadTimes()
         self.is_complete = False  # whether the last version was read to its end
 
     def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[Box, None, None]:
-        """Write every box of a version to its place; yields each box once it is written, except those that threads write.
+        """Write every box of a version to its place, and yield each box once it is written, except those that threads write.
         Boxes come in pieces, in the order of the buckets: several modules are incomplete at a time.
 
-        A caller that stops early must close the generator: then nobody waits for this worker. Boxes in host buckets are
+        A caller that stops early must close the generator, so that nobody waits for this worker. Boxes in host buckets are
         verified before they are written; boxes in device buckets, and mapped boxes, at the end.
 
         Raises SyncError naming the first box that differs, or what did not come in time.
@@ -190,7 +122,7 @@ class WeightReader:
         deadline = time.monotonic() + manifest.worker_waits * manifest.timeout_s
         try:
             self._prepare(manifest)
-            group = self._link.join(manifest, engine, self._worker)
+            group = self._join(manifest, engine)
             if manifest.transport == "mapped":
                 yield from self._read_mapped(manifest, group, deadline, writer)
             else:
@@ -205,23 +137,45 @@ class WeightReader:
                 self._addresses, self._mapped = (), []
 
     def leave(self) -> None:
-        """Leave the group, so that nobody waits for this worker."""
-        self._link.leave()
-
-    def elements(self, parameter: str) -> int:
-        """Elements of a local parameter that come with a version; its other elements are padding."""
-        return self._elements[parameter]
-
-    def module_elements(self, owner: str) -> int:
-        """Elements of the parameters of a module that come with a version."""
-        return self._module_elements[owner]
+        """Leave the group, so that waits of the trainer ranks fail at once."""
+        if self._group is not None:
+            self._group[1].leave()
+            self._group = None
 
     def close(self) -> None:
+        self.leave()
         self._addresses, self._mapped = (), []
-        self._link.close()
+        self._store = self._inbox = None
+
+    def _join(self, manifest: WeightManifest, engine: int) -> MessageGroup:
+        """Join the engine's group. Raises SyncError."""
+        key = manifest.store, engine, manifest.groups[engine]  # new trainers number their groups from the first
+        if self._group is None or self._group[0] != key:
+            self.leave()
+            if self._store is None or self._store[0] != manifest.store:
+                self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
+            member = len(manifest.ranks_of(engine)) + self._worker
+            self._group = key, open_group(self._store[1], manifest, engine, member)
+        return self._group[1]
+
+    def _begin_inbox(self, manifest: WeightManifest, engine: int) -> Inbox | HandedOver:
+        """Return this worker's buckets. Raises SyncError where those of its server cannot be mapped."""
+        stream, servers = self._stream, manifest.servers
+        handle = manifest.addresses[engine * manifest.rollout.workers + self._worker] if servers else ""
+        if self._inbox is None or self._inbox_key != (stream, handle):
+            self._inbox = None  # nothing is left of it after a failure
+            if servers:
+                server = servers[engine][self._worker]
+                self._inbox = HandedOver(handle, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
+            else:
+                memory, parts = bucket_memory(stream.capacity, manifest.on_device), manifest.wire == "delta"
+                self._inbox = Inbox(stream, memory, TakenParts(stream) if parts else None)
+            self._inbox_key = stream, handle
+        self._inbox.begin(manifest)
+        return self._inbox
 
     def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
-        """Copy all boxes from where they lie, and hash the copies. The ranks compute their checksums once everything was
+        """Copy all boxes from the ranks' memory, and hash the copies. The ranks compute their checksums once everything is
         copied, and the worker compares."""
         times, source, version = self.times, self._stream.source, manifest.version
         self._map(manifest)
@@ -230,17 +184,18 @@ class WeightReader:
         if works is not None:
 
             def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
-                verify_s, last = 0.0, time.perf_counter()
-                places = writer.places([self._mapped[number][0] for number in numbers], spare)
-                for number, place in zip(numbers, places, strict=True):
-                    place.copy_(self._mapped[number][1])
+                verify_s = 0.0
+                for number in numbers:
+                    box, content = self._mapped[number]
+                    place = writer.place(box, spare)
+                    place.copy_(content)
                     copied = time.perf_counter()
                     sums[number] = int(checksum(place, version, number))
-                    last = time.perf_counter()
-                    verify_s += last - copied
-                del places, place  # spare memory is not lent again while it is referred to
-                writer.written(self._mapped[numbers[0]][0].owner, spare)
-                return verify_s, time.perf_counter() - last
+                    verify_s += time.perf_counter() - copied
+                    del place  # spare memory is not lent again while it is referred to
+                begun = time.perf_counter()
+                writer.written(box.owner, spare)
+                return verify_s, time.perf_counter() - begun
 
             threads = num_threads(works, manifest.rollout.workers)
             seconds = np.array(in_threads(works, threads, do)).reshape(-1, 2).sum(axis=0)
@@ -254,7 +209,7 @@ class WeightReader:
                 del place  # as above
                 yield box
             begun = time.perf_counter()
-            sums[:] = torch.stack(on_device).cpu().numpy()  # the only time that verification waits for the device
+            sums[:] = torch.stack(on_device).cpu().numpy()  # verification waits for the device only here
             times.verify_s += time.perf_counter() - begun
         times.received_bytes += sum(box.rows * box.cols * box.dtype.itemsize for box, _ in self._mapped)
         copied = torch.tensor([version])
@@ -276,7 +231,7 @@ class WeightReader:
                 raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(source)}, {which}")
 
     def _map(self, manifest: WeightManifest) -> None:
-        """Map the parameters of all ranks, unless they are where they were."""
+        """Map the parameters of all ranks, unless these have not moved since the last version."""
         if self._addresses == manifest.addresses:
             return
         begun = time.perf_counter()
@@ -294,21 +249,21 @@ class WeightReader:
     def _read_buckets(
         self, manifest: WeightManifest, engine: int, group: MessageGroup, deadline: float, writer: Writer
     ) -> Iterator[Box]:
-        """Take bucket after bucket."""
+        """Take, verify and write bucket after bucket."""
         times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
-        end: Direct | HandedOver
-        if manifest.servers:
-            server = manifest.servers[engine][self._worker]
-            memory = self._link.handed(manifest.addresses[engine * manifest.rollout.workers + self._worker])
-            member = manifest.ranks_of(engine).index(server)
-            end = HandedOver(memory, server, member, stream.num_buckets, group, deadline)
-        else:
-            inbox = self._link.inbox(manifest, stream)
-            end = Direct(inbox, group, deadline)
+        inbox = self._begin_inbox(manifest, engine)
+
+        def post(bucket: int) -> None:
+            if bucket < stream.num_buckets:
+                with group.together():
+                    inbox.post(bucket, group)
+
+        for bucket in range(NUM_BUCKETS):
+            post(bucket)
         differs: list[tuple[int, Part, torch.Tensor]] = []  # of parts on a device, whether the checksum does
         for bucket, parts in enumerate(stream.parts):
             begun = time.perf_counter()
-            memory = end.take(bucket)
+            memory = inbox.complete(bucket, group, deadline)
             taken = time.perf_counter()
             times.wait_s += taken - begun
             for part in parts:
@@ -323,16 +278,15 @@ class WeightReader:
                 box = self._write(piece, memory[piece.start : piece.end], dtype, writer)
                 times.received_bytes += piece.end - piece.start
                 yield box
-            end.release(bucket)
-        end.end()
+            post(bucket + NUM_BUCKETS)
         begun = time.perf_counter()
         wrong = torch.stack([differ for *_, differ in differs]).cpu() if differs else torch.zeros(0)
-        times.verify_s += time.perf_counter() - begun  # the only time that verification waits for the device
+        times.verify_s += time.perf_counter() - begun  # verification waits for the device only here
         if wrong.any():
             bucket, part, _ = differs[int(wrong.nonzero()[0])]
             raise self._wrong(version, bucket, part)
         writer.finish()
-        if not manifest.servers and inbox.parts is not None:
+        if inbox.parts is not None:
             inbox.parts.version = version
 
     def _write(self, piece: Piece, content: torch.Tensor, dtype: torch.dtype, writer: Writer) -> Box:
@@ -352,7 +306,7 @@ class WeightReader:
         return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        form = manifest.by_layer, DTYPES[manifest.precision], piece_bytes(manifest), manifest.quantization
+        form = form_of(manifest)
         key = manifest.plan_hash, form
         if self._key == key:
             return
@@ -366,14 +320,14 @@ class WeightReader:
         self._stream = sync_stream(self._shape, plan, self._worker, *form)
         self._addresses, self._mapped = (), []
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
-        self._elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
-        self._module_elements = Counter()
-        for parameter, elements in self._elements.items():
-            self._module_elements[parameter.rpartition(".")[0]] += elements
+        self.elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
+        self.module_elements = Counter()
+        for parameter, elements in self.elements.items():
+            self.module_elements[parameter.rpartition(".")[0]] += elements
         self._key = key
 
 
-class WholeTensors:
+class WholeTensors(Writer):
     """A writer for checkpoint mode, where the boxes' parameters are checkpoint tensors of `sizes` (rows, columns)."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
@@ -381,19 +335,13 @@ class WholeTensors:
         self._tensors: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
-        return None
-
-    def place(self, box: Box) -> torch.Tensor:
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
         if box.parameter not in self._tensors:
             size = self._sizes[box.parameter]
             # Each tensor has memory of its own, as `load_checkpoint_tensors` needs.
             self._tensors[box.parameter] = torch.empty(size, dtype=box.dtype, device=self._device)
             self._missing[box.parameter] = size[0] * size[1]
         return box.within(self._tensors[box.parameter])
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        raise AssertionError("no thread writes whole tensors")
 
     def written(self, owner: str, spare: SpareMemory) -> None:
         """No thread writes."""

@@ -1,12 +1,12 @@
 """The vLLM side of a weight sync, in every worker process: the file that touches vLLM's model objects.
 
 Checked with vLLM 0.32. On CPU every linear weight is packed into a oneDNN object after load, and the parameter is left with
-shape (0,). So a live parameter of the full shape is written in place, and a packed parameter is built anew and packed again,
-both by `quant_method.process_weights_after_loading`, which vLLM itself calls after load. Experts are packed on CPU too,
-under the parameter's own name and with room for padding.
+shape (0,). So a live parameter of the full shape is written in place, and a packed parameter is built again. For both
+`quant_method.process_weights_after_loading` does the rest, which vLLM itself calls after load. Experts are packed on CPU
+too, under the parameter's own name and with room for padding.
 
-On GPUs vLLM captures CUDA graphs, which read parameters at their address during the capture. Whatever vLLM makes anew of the
-parameters, such as scales in a kernel's layout, is copied there.
+On GPUs vLLM captures CUDA graphs, which read parameters at the addresses that these had during the capture. If vLLM creates
+new tensors from the parameters, such as scales in a kernel's layout, they are copied to those addresses.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OpenModule:
-    """A module that is being written, box after box: its parameters, where those in spare memory are, and how many elements
-    have not come."""
+    """A module that is being written, box after box: where its parameters are written, its spare memory, and how many
+    elements are missing."""
 
     targets: dict[str, torch.Tensor]
     spare: SpareMemory
@@ -66,14 +66,15 @@ class Update(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[NoInit, Update]):
-    """Takes this worker's shards of a version while they arrive. A version that breaks off leaves a mixture, so the engine
-    must answer nothing until a sync succeeds.
+    """Takes this worker's shards of a version while they arrive. A sync that fails leaves a mixture of two versions, so the
+    engine must answer nothing until a sync succeeds.
     """
 
     init_info_cls = NoInit
     update_info_cls = Update
     supports_draft_weight_update = False
-    # By module and parameter: the live tensor of what is in spare memory. None on CPUs, which have no CUDA graphs.
+    # By module and parameter: the live tensor of a parameter that is in spare memory. None on CPUs: they have no CUDA
+    # graphs.
     _homes: dict[str, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,18 +116,14 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self.receive_weights(self.parse_update_info(update_info))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
-        except SyncError as error:
-            self._leave()
-            self.report = (isinstance(error, SyncAborted), str(error), isinstance(error, SyncLate))
         except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
-            self._leave()
-            logger.exception("a worker took no weights")
-            self.report = (False, f"{type(error).__name__}: {error}", False)
-
-    def _leave(self) -> None:
-        """Let nobody wait for this worker."""
-        if self._reader is not None:
-            self._reader.leave()
+            if self._reader is not None:
+                self._reader.leave()  # so that nobody waits for this worker
+            message = str(error)
+            if not isinstance(error, SyncError):
+                logger.exception("a worker took no weights")
+                message = f"{type(error).__name__}: {error}"
+            self.report = (isinstance(error, SyncAborted), message, isinstance(error, SyncLate))
 
     @torch.no_grad()
     def receive_weights(self, update_info: Update) -> None:
@@ -170,7 +167,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._reader = None
 
     def _worker(self) -> int:
-        """This worker's number in its engine."""
+        """Return this worker's number in its engine."""
         from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
         data_rank = self.parallel_config.data_parallel_rank
@@ -201,7 +198,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
     # The writer of boxes (`read.Writer`) ---------------------------------------------------------------------------
 
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
-        """Have threads write on a CPU: a work is a module, or a box of an embedding or an output head."""
+        """Have threads write on a CPU. A work is a module, or a box of an embedding or an output head."""
         if self.device.type != "cpu":
             return None
         self._index_modules()
@@ -209,27 +206,24 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             boxes, self._sizes, lambda owner: isinstance(self._modules[owner], VocabParallelEmbedding), bucket_bytes
         )
 
-    def place(self, box: Box) -> torch.Tensor:
-        """Write box after box."""
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+        """Return where to write a box; the modules of a thread take turns in its spare memory."""
         self._index_modules()
         if (module := self._open.get(box.owner)) is None:
             assert self._reader is not None  # it gave the box
-            spare = self._spares.pop() if self._spares else SpareMemory()
-            module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements(box.owner))
-        if box.parameter not in module.targets:
-            module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
-        return box.within(module.targets[box.parameter])
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        """Write the boxes of a work in a thread."""
-        dtypes = {box.parameter: box.dtype for box in boxes}
-        targets = {parameter: self._target(parameter, dtype, spare) for parameter, dtype in dtypes.items()}
-        return [box.within(targets[box.parameter]) for box in boxes]
+            spare = spare or (self._spares.pop() if self._spares else SpareMemory())
+            module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements[box.owner])
+        target = module.targets.get(box.parameter)
+        if target is None:
+            target = module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
+        return box.within(target)
 
     def written(self, owner: str, spare: SpareMemory) -> None:
         """Pack a module in spare memory at once, so that the next module can use the memory. Other modules are packed at the
         end: trainer ranks compute their checksums meanwhile, and between two buckets packing would take the cache from
         them."""
+        if (module := self._open.pop(owner, None)) is not None:
+            module.targets.clear()  # spare memory is not lent again while it is referred to
         if spare.in_use:
             self._process(owner)
             spare.take_back()
@@ -242,7 +236,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         for name in dict.fromkeys(self._unpacked):
             self._process(name)
         for _, attention in self._latent_attentions():
-            # It was made of the old `kv_b_proj`: views where vLLM keeps that as it is, copies where vLLM packs it.
+            # vLLM derives its weights from `kv_b_proj`, and they are still the old ones.
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
@@ -251,8 +245,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         module = self._open[box.owner]
         module.missing -= box.rows * box.cols
         if not module.missing:
-            del self._open[box.owner]
-            module.targets.clear()  # first, since spare memory is not lent again while it is referred to
             begun = time.perf_counter()
             self.written(box.owner, module.spare)
             self._repack_s += time.perf_counter() - begun
@@ -277,8 +269,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         return descriptions
 
     def _target(self, parameter: str, dtype: torch.dtype, spare: SpareMemory) -> torch.Tensor:
-        """Where to write a parameter, or the scales of its blocks, [rows, columns]: the live tensor, or spare memory where
-        only the packed form lives. A vector is one column; experts are stacked along the rows."""
+        """Return where to write a parameter, or the scales of its blocks, [rows, columns]: the live tensor, or spare memory
+        if vLLM keeps only the packed form. A vector is one column; experts are stacked along the rows."""
         owner, _, name = parameter.rpartition(".")
         module = self._modules[owner]
         live = getattr(module, name).data  # vLLM's own parameter class is slow to inspect
@@ -296,13 +288,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
                 return live.view(rows, cols)
             raise SyncError(f"{parameter} has {tuple(live.shape)} elements; megarl's table says {rows} x {cols}")
         shape = (live.shape[0], rows // live.shape[0], cols) if live.dim() >= 3 else (rows, cols)[: 1 if widened else 2]
-        # oneDNN packs faster when the rows lie apart; vLLM's kernel for small weights wants contiguous rows. The kernel of
-        # the last time is in the closure.
+        # oneDNN packs faster when the rows lie apart; vLLM's kernel for small weights wants contiguous rows. The closure
+        # shows which kernel packed the module last time.
         cells = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
         apart = platform.has_avx() and any(isinstance(cell.cell_contents, CPUDNNLGEMMHandler) for cell in cells)
         target = spare.take(shape, dtype, self.device, apart=len(shape) == 2 and apart)
         assert self._reader is not None  # it gave the box
-        if not name.endswith(SCALES) and self._reader.elements(parameter) < rows * cols:
+        if not name.endswith(SCALES) and self._reader.elements[parameter] < rows * cols:
             target.zero_()  # padding is never sent
         if self._homes is not None:
             self._homes.setdefault(owner, {}).setdefault(name, live)
@@ -310,7 +302,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         return target if len(shape) == 2 else target.view(rows, cols)
 
     def _process(self, owner: str) -> None:
-        """Have vLLM pack what was written, as after load; on a GPU every parameter keeps its address."""
+        """Have vLLM pack a module, as after load; on a GPU every parameter keeps its address."""
         module = self._modules[owner]
         if self._homes is None:
             self._repack(module)

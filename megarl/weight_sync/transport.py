@@ -1,4 +1,4 @@
-"""Which transport a run takes, and how long each end of a sync waits.
+"""Choose the transport of a run, and say how long each end of a sync waits.
 
 With `mapped` the workers of an engine map the parameters of the trainer ranks, and copy their boxes straight from there.
 With `group` the ranks send buckets to the workers in the process group of each engine. Where trainer ranks and workers
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from megarl.planner.placement import PlacementError
 
 NUM_BUCKETS = 2  # one is written while the other is read
-# How many times `weight_sync.timeout_s` each end waits, counted from the begin of an attempt. An end that waits for a
-# process which may be waiting itself must wait longer. Otherwise both give up at once, and the wrong process is named.
+# How many times `weight_sync.timeout_s` each end waits, counted from the begin of an attempt. An end must wait longer for a
+# process that may itself be waiting. Otherwise both give up at the same time, and the error names the wrong process.
 RANK_WAITS = 2  # a trainer rank for another rank, in two legs; for an engine it waits once
 REPORT_WAITS = 4  # rank 0 at most for an engine's report (`WeightManifest.report_waits`)
 
@@ -37,7 +37,7 @@ def choose_transport(
     """Resolve `weight_sync.transport`: `auto` takes `mapped` where trainer ranks and engines are on one host; otherwise
     `group`.
 
-    `obstacle` says what of the recipe stands against mapping. `no_peer_access` names two of the run's devices on one host
+    `obstacle` says what in the recipe rules out mapping. `no_peer_access` names two of the run's devices on one host
     that cannot reach each other's memory. Raises PlacementError where this machine, or this run, cannot have the wanted
     transport.
     """

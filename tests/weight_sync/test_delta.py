@@ -71,7 +71,7 @@ class Trainer:
 
     def kept(self, engine: int, worker: int) -> TakenParts | None:
         assert self.engines is not None
-        inbox = self.engines.readers[engine, worker]._link._inbox
+        inbox = self.engines.readers[engine, worker]._inbox
         return None if inbox is None else inbox.parts
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def walk(model: str, layout: Layout, steps: int) -> list[tuple[str, tuple[int | 
                 engines.restart(engine)
             if event == "forget":
                 for worker in range(ROLLOUT.workers):
-                    engines.readers[engine, worker]._link._inbox = None
+                    engines.readers[engine, worker]._inbox = None
             if event == "other bytes" and (kept := trainer.kept(0, 1)) is not None:
                 kept._contents[0][0][0] ^= 1
             if event == "corrupt":

@@ -101,7 +101,9 @@ class Worker:
     def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
         return divide(boxes, self.sizes, lambda owner: owner in ("model.embed_tokens", "lm_head"), bucket_bytes)
 
-    def place(self, box: Box) -> torch.Tensor:
+    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+        if spare is not None:
+            return box.within(self._target(box, spare))
         if box.owner not in self._open:
             missing = sum(rows * cols for name, (rows, cols) in self.sizes.items() if name.rpartition(".")[0] == box.owner)
             self._open[box.owner] = self._spares.pop() if self._spares else SpareMemory(), missing
@@ -115,9 +117,6 @@ class Worker:
         else:
             self.written(box.owner, spare)
             self._spares.append(spare)
-
-    def places(self, boxes: Sequence[Box], spare: SpareMemory) -> list[torch.Tensor]:
-        return [box.within(self._target(box, spare)) for box in boxes]
 
     def written(self, owner: str, spare: SpareMemory) -> None:
         targets = self._targets.pop(id(spare), {})

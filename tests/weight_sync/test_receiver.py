@@ -89,7 +89,7 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
     of_module = Counter[str]()
     for name, elements in covered.items():
         of_module[name.rpartition(".")[0]] += elements
-    receiver._reader = SimpleNamespace(elements=covered.__getitem__, module_elements=of_module.__getitem__)
+    receiver._reader = SimpleNamespace(elements=covered, module_elements=of_module)
     receiver._rollout, receiver._unpacked, receiver._open, receiver._spares = RolloutLayout(), [], {}, []
     return receiver
 
@@ -99,10 +99,8 @@ def take(receiver: Any, contents: Mapping[str, torch.Tensor], threads: int) -> N
     boxes = [Box(name, 0, 0, content.shape[0], content.shape[1], content.dtype) for name, content in contents.items()]
 
     def do(numbers: Sequence[int], spare: SpareMemory) -> None:
-        places = receiver.places([boxes[number] for number in numbers], spare)
-        for number, place in zip(numbers, places, strict=True):
-            place.copy_(contents[boxes[number].parameter])
-        del places, place
+        for number in numbers:
+            receiver.place(boxes[number], spare).copy_(contents[boxes[number].parameter])
         receiver.written(boxes[numbers[0]].owner, spare)
 
     receiver._unpacked = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def published(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Publis
 
 def announced(publisher: Publisher, version: int) -> WeightManifest:
     """A version that was announced, and of which nothing was sent yet."""
-    publisher.sync._engines = None
+    publisher.sync._engines = SimpleNamespace(pause=lambda *_: [0, 0], begin=lambda _: None)  # type: ignore[assignment]
     return publisher.sync._begin(version, 1, (0,))[0]
 
 
