@@ -94,6 +94,31 @@ def test_time_is_operations_over_what_the_plan_leaves_of_the_rate(small: Path) -
     assert (slow.tflops, job_of(load_recipe(small, stated)).tflops, job_of(load_recipe(small)).tflops) == (2.0, 4.0, None)
 
 
+def test_teachers_run_what_they_judge_and_the_update_their_divergence(small: Path) -> None:
+    path = load_recipe(small).model.path
+    teachers = [
+        f"teachers={{math: {{path: {path}, weight: 3}}, code: {{path: {path}}}}}",
+        "phases.teacher_logprob={micro_batch: {max_tokens: 128}}",
+    ]
+    kinds = {"forward_kl": (4, 2), "jensen_shannon": (5, 3)}  # products of the policy's head and of the teacher's
+    sampled = forecast_of(small, [*teachers, "algorithm.distillation={place: advantage}"])
+    job, before = sampled.job, by_phase(sampled)
+    pairs = list(zip(job.lengths.totals, job.lengths.completions, strict=True))
+    shape, tokens = job.role("actor_update").shape, sum(job.lengths.completions)
+    counts = {name: job.num_run(before[f"teacher_logprob.{name}"].schedule) for name in ("math", "code")}
+    assert 12 <= counts["math"] <= 16 and 4 <= counts["code"] < counts["math"]
+    for name, count in counts.items():
+        expected = sum(forward_flops(shape, *pair) for pair in pairs[:count])
+        assert before[f"teacher_logprob.{name}"].flops == pytest.approx(expected)
+    for kind, (policy, teacher) in kinds.items():
+        whole = f"algorithm.distillation={{divergence: {kind}, over: vocabulary, place: loss}}"
+        after = by_phase(forecast_of(small, [*teachers, whole]))
+        more = after["actor_update"].flops - before["actor_update"].flops
+        assert more == pytest.approx(2 * shape.vocab * tokens * (policy + teacher) * shape.hidden)
+        expected = sum(forward_flops(shape, length, 0) for length, _ in pairs[: counts["math"]])
+        assert after["teacher_logprob.math"].flops == pytest.approx(expected)
+
+
 def test_a_shared_prompt_is_computed_once_in_operations_and_time(small: Path) -> None:
     """Groups of two in one micro-batch each: every second prompt is left out, in full, and of the head nothing is."""
     job = job_of(load_recipe(small), tflops=2.0)
