@@ -71,7 +71,7 @@ def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
 
 def test_a_run_on_data_gives_whole_lengths_to_recipes_of_its_kind(tmp_path: Path) -> None:
     values = (10, 20, 40, 80, 120, 180, 230, 280)
-    lengths = {f"data/length_p{percent:02d}": value for percent, value in zip(QUANTILES, values, strict=True)}
+    lengths = {f"data/length_p{percent:02d}": float(value) for percent, value in zip(QUANTILES, values, strict=True)}
     run = write_run(tmp_path / "run", lengths)
     found = find_lengths(run, BatchLimits(8000, 1, 1, 299), 1, read_metrics)
     assert min(found.totals) >= 10 and max(found.totals) <= 280
