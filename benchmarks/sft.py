@@ -12,9 +12,8 @@ Tokens a second are those of prompts and answers without padding, of the median 
 evaluations do not count. Each evaluation is the mean loss of all answer tokens of the same 64 held-out rows. Some minutes on
 two cores.
 
-Targets (with --check, exit 1 when one is missed): the median over seeds of the ratio of tokens a second is at least
-1.5;
-at every evaluation the mean over seeds of the held-out loss differs from TRL's by at most the standard error of TRL's mean.
+Targets (with --check, exit 1 when one is missed): the median over seeds of the ratio of tokens a second is at least 1.5; at
+every evaluation the mean over seeds of the held-out loss differs from TRL's by at most the standard error of TRL's mean.
 """
 
 from __future__ import annotations
