@@ -61,6 +61,9 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
         return roles
     for name in ("actor", *names):
         roles[name] = replace(roles[name], distillation=distillation)
+    kl, entropy = recipe.algorithm.kl, recipe.algorithm.entropy_coefficient
+    others = recipe.algorithm.has_policy_loss or entropy or (kl is not None and kl.place == "loss")
+    roles["actor"] = replace(roles["actor"], divergence_alone=not others)
     if distillation.over == "vocabulary":
         roles["actor"] = replace(roles["actor"], teacher_widths=tuple(roles[name].shape.hidden for name in names))
     return roles

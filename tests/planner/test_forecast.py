@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.planner.flops import forward_flops, sequence_cost
+from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, forecast, forecast_phase, job_of, worst_memory
 from megarl.planner.lengths import Lengths
 from megarl.planner.memory_estimate import GIB, RESERVE
@@ -113,8 +113,13 @@ def test_teachers_run_what_they_judge_and_the_update_their_divergence(small: Pat
     for kind, (policy, teacher) in kinds.items():
         whole = f"algorithm.distillation={{divergence: {kind}, over: vocabulary, place: loss}}"
         after = by_phase(forecast_of(small, [*teachers, whole]))
+        product = 2 * shape.vocab * tokens * shape.hidden
         more = after["actor_update"].flops - before["actor_update"].flops
-        assert more == pytest.approx(2 * shape.vocab * tokens * (policy + teacher) * shape.hidden)
+        assert more == pytest.approx((policy + teacher) * product)
+        actor = after["actor_update"].role
+        alone = sum(executed_flops(replace(actor, divergence_alone=True), *pair) for pair in pairs)
+        # The head's blocks are not made again, and have no gradients of rows and weight.
+        assert after["actor_update"].flops - alone == pytest.approx(3 * product)
         expected = sum(forward_flops(shape, length, 0) for length, _ in pairs[: counts["math"]])
         assert after["teacher_logprob.math"].flops == pytest.approx(expected)
 
