@@ -128,4 +128,5 @@ def save_tiny_reward_model(directory: Path, family: str = "qwen3", num_labels: i
 
 
 if __name__ == "__main__":
-    save_tiny_tokenizer(save_tiny_model(Path(sys.argv[1]), "qwen3", layers=2, head_dim=32))
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    save_tiny_tokenizer(save_tiny_model(Path(sys.argv[1]), "qwen3", seed=seed, layers=2, head_dim=32))

@@ -151,9 +151,8 @@ def likeliest_tokens(hidden: Tensor, weight: Tensor, head: LogProbabilities, cou
         numbers[rows] = known.gather(-1, chosen)
         _add_exponentials(sums[:, rows], block)
     if head.group.size() > 1:
-        logits, numbers, sums = _join_ranks(logits, numbers, sums, head.group)
-    normaliser = sums[0] + sums[1].log()
-    return torch.cat([logits - normaliser.unsqueeze(-1), numbers.float()], -1)
+        logits, numbers = _join_ranks(logits, numbers, head.group)
+    return torch.cat([logits - _normaliser(sums, head.group).unsqueeze(-1), numbers.float()], -1)
 
 
 def _add_exponentials(sums: Tensor, block: Tensor) -> None:
@@ -163,17 +162,23 @@ def _add_exponentials(sums: Tensor, block: Tensor) -> None:
     sums[0] = highest
 
 
-def _join_ranks(logits: Tensor, numbers: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest tokens and sums over all tensor ranks."""
+def _normaliser(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return log Z of each row over all tensor ranks, from this rank's sums as `_add_exponentials` leaves them."""
+    highest, total = sums[0].clone(), sums[1]
+    if group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        total = total * (sums[0] - highest).exp()
+        dist.all_reduce(total, group=group)
+    return highest + total.log()
+
+
+def _join_ranks(logits: Tensor, numbers: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens over all tensor ranks."""
     of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, numbers)]
     for parts, part in zip(of_ranks, (logits, numbers), strict=True):
         dist.all_gather(parts, part, group=group)
     logits, chosen = torch.cat(of_ranks[0], -1).topk(logits.shape[-1], dim=-1)
-    highest = sums[0].clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    total = sums[1] * (sums[0] - highest).exp()
-    dist.all_reduce(total, group=group)
-    return logits, torch.cat(of_ranks[1], -1).gather(-1, chosen), torch.stack([highest, total])
+    return logits, torch.cat(of_ranks[1], -1).gather(-1, chosen)
 
 
 class _Chosen(torch.autograd.Function):
@@ -189,14 +194,9 @@ class _Chosen(torch.autograd.Function):
             here, at = _inside(local[rows], columns)
             chosen[rows] += torch.where(here, block.gather(-1, at), 0.0)
             _add_exponentials(sums[:, rows], block)
-        highest = sums[0].clone()
-        total = sums[1]
+        normaliser = _normaliser(sums, head.group)
         if head.group.size() > 1:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=head.group)
-            total = total * (sums[0] - highest).exp()
-            dist.all_reduce(total, group=head.group)
             dist.all_reduce(chosen, group=head.group)
-        normaliser = highest + total.log()
         ctx.weight, ctx.head = weight, head
         ctx.save_for_backward(hidden, local, normaliser)
         return chosen - normaliser.unsqueeze(-1)

@@ -4,6 +4,8 @@
   from half of `data.max_prompt_tokens` to all of it: that key is set with a look at the data, so prompts come near it.
 - A run directory gives the quantiles of completion lengths, as their mean over steps; lengths are drawn by inverse
   interpolation between them. Every prompt has the run's mean length.
+- A run directory of `run.kind: sft`, `dpo` or `reward_model` gives those of whole sequences, for a recipe of such a kind,
+  whose prompts have one token.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import Any
 
 from megarl.planner.memory_estimate import BatchLimits
 
-# The quantiles of a step's completion lengths in `metrics.jsonl`, in per cent.
+# The quantiles of a step's lengths in `metrics.jsonl`, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
+_WHOLE = "data/length_p{:02d}"
 DISTRIBUTIONS = ("uniform", "log-normal", "long-tail")
 # Median and spread as shares of the longest length; completions of reasoning models look like the second and third.
 _LOG_NORMAL_MEDIAN, _LOG_NORMAL_SIGMA = 1 / 6, 0.7
@@ -83,9 +86,16 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
             raise LengthsError(f"{where}: the run's {key} is {value:.0f} on average, above {limit_key} = {limit}")
         return value
 
-    keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]
-    means = [mean(key, limits.max_completion, "rollout.max_new_tokens") for key in keys]
-    prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
+    whole = any(_WHOLE.format(0) in step for step in steps)
+    if whole and limits.max_prompt > 1:
+        raise LengthsError(f"{where}: a run on data knows the lengths of whole sequences alone; give a run of run.kind: rl")
+    if whole:
+        means = [mean(_WHOLE.format(percent), limits.longest, "data.max_tokens") - 1 for percent in QUANTILES]
+        prompt = 1
+    else:
+        keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]
+        means = [mean(key, limits.max_completion, "rollout.max_new_tokens") for key in keys]
+        prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
     generator, completions = random.Random(f"{seed}/completions"), []
     for _ in range(limits.num_sequences):
         percent = 100 * generator.random()
@@ -93,7 +103,8 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
         low, high = QUANTILES[above - 1], QUANTILES[above]
         length = means[above - 1] + (means[above] - means[above - 1]) * (percent - low) / (high - low)
         completions.append(max(1, round(length)))
-    origin = f"completions drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}"
+    kind = "sequences" if whole else "completions"
+    origin = f"{kind} drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}"
     return Lengths((prompt,) * limits.num_sequences, tuple(completions), origin)
 
 

@@ -19,6 +19,7 @@ from megarl.models.layout import Layout
 from megarl.models.megatron_weights import chunk_layers, padded_vocab, stage_layers
 
 if TYPE_CHECKING:  # `megarl.recipe` imports the planner for the sizes that a recipe leaves open
+    from megarl.recipe.algorithm_section import DistillationSection
     from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -30,8 +31,9 @@ class PlannedRole:
 
     `trained` roles have gradients and an optimizer. With `lora` only the adapters are trained. A role with `borrows_weights`
     uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `teacher_widths` are the hidden
-    sizes of teachers whose heads the last stage holds, to compare vocabularies. `scores`: the actor is trained as a reward
-    model.
+    sizes of teachers whose heads the last stage holds, to compare vocabularies. `distillation` is that of the actor and of
+    teachers where it compares more than sampled tokens; a teacher judges the `share` of the rollouts. `divergence_alone`:
+    nothing else is in the loss of the actor. `scores`: the actor is trained as a reward model.
     """
 
     name: str
@@ -45,6 +47,9 @@ class PlannedRole:
     entropy_bonus: bool = False
     borrows_weights: bool = False
     teacher_widths: tuple[int, ...] = ()
+    distillation: DistillationSection | None = None
+    share: float = 1.0
+    divergence_alone: bool = False
     on_cpu: bool = False
     scores: bool = False
 
@@ -63,6 +68,12 @@ class PlannedRole:
     def has_value_head(self) -> bool:
         """Whether the head gives one number instead of logits: a critic's and a reward model's does."""
         return self.scores or self.name in ("critic", "reward_model")
+
+    @property
+    def gives_hidden_rows(self) -> bool:
+        """Whether the role is a teacher whose last hidden rows travel: its head multiplies nothing in its phase."""
+        whole = self.distillation is not None and self.distillation.over == "vocabulary"
+        return whole and self.is_frozen_policy
 
     @property
     def bytes_per_weight(self) -> int:

@@ -50,9 +50,22 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             on_cpu=is_for_cpus(recipe),
             scores=role == "actor" and recipe.trained_role == "reward_model",
         )
-    if distillation is not None and distillation.over == "vocabulary":
-        widths = tuple(role.shape.hidden for name, role in roles.items() if name.startswith("teachers."))
-        roles["actor"] = replace(roles["actor"], teacher_widths=widths)
+    if distillation is None:
+        return roles
+    names = [f"teachers.{name}" for name in recipe.teachers]
+    total = sum(teacher.weight for teacher in recipe.teachers.values())
+    # With a route all weights are 1: a plan does not see the rows, and takes them to be spread evenly.
+    for name, teacher in zip(names, recipe.teachers.values(), strict=True):
+        roles[name] = replace(roles[name], share=teacher.weight / total)
+    if distillation.over == "sampled":
+        return roles
+    for name in ("actor", *names):
+        roles[name] = replace(roles[name], distillation=distillation)
+    kl, entropy = recipe.algorithm.kl, recipe.algorithm.entropy_coefficient
+    others = recipe.algorithm.has_policy_loss or entropy or (kl is not None and kl.place == "loss")
+    roles["actor"] = replace(roles["actor"], divergence_alone=not others)
+    if distillation.over == "vocabulary":
+        roles["actor"] = replace(roles["actor"], teacher_widths=tuple(roles[name].shape.hidden for name in names))
     return roles
 
 

@@ -19,6 +19,7 @@ from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.sample import Prompt, Sample
 from megarl.megatron.non_finite import NotFinite
 from megarl.megatron.parallel import broadcast_from_first
+from megarl.planner.lengths import QUANTILES
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
@@ -56,6 +57,7 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
             "tokens/prompt": int(prompt_lengths.sum()),
             "tokens/completion": int(lengths.sum()),
             "tokens/trained": int(own_lengths.sum()),
+            **{f"data/length_p{q:02d}": float(np.percentile(prompt_lengths + lengths, q)) for q in QUANTILES},
         },
         own_lengths=own_lengths,
         prefixes=np.array([prefixes.setdefault(sample.prompt_ids.tobytes(), len(prefixes)) for sample in samples]),

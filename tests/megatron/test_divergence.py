@@ -45,3 +45,26 @@ def test_blocks_give_what_whole_distributions_give(tensor: int, main_grad: bool)
         for one in found:
             for name, value in expected.items():
                 np.testing.assert_allclose(one[name], value, atol=tolerance, err_msg=f"{name} of {case}")
+
+
+@pytest.mark.nightly
+def test_divergences_are_those_of_trl() -> None:
+    """Of `GKDTrainer`, whose `beta` is 0 for the forward KL, 1 for the reverse KL, and else the teacher's share."""
+    from trl.experimental.gkd import GKDTrainer
+
+    from tests.divergence_cases import Case, run
+
+    betas = {"forward_kl": 0.0, "reverse_kl": 1.0, "jensen_shannon": 0.3}
+    cases = [Case(kind, mixture=0.3, temperature=0.7, precision=torch.float32) for kind in betas]
+    (found,) = run_ranks(run, 1, cases, 1, False)
+    for case, ours in zip(cases, found, strict=True):
+        hidden, weight, rows, teacher, slope = case.inputs()
+        hidden.requires_grad_(), weight.requires_grad_()
+        logits = hidden @ weight[: case.vocab].t(), rows @ teacher[: case.vocab].t()
+        value = GKDTrainer.generalized_jsd_loss(
+            *logits, beta=betas[case.kind], temperature=case.temperature, reduction="none"
+        ).sum(-1)
+        (slope * value).sum().backward()
+        assert hidden.grad is not None and weight.grad is not None
+        for name, tensor in (("value", value.detach()), ("hidden", hidden.grad), ("weight", weight.grad)):
+            np.testing.assert_allclose(ours[name], tensor.numpy(), atol=1e-5, err_msg=f"{name} of {case.kind}")

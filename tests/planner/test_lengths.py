@@ -69,6 +69,20 @@ def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
         assert abs(share - percent / 100) < 0.02, (percent, share)
 
 
+def test_a_run_on_data_gives_whole_lengths_to_recipes_of_its_kind(tmp_path: Path) -> None:
+    values = (10, 20, 40, 80, 120, 180, 230, 280)
+    lengths = {f"data/length_p{percent:02d}": float(value) for percent, value in zip(QUANTILES, values, strict=True)}
+    run = write_run(tmp_path / "run", lengths)
+    found = find_lengths(run, BatchLimits(8000, 1, 1, 299), 1, read_metrics)
+    assert min(found.totals) >= 10 and max(found.totals) <= 280
+    for percent, value in zip(QUANTILES[1:-1], values[1:-1], strict=True):
+        assert abs(sum(one <= value for one in found.totals) / 8000 - percent / 100) < 0.02, percent
+    with pytest.raises(ValueError, match="whole sequences alone"):
+        find_lengths(run, LIMITS, 1, read_metrics)
+    with pytest.raises(ValueError, match=r"data/length_p99 is 230.*data.max_tokens = 200"):
+        find_lengths(run, BatchLimits(8, 1, 1, 199), 1, read_metrics)
+
+
 def test_a_run_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"--lengths = .*empty.*metrics.jsonl"):
