@@ -46,6 +46,7 @@ from megarl.data.sample import Completion  # noqa: E402
 from megarl.data.tokenizer import ChatRenderer, load_tokenizer  # noqa: E402
 from megarl.rollout.gateway import Gateway, GatewayLimits, OpenSession, SamplingRequest  # noqa: E402
 from megarl.rollout.gateway_messages import AnswerReader, read_chat  # noqa: E402
+from megarl.rollout.loop_thread import collect_seldom  # noqa: E402
 from megarl.rollout.session import SessionLimits  # noqa: E402
 
 ENGINE_S, TURNS, TOKENS = 1.0, 8, 64
@@ -125,6 +126,7 @@ async def load(addresses: list[Address], sizes: Sizes) -> list[Asked]:
 
 
 def load_process(pipe: Any, addresses: list[Address], sizes: Sizes) -> None:
+    gc.disable()  # its own pauses would count as the endpoint's
     pipe.send(asyncio.run(load(addresses, sizes)))
 
 
@@ -134,8 +136,7 @@ async def measure_load(gateway: Gateway, tokenizer: Any, sizes: Sizes) -> dict[s
         gateway.open(engine(tokenizer, number, ENGINE_S)) for number in range(rounds * sizes.talking)
     ]
     gateway.serve()
-    gc.collect()
-    gc.freeze()  # as a trainer does: what stays is not looked at again
+    collect_seldom()  # as rank 0 does
     addresses = [(number, one.openai_url, one.token) for number, one in enumerate(opened)]
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=load_process, args=(theirs, addresses, sizes))
@@ -145,7 +146,6 @@ async def measure_load(gateway: Gateway, tokenizer: Any, sizes: Sizes) -> dict[s
     sent, added = np.array(await asyncio.to_thread(ours.recv)).T
     seconds, busy = time.perf_counter() - begun, time.process_time() - busy
     process.join()
-    gc.unfreeze()
     segments = sum(len(one.session.segments) for one in opened if one.session.segments)
     talked = sum(bool(one.session.segments) for one in opened)
     for one in opened:

@@ -48,6 +48,7 @@ from megarl.rollout import RolloutError
 from megarl.rollout.dataset import DatasetStream, HeldOutRows
 from megarl.rollout.environment_workers import check_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
+from megarl.rollout.loop_thread import collect_seldom
 from megarl.rollout.pool import EnginePool, takes_turns
 from megarl.rollout.replay import ReplayPool, ReplayStream, dump_rollout
 from megarl.rollout.stream import open_stream
@@ -291,6 +292,7 @@ def build_parts(
     parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
     if place.rank == 0:
         build_first_rank(parts, recipe, run, stage, stack)
+        collect_seldom()
     address = broadcast_from_first(None if parts.engines is None else parts.engines.address)
     if any(other.is_leader for other in places.values()) and place.rank != 0 and address is not None:
         join_cluster(address)
