@@ -2,9 +2,9 @@
 
     python benchmarks/results.py [--check]
 
-Each part of docs/results.md comes from a file in benchmarks/measured, which `learning.py`, `held_out.py`, `end_to_end.py`
-and `weight_sync.py` write with `--json`; a part whose file is not there yet is left out. Its last part comes from that
-of `gpu.py`, and says so where there is none. With --check nothing is written; the exit status is 1 where the page differs.
+Each part of docs/results.md comes from a file in benchmarks/measured, which the benchmark of its name writes with `--json`;
+a part whose file is not there yet is left out. Its last part comes from that of `gpu.py`, and says so where there is none.
+With --check nothing is written; the exit status is 1 where the page differs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import held_out, learning  # noqa: E402
+from benchmarks import held_out, learning, stream  # noqa: E402
 from benchmarks.end_to_end_figures import MEGARL, PARTS, PEERS, last_steps, summary, targets  # noqa: E402
 from megarl.recipe.load import NOT_RUN  # noqa: E402
 
@@ -57,6 +58,24 @@ copies the same bytes from tensor to tensor; `checkpoint` gathers the model on r
 gathers, writes a file and has the engine load it. Each `whole` includes the time in which vLLM packs the weights; `repack`
 is megarl's, done by several threads. `checkpoint's transfer` is gathering and loading less that `repack`: it holds some
 packing."""
+STREAM = """## A stream of rollouts instead of a batch after another
+
+The trainer of a run with engines that answer by the clock, {engines} of {slots} slots each, and {groups} groups of {members}
+a step. `/ bound` is the step over the longer one of generation and training; `loop` is the processor time of rank 0's loop
+for 512 completions, as a share of a second."""
+GATEWAY = """## The endpoint of agents under load
+
+{talking} conversations at a time send {rate:.0f} requests a second to engines that answer by the clock, on the cores of one
+machine. Targets: 25 ms added by the endpoint at the 99th percentile, each answer its session's, memory flat within 2 %."""
+SFT = """## Fine-tuning, beside TRL's SFTTrainer
+
+A random model of four layers, the same rows and optimizer on both sides; megarl packs, TRL pads. The loss of held-out rows
+is the mean of three seeds; targets: 1.5 times TRL's tokens a second, curves within a standard error."""
+DISTILLATION = """## A teacher's divergence over a whole vocabulary
+
+Forward and backward on one rank, vocabulary {vocab}. `of the phase` is the time over that of the log-probabilities of the
+same tokens with Qwen3-1.7B (target 1.5); `extra` is what 8,192 tokens add to the peak of the gradients, as a share of both
+sides' logits (target 1 %)."""
 GPU = """## What has run on a GPU
 
 CI has no GPU. It tests the logic of every GPU path on a CPU; only a GPU shows what CUDA, NCCL, Transformer Engine, vLLM on a
@@ -109,7 +128,8 @@ def _flat(values: Results, prefix: str = "") -> list[tuple[str, str]]:
 def made_by(name: str, result: Results, options: str) -> str:
     """How a part can be measured again, with the options that it was measured with."""
     commits = ", ".join(commit[:10] for commit in result["commit"].split(", "))
-    return f"Measured by `python benchmarks/{name}.py {options} --check` on {result['device']}, at {commits}."
+    command = " ".join(["python", f"benchmarks/{name}.py", *options.split(), "--check"])
+    return f"Measured by `{command}` on {result['device']}, at {commits}."
 
 
 def of_learning(result: Results) -> list[str]:
@@ -166,6 +186,71 @@ def of_weight_sync(result: Results) -> list[str]:
     return [*parts, made_by("weight_sync", result, f"--rounds {rounds}")]
 
 
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def of_stream(result: Results) -> list[str]:
+    config = result["config"]
+    rows = [
+        (one["name"], *(f"{one[key]:.2f}" for key in ("step_s", "generation_s", "training_s", "of_bound")),
+         f"{one['loop_share']:.1%}") for one in result["cells"]
+    ]  # fmt: skip
+    columns = ("cell", "step (s)", "generation (s)", "training (s)", "/ bound", "loop")
+    options = f"--steps {config['steps']} --slots {config['slots']} --step-seconds {config['step_s']:g}"
+    cells = {one["name"]: one for one in result["cells"]}
+    worst = max(one["of_bound"] for one in result["cells"] if stream.is_judged(one))
+    loop, gain = cells[stream.FASTEST]["loop_share"], stream.ratio(cells, "1:1 S=0", "1:1 S=2") or 0.0
+    early = stream.ratio(cells, stream.BARRIER, stream.STREAMED) or 0.0
+    found = [
+        ("a step over its bound, with S = 2", worst, stream.MOST_OF_BOUND, worst <= stream.MOST_OF_BOUND),
+        ("the loop's share of a core at 512 completions a second", loop, stream.MOST_OF_CORE, loop < stream.MOST_OF_CORE),
+        ("S = 2 over S = 0, training as long as generation", gain, stream.LEAST_GAIN, gain >= stream.LEAST_GAIN),
+        (
+            "early rewards and an early phase over a barrier",
+            early,
+            stream.LEAST_EARLY_GAIN,
+            early >= stream.LEAST_EARLY_GAIN,
+        ),
+    ]
+    said = [
+        f"- {name}: {value:.3f} (target {limit}{'' if reached else ', missed'})" for name, value, limit, reached in found
+    ]
+    return [STREAM.format(**config), table(columns, rows), "\n".join(said), made_by("stream", result, options)]
+
+
+def of_gateway(result: Results) -> list[str]:
+    config, load, memory = result["config"], result["load"], result["memory"]
+    added = (f"{1e3 * load[f'added_p{q}_s']:.1f} ms" for q in (50, 90, 99))
+    row = (str(load["requests"]), *added, str(load["wrong"]), f"{load['busy_share']:.0%}", f"{memory['growth']:+.2%}")
+    columns = ("requests", "added p50", "p90", "p99", "wrong", "a core", f"memory after {memory['sessions']} sessions")
+    options = " ".join(f"--{name} {value:g}" for name, value in config.items())
+    return [GATEWAY.format(**config), table(columns, [row]), made_by("gateway", result, options)]
+
+
+def of_sft(result: Results) -> list[str]:
+    config, rates = result["config"], result["tokens_per_s"]
+    rows = [
+        (str(one["step"]), f"{one['megarl']:.4f}", f"{one['trl']:.4f}", f"{one['error']:.4f}") for one in result["curve"]
+    ]
+    speed = f"Tokens a second: megarl {rates['megarl']:.0f}, TRL {rates['trl']:.0f}; by seed " + ", ".join(
+        f"{ratio:.2f} times" for ratio in result["ratios"]
+    )
+    options = f"--steps {config['steps']} --threads {config['threads']}"
+    return [SFT, table(("step", "megarl", "TRL", "standard error"), rows), f"{speed}.", made_by("sft", result, options)]
+
+
+def of_distillation(result: Results) -> list[str]:
+    kinds = {kind: one for kind, one in result.items() if isinstance(one, dict) and "of_phase" in one}
+    rows = [
+        (kind, f"{one['seconds']:.1f}", f"{one['of_phase']:.2f}", f"{one['extra_bytes'] / result['logits_bytes']:.2%}")
+        for kind, one in kinds.items()
+    ]
+    text = DISTILLATION.format(vocab=result["config"]["vocab"])
+    return [text, table(("divergence", "seconds", "of the phase", "extra"), rows), made_by("distillation", result, "")]
+
+
 def rewards_are(result: Results) -> str:
     """Say which rewards are compared, and by how much chance alone separates two sides."""
     config, own = result["config"], [run["steps"] for run in result["runs"] if run["side"] == MEGARL]
@@ -181,7 +266,10 @@ def rewards_are(result: Results) -> str:
 
 
 # By the name of the file that a part comes from, in the order of the page.
-MAKERS = {"learning": of_learning, "held_out": of_held_out, "end_to_end": of_end_to_end, "weight_sync": of_weight_sync}
+MAKERS = {
+    "learning": of_learning, "held_out": of_held_out, "end_to_end": of_end_to_end, "stream": of_stream,
+    "gateway": of_gateway, "sft": of_sft, "distillation": of_distillation, "weight_sync": of_weight_sync,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks import held_out, learning, results
+from benchmarks import gateway, held_out, learning, results
 from benchmarks.end_to_end_figures import targets, too_few
 from benchmarks.results import DOCS, PAGE, RESULTS, page, rewards_are
 
@@ -33,7 +33,10 @@ def test_what_was_measured_reaches_the_targets_with_all_that_they_ask_for() -> N
     of_sync = [target for row in synced for target in row["targets"].values()]
     assert len({(row["model"], row["case"]) for row in synced}) == 4
     assert len(of_sync) == 10 and all(reached for *_, reached in of_sync), of_sync
-    runs = {name: one["runs"] for name, one in found.items()}
+    assert gateway.missed(found["gateway"], gateway.Sizes(**found["gateway"]["config"])) == []
+    rates = found["sft"]["tokens_per_s"]
+    assert rates["megarl"] >= found["sft"]["targets"][0] * rates["trl"]
+    runs = {name: one["runs"] for name, one in found.items() if "runs" in one}
     seeds = {(one["algorithm"], one["seed"]) for one in runs["learning"]}
     assert {(name, seed) for name in learning.ALGORITHMS for seed in (1, 2, 3)} <= seeds
     assert all(map(learning.holds, runs["learning"]))
