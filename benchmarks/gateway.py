@@ -194,13 +194,13 @@ def missed(result: dict[str, Any], sizes: Sizes) -> list[str]:
     names = []
     if load["wrong"]:
         names.append(f"{load['wrong']} answers are wrong, or of another session")
-    if load["rate"] < 0.99 * sizes.rate:
+    if not load["rate"] >= 0.99 * sizes.rate:
         names.append(f"{load['rate']:.0f} requests a second, of {sizes.rate:.0f}")
     if not load["added_p99_s"] <= P99_S:  # NaN if no answer is right
         names.append(f"added latency p99 {load['added_p99_s'] * 1e3:.1f} ms, more than {P99_S * 1e3:.0f} ms")
     if load["segments_a_session"] != 1.0:
         names.append(f"{load['segments_a_session']:.2f} segments a conversation, and each one goes on")
-    if memory is not None and memory["growth"] > GROWTH:
+    if memory is not None and not memory["growth"] <= GROWTH:
         names.append(f"memory grows by {memory['growth']:.1%} over {memory['sessions']} sessions")
     return names
 

@@ -60,9 +60,9 @@ is megarl's, done by several threads. `checkpoint's transfer` is gathering and l
 packing."""
 STREAM = """## A stream of rollouts instead of a batch after another
 
-The trainer of a run with engines that answer by the clock, {engines} of {slots} slots each, and {groups} groups of {members}
-a step. `/ bound` is the step over the longer one of generation and training; `loop` is the processor time of rank 0's loop
-for 512 completions, as a share of a second."""
+The trainer of a run, and {engines} engines that answer by the clock, with {slots} slots each; a step takes {groups} groups
+of {members}. `/ bound` is the step over the longer one of generation and training; `loop` is the processor time of rank 0's
+loop for 512 completions, as a share of a second."""
 GATEWAY = """## The endpoint of agents under load
 
 {talking} conversations at a time send {rate:.0f} requests a second to engines that answer by the clock, on the cores of one
@@ -70,7 +70,7 @@ machine. Targets: 25 ms added by the endpoint at the 99th percentile, each answe
 SFT = """## Fine-tuning, beside TRL's SFTTrainer
 
 A random model of four layers, the same rows and optimizer on both sides; megarl packs, TRL pads. The loss of held-out rows
-is the mean of three seeds; targets: 1.5 times TRL's tokens a second, curves within a standard error."""
+is the mean of {seeds} seeds; targets: 1.5 times TRL's tokens a second, curves within a standard error."""
 DISTILLATION = """## A teacher's divergence over a whole vocabulary
 
 Forward and backward on one rank, vocabulary {vocab}. `of the phase` is the time over that of the log-probabilities of the
@@ -237,8 +237,16 @@ def of_sft(result: Results) -> list[str]:
     speed = f"Tokens a second: megarl {rates['megarl']:.0f}, TRL {rates['trl']:.0f}; by seed " + ", ".join(
         f"{ratio:.2f} times" for ratio in result["ratios"]
     )
-    options = f"--steps {config['steps']} --threads {config['threads']}"
-    return [SFT, table(("step", "megarl", "TRL", "standard error"), rows), f"{speed}.", made_by("sft", result, options)]
+    seeds = len({one["seed"] for one in result["runs"]})
+    options = (
+        f"--seeds {seeds} --steps {config['steps']} --micro-batch {config['micro_batch']} --threads {config['threads']}"
+    )
+    return [
+        SFT.format(seeds=seeds),
+        table(("step", "megarl", "TRL", "standard error"), rows),
+        f"{speed}.",
+        made_by("sft", result, options),
+    ]
 
 
 def of_distillation(result: Results) -> list[str]:

@@ -378,9 +378,9 @@ class Trainer:
 
     def _agree(self, plan: Plan) -> None:
         """Raise PlanMismatch on all ranks unless all are about to run this plan; otherwise they would hang."""
-        turn = PhaseStart(self.number, plan.phase, Summary.of(plan))
-        if not same_everywhere(turn.digest):
-            refuse_unlike(gather_to_all(turn))
+        start = PhaseStart(self.number, plan.phase, Summary.of(plan))
+        if not same_everywhere(start.digest):
+            refuse_unlike(gather_to_all(start))
 
     def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> tuple[MiniBatches, Metrics]:
         """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and metrics."""

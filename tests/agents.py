@@ -93,6 +93,11 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
             raise refusal("https://elsewhere", "no turn") from refusal(os.environ["OPENAI_BASE_URL"])
         case "is refused by a service":
             raise refusal("https://elsewhere")
+        case "finds no service for its reward":
+            try:
+                raise refusal(os.environ["OPENAI_BASE_URL"])
+            except openai.RateLimitError:
+                raise ConnectionRefusedError("no judge")  # noqa: B904
         case "gives a text":
             return "well done"
         case "gives nothing":

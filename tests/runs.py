@@ -132,11 +132,11 @@ def megarl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[s
     return done
 
 
-def train_on_ranks(recipe: Path, resume: bool = False) -> None:
+def train_on_ranks(recipe: Path, resume: bool = False, deadline_s: float = RUN_DEADLINE_S) -> None:
     """A run on the rank processes that the tests share: `megarl train` without torchrun's start and every rank's imports,
     which take longer than the run; engines, if the recipe has any, are started as always. Raises AssertionError with a
     failing rank's traceback."""
-    run_ranks(_train, load_recipe(recipe).trainer.ranks, str(recipe), resume, deadline_s=RUN_DEADLINE_S)
+    run_ranks(_train, load_recipe(recipe).trainer.ranks, str(recipe), resume, deadline_s=deadline_s)
 
 
 def _train(recipe: str, resume: bool) -> None:

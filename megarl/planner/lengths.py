@@ -87,8 +87,9 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
         return value
 
     whole = any(_WHOLE.format(0) in step for step in steps)
-    if whole and limits.max_prompt > 1:
-        raise LengthsError(f"{where}: a run on data knows the lengths of whole sequences alone; give a run of run.kind: rl")
+    if whole != (limits.max_prompt <= 1):
+        lacks, needed = ("prompts and completions", "rl") if whole else ("whole sequences", "sft, dpo or reward_model")
+        raise LengthsError(f"{where}: its steps have no lengths of {lacks}; give a run of run.kind: {needed}")
     if whole:
         means = [mean(_WHOLE.format(percent), limits.longest, "data.max_tokens") - 1 for percent in QUANTILES]
         prompt = 1

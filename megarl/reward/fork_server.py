@@ -45,7 +45,7 @@ IDLE_CHECK_INTERVAL_S = 1.0  # ... or this while no child is checked
 # With at most this many children all are checked, since what a child has left running may grow between two questions; with
 # more only those that answer a question.
 FEW_CHILDREN = 4
-MAX_ZOMBIES = 1024  # of a child: each keeps a process id, of which a machine may have 32 thousand
+MAX_ZOMBIES = 256  # of a child: each keeps a process id, of which a machine may have 32 thousand for all children
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
 # What a policy's text can do to the process that judges or answers it. The text scores 0.
@@ -428,6 +428,12 @@ def _is_of_transport(error: BaseException) -> bool:
         )
         if status := next((status for status in statuses if isinstance(status, int)), 0):
             return status == 429 or status >= 500
+    return is_unreached(error)
+
+
+def is_unreached(error: BaseException) -> bool:
+    """Return whether an error says that a service was not reached; one that answered with a status was."""
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
     if ("urllib", "URLError") in bases:
         reason = getattr(error, "reason", None)
         return isinstance(reason, OSError) and reason.filename is None

@@ -157,6 +157,17 @@ class _Queue:
         self.sends_all &= bool(self.waiting)
         return taken
 
+    def fail(self, parts: Sequence[tuple[_Group, range]], error: Exception) -> None:
+        """Let the groups of a task raise an error. Their samples that wait are scored no more: another task with them would
+        fail too, with its other groups."""
+        for group, _ in parts:
+            if group in self.waiting:
+                self.waiting.remove(group)
+                self.num_waiting -= group.num_left
+            if not group.result.done():
+                group.result.set_exception(error)
+        self.sends_all &= bool(self.waiting)
+
 
 def _fetch(pieces: Sequence[Piece]) -> list[np.ndarray]:
     """Return the tokens that count of each sample; asks each payload once."""
@@ -347,9 +358,9 @@ class RewardWorkers:
                     result = await self._actors[worker].score_task.remote(pieces, prompts, timeout_s, answers)
                 self._note_process(worker, result.process)
         except TimeoutError:
-            _fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))
+            queue.fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))
         except Exception as error:  # whoever waits for the scores raises it
-            _fail(parts, _named(name, error))
+            queue.fail(parts, _named(name, error))
         else:
             queue.done.append(result)
             scores = iter(result.scores)
@@ -398,12 +409,6 @@ class RewardWorkers:
                 logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
-
-
-def _fail(parts: Sequence[tuple[_Group, range]], error: Exception) -> None:
-    for group, _ in parts:
-        if not group.result.done():
-            group.result.set_exception(error)
 
 
 def _named(task: str, error: Exception) -> Exception:

@@ -16,7 +16,7 @@ class EngineSilent(RolloutError, TimeoutError):
 
 
 class StreamStalled(RolloutError, TimeoutError):
-    """The stream of rollouts did nothing before its deadline."""
+    """The stream of rollouts, or the store of its tokens, did nothing before its deadline."""
 
 
 class TokensLost(RolloutError):

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from megarl.recipe.environment_section import AgentSection, CommandSection
 from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
-from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, is_outage
+from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, is_outage, is_unreached
 from megarl.rollout.environment import Fields, Make, Reply, shown
 
 # Of what an agent prints, and of the file with its reward, this many bytes at the end are kept.
@@ -221,13 +221,17 @@ class _AgentProcess:
 
 
 def _is_refusal(error: BaseException | None, url: str) -> bool:
-    """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many."""
-    while error is not None:
+    """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many. A
+    service that is not reached while such an answer is handled is no part of it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
         response: Any = getattr(error, "response", None)
         with suppress(AttributeError, RuntimeError):  # httpx raises the latter for a response without a request
             if str(response.request.url).startswith(url):
                 return True
-        error = error.__cause__ or error.__context__
+        seen.append(error)
+        hides = error.__suppress_context__ or is_unreached(error)
+        error = error.__cause__ or (None if hides else error.__context__)
     return False
 
 

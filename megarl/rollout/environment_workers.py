@@ -260,6 +260,7 @@ class EnvironmentWorkers:
                 return reply.result()
             finally:
                 reply.cancel()
+                self.end(episode)  # before the place is another's, whose call would wait for this one to end
 
     async def ask(self, episode: int, question: Reset | Step | AgentRun) -> Reply:
         """Ask an episode's environment. If a worker is lost, its episodes have failed and Ray starts it again. Raises

@@ -39,7 +39,7 @@ from megarl.rollout.session import ContextTooLong, Session, SessionLimits, TooMa
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 10.0  # between comments in a stream whose tokens are not sampled yet
-LARGE_BODY_BYTES = 16 << 10  # a larger one takes a thread milliseconds, in which the loop serves others
+LARGE_BODY_BYTES = 16 << 10  # tokenizing a larger one takes milliseconds: in a thread, while the loop serves others
 REMEMBERED_ENDS = 4096  # ended sessions that are answered with 410 instead of 404
 
 
@@ -85,7 +85,7 @@ class OpenSession:
     num_new_segments: int = 0  # that requests under way begin
     num_requests: int = 0  # under way
     work: set[asyncio.Task[Any]] = field(default_factory=set)
-    in_use: asyncio.Lock = field(default_factory=asyncio.Lock)  # the session is, by one request after the other
+    in_use: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request at a time uses the session
 
     @property
     def openai_url(self) -> str:
@@ -176,7 +176,7 @@ class Gateway:
         return opened
 
     def end(self, opened: OpenSession) -> None:
-        """ClientAnswer no more requests of a session, and cancel those that wait. Its tokens stay in `opened.session`."""
+        """Answer no more requests of a session, and cancel those that wait. Its tokens stay in `opened.session`."""
         if self._sessions.pop(opened.name, None) is None:
             return
         for task in list(opened.work):
@@ -262,7 +262,7 @@ class Gateway:
             raise RequestError(410, "the session has ended", "session_ended")
 
     def _read(self, opened: OpenSession, protocol: Protocol, content: bytearray) -> tuple[Request, TurnPrompt]:
-        """Return the request in a body, and its prompt. May run in a thread, while nothing else uses the session."""
+        """Return the request in a body, and its prompt. May run in a thread, while no other request uses the session."""
         try:
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -401,7 +401,7 @@ def _error_response(error: RequestError, anthropic: bool) -> Response:
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
-    """ClientAnswer a request for a path or a method that does not exist."""
+    """Answer a request for a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     anthropic = http.url.path.endswith("/messages")
     return _error_response(RequestError(error.status_code, f"{http.method} {http.url.path}: {error.detail}"), anthropic)

@@ -22,11 +22,11 @@ def collect_seldom() -> None:
     """Leave what exists out of garbage collections, and make them rare.
 
     A collection stops the loop: by 0.3 s where it looks at all objects of rank 0, and by 50 ms each second with a thousand
-    requests of agents in flight (CPython 3.11).
+    requests of agents in flight (CPython 3.11). Objects in reference cycles live longer in turn.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else libraries report as leaked what they find at the end
+    atexit.register(gc.unfreeze)  # a library whose objects are never freed would print that they leak
     gc.set_threshold(100_000, 50, 100)  # of objects made and not freed that may form cycles; 700 by default
 
 
@@ -75,9 +75,12 @@ class LoopThread:
         if self._has_ended or self._is_stalled:
             work.close()
         else:
-            with contextlib.suppress(RolloutError):
-                self.call(work)
-                self.loop.call_soon_threadsafe(self.loop.stop)
+            try:
+                with contextlib.suppress(RolloutError):
+                    self.call(work)
+            finally:
+                if not (self._has_ended or self._is_stalled):
+                    self.loop.call_soon_threadsafe(self.loop.stop)
         if not self._is_stalled:
             self._thread.join()
             self.loop.close()

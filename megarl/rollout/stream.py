@@ -6,8 +6,9 @@ trainer waits for all of them; above 0 the same code has groups of later steps u
 megarl/schedule/admission.py lets them start.
 
 - Every admitted group is trained on once, or counted with its reason.
-- A group's requests survive their engine (router.py) and a weight sync (engine.py); nothing is sampled twice unless its
-  engine died, or its tokens were lost with their node before anything has used them.
+- A group's requests survive their engine (router.py) and a weight sync (engine.py). Nothing is sampled twice unless its
+  engine died, or its tokens were lost with their node before anything has used them, or it is a group that shared a reward
+  task with such tokens.
 - An error of an engine, an environment or a reward ends the next call of the trainer.
 """
 
@@ -88,7 +89,7 @@ class Group:
     scores: list[TextScore] = field(default_factory=list)
     partials: tuple[Partial, ...] = ()  # of a run that was interrupted
     is_in_part: bool = False  # that an early phase has run on
-    num_lost: int = 0  # times that its tokens were lost, and sampled again
+    num_sampled_again: int = 0  # times that it or a turn of it was sampled again, as tokens were lost
     is_evaluation: bool = False
 
     @property
@@ -160,7 +161,7 @@ class RolloutStream:
 
     def take(self) -> Taken | None:
         """Take the next step's groups as soon as they have their rewards; None if more must be sampled in place of groups
-        without information."""
+        without information or of lost tokens."""
         return self._call(self._take())
 
     def sample(
@@ -307,6 +308,7 @@ class RolloutStream:
         """Sample and score a group; once more where its tokens were lost before they had a reward."""
         is_training, parts, to_advance = not group.is_evaluation, group.parts, group.size
         send = partial(self._admission.send, group.number) if is_training else lambda: None
+        num_lost = 0  # times
         while True:
             if len(parts) == 1:
                 await self._sample(group, send)
@@ -322,21 +324,23 @@ class RolloutStream:
             try:
                 return await self._score(group, answers)
             except TokensLost as error:
-                self._note_lost(group, error)
+                num_lost += 1
+                self._note_lost(group, "the group", num_lost, error)
             self._num_sampling[group.is_evaluation] += 1
             for part in parts:
                 part.facts = part.tokens = part.episodes = None
                 part.partials = ()
             if is_training:
                 self._admission.lose(group.number)
+                self._changed.set()  # a trainer that waits for rewards has to wait for completions again
 
-    def _note_lost(self, group: Group, error: TokensLost) -> None:
-        """Count that tokens of a group were lost. Raises the error where they are not sampled again: an early phase has used
-        them, or tokens were lost `rollout.max_restarts` times before."""
-        if group.is_in_part or group.num_lost == self._recipe.rollout.max_restarts:
+    def _note_lost(self, group: Group, lost: str, num_lost: int, error: TokensLost) -> None:
+        """Count that a group or a turn is sampled again: its tokens were lost for the `num_lost`-th time. Raises the error
+        where an early phase has used the tokens, or `rollout.max_restarts` is exceeded."""
+        if group.is_in_part or num_lost > self._recipe.rollout.max_restarts:
             raise error
-        group.num_lost += 1
-        logger.warning("the group of prompt %d is sampled again: %s", group.prompt.index, error)
+        group.num_sampled_again += 1
+        logger.warning("%s of prompt %d is sampled again: %s", lost, group.prompt.index, error)
 
     async def _sample(self, group: Group, send: Callable[[], None] = lambda: None, is_last: bool = False) -> None:
         """Let an engine complete a group, in turns with environments if there are any; `send` is called whenever an engine
@@ -360,15 +364,16 @@ class RolloutStream:
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
             continues, request = episode.turns > 0, replace(request, is_evaluation=group.is_evaluation)
+            num_lost = 0  # times
             while True:
                 _, tokens = await self._router.sample(request, group.step, send, session=episode.number, continues=continues)
                 try:
                     result: GroupResult = await tokens
                     return result
                 except ray.exceptions.ObjectLostError as error:  # nothing has seen them
-                    self._note_lost(
-                        group, TokensLost(f"phase rollout: a turn was lost with the node of its engine: {error}")
-                    )
+                    num_lost += 1
+                    named = TokensLost(f"phase rollout: a turn was lost with the node of its engine: {error}")
+                    self._note_lost(group, "a turn of the group", num_lost, named)
 
         try:
             await episodes.play(generate)
@@ -445,8 +450,8 @@ class RolloutStream:
             greedy_rewards = _rewards_of(self._rewards, greedy)
             rollouts = replace(rollouts, greedy=(await self._join(greedy))[0])
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
-        if num_lost := sum(group.num_lost for group in ordered):
-            metrics["rollout/num_sampled_again"] = num_lost
+        if num_sampled_again := sum(part.num_sampled_again for group in ordered for part in group.parts):
+            metrics["rollout/num_sampled_again"] = num_sampled_again
         if not self._is_synchronous:
             metrics |= {"rollout/groups_ahead": len(self._groups), "rollout/num_too_old": self._admission.removed["too_old"]}
         teachers = teachers_of(self._recipe, [group.prompt for group in chosen])

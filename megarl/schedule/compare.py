@@ -43,18 +43,18 @@ class PhaseStart(NamedTuple):
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
 
-def refuse_unlike(turns: Sequence[PhaseStart]) -> None:
-    """Raise PlanMismatch, with both values, if a rank's turn differs from rank 0's: ranks with different forward passes
-    would wait for each other forever. `turns` has the turn of every rank, in rank order."""
-    first = turns[0]
-    for rank, turn in enumerate(turns):
-        if turn.step != first.step:
-            raise PlanMismatch(f"rank 0 is in step {first.step} and rank {rank} in step {turn.step}")
-        if turn.phase != first.phase:
-            raise PlanMismatch(f"step {first.step}: rank 0 begins phase {first.phase}, and rank {rank} phase {turn.phase}")
-        if turn.plan != first.plan:
+def refuse_unlike(starts: Sequence[PhaseStart]) -> None:
+    """Raise PlanMismatch, with both values, if a rank starts another phase or plan than rank 0: ranks with different forward
+    passes would wait for each other forever. `starts` has the start of every rank, in rank order."""
+    first = starts[0]
+    for rank, start in enumerate(starts):
+        if start.step != first.step:
+            raise PlanMismatch(f"rank 0 is in step {first.step} and rank {rank} in step {start.step}")
+        if start.phase != first.phase:
+            raise PlanMismatch(f"step {first.step}: rank 0 begins phase {first.phase}, and rank {rank} phase {start.phase}")
+        if start.plan != first.plan:
             raise PlanMismatch(
-                f"phase {first.phase} of step {first.step}: rank 0 has planned {first.plan}, and rank {rank} {turn.plan}; "
+                f"phase {first.phase} of step {first.step}: rank 0 has planned {first.plan}, and rank {rank} {start.plan}; "
                 "their lengths, seeds or schedules differ"
             )
 

@@ -352,7 +352,7 @@ class WeightSync:
     def _together(self, call: str, step: Callable[[], Value]) -> list[Value]:
         """Run a step on every rank and wait for all; return the results in rank order. A failure is raised on every rank and
         names the first rank that did not fail because of another process."""
-        value, failure, error = attempt(step)
+        value, failure, error = outcome_of(step)
         answers = self._gather((value, failure))
         failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
@@ -373,7 +373,7 @@ class WeightSync:
         return everyone
 
 
-def attempt(step: Callable[[], Value]) -> tuple[Value | None, tuple[bool, str, bool] | None, Exception | None]:
+def outcome_of(step: Callable[[], Value]) -> tuple[Value | None, tuple[bool, str, bool] | None, Exception | None]:
     """Run a step; return its result, its failure and its error. The failure, for other ranks, says whether another process
     caused it, describes it, and says whether a deadline passed."""
     try:
@@ -387,7 +387,7 @@ def from_first(step: Callable[[], Value], rank: int, group: dist.ProcessGroup | 
     """Run a step on rank 0; return its result on every rank. A failure is raised unchanged on rank 0, and as SyncError on
     the other ranks (SyncLate where a deadline has passed)."""
     with span("wait_engines"):  # rank 0 waits for engines, and the other ranks for rank 0
-        value, failure, error = attempt(step) if rank == 0 else (None, None, None)
+        value, failure, error = outcome_of(step) if rank == 0 else (None, None, None)
         box: list[Any] = [value, failure]
         if group is not None:
             dist.broadcast_object_list(box, src=0, group=group)

@@ -73,7 +73,7 @@ class HandedOver:
 
     def post(self, bucket: int, group: MessageGroup) -> None:
         """Tell the rank that the bucket's memory is free, and start to receive that the bucket is full."""
-        free, full = f"that bucket {bucket} may come, to", f"bucket {bucket} of {self._num_buckets} from"
+        free, full = f"permission for bucket {bucket}, to", f"bucket {bucket} of {self._num_buckets} from"
         calls = [(full, group.receive, torch.zeros(1, dtype=torch.int64))]
         if bucket >= NUM_BUCKETS:
             platform.settle()

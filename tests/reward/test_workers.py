@@ -17,6 +17,7 @@ from urllib.error import HTTPError, URLError
 import httpx
 import numpy as np
 import pytest
+import ray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,6 +28,7 @@ from megarl.reward import fork_server, verifier_process
 from megarl.reward.fork_server import is_outage
 from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.workers import RewardWorkers, Scorer
+from megarl.rollout import TokensLost
 from tests.sink_cases import wait_for
 
 OWN_REWARDS = """
@@ -433,6 +435,35 @@ def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
             workers.score(payload(model, ["1"] * 4), prompts("1", "x"), range(4), group_size=2)
     finally:
         workers.close()
+
+
+class LostPayload:
+    """A payload whose node is gone."""
+
+    def fetch(self, sample_ids):
+        raise ray.exceptions.ObjectLostError("ab", None, "")
+
+
+def test_lost_tokens_fail_the_groups_of_one_task_and_none_of_the_next(model):
+    """Three groups of four in tasks of six: the second group, which is lost, has a part in both tasks."""
+    section = RewardPhaseSection(sequences=6, timeout_s=60.0)
+    workers = RewardWorkers([VerifierSection(kind="exact")], model, (0,), section, local=True)
+
+    async def score_all():
+        payloads = [payload(model, ["1"] * 4), LostPayload(), payload(model, ["1"] * 4)]
+        scored = [
+            workers.score_group(tokens, range(4), prompt) for tokens, prompt in zip(payloads, prompts(*"111"), strict=True)
+        ]
+        workers.send_all()
+        return await asyncio.gather(*scored, return_exceptions=True)
+
+    try:
+        first, lost, last = workers._runner.run(score_all())
+    finally:
+        workers.close()
+    assert isinstance(first, TokensLost) and isinstance(lost, TokensLost)
+    assert [score.parts for score in last] == [{"exact": 1.0}] * 4
+    assert workers._training.num_waiting == 0
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ FAULTS = {
     "is refused a turn": ("error", "the rollout has had its 3 turns"),
     "is refused by a library": ("error", "no turn"),
     "is refused by a service": ("", "RateLimitError"),
+    "finds no service for its reward": ("", "no judge"),
 }
 HARMLESS = ("", "writes to every descriptor", "prints without an end", "leaves a program", "leaves one that prints",
             "starts many threads", "writes its reward itself")  # fmt: skip

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,9 @@ from megarl.reward import workers as reward_workers
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers, TaskResult
 from megarl.rollout import EngineSilent, RolloutError, StreamStalled, environment_workers
+from megarl.rollout.engine import GroupRequest
 from megarl.rollout.environment_workers import Reply, Reset, Step
+from megarl.rollout.loop_thread import LoopThread
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -154,13 +157,16 @@ Act = Callable[[int], Any]
 
 @pytest.fixture
 def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
-    """Reward workers with one scripted actor. `act` gets the number of the task, and may raise or wait."""
+    """Reward workers with one scripted actor. `act` gets the number of the task, and may raise or wait; then the actor
+    fetches the tokens."""
 
-    def make(act: Act, sequences: int = SIZE) -> RewardWorkers:
+    def make(act: Act, sequences: int = SIZE, timeout_s: float = TIMEOUT_S) -> RewardWorkers:
         recipe, numbers = stream_recipe(), itertools.count()
 
         async def score_task(pieces: Any, prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
             process = await act(next(numbers))
+            for payload, _ in pieces:
+                await payload.tokens
             num_texts = sum(len(samples) for _, samples in pieces)
             return TaskResult([TextScore({"last_number": 1.0})] * num_texts, 0.0, process)
 
@@ -168,7 +174,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
         monkeypatch.setattr(reward_workers, "_start_actors", lambda arguments, count: ([actor], [1]))
         monkeypatch.setattr(reward_workers, "TASK_GRACE_S", 0.0)
         monkeypatch.setattr(ray, "kill", lambda actor: None)
-        section = recipe.phases.reward.model_copy(update={"timeout_s": TIMEOUT_S, "sequences": sequences})
+        section = recipe.phases.reward.model_copy(update={"timeout_s": timeout_s, "sequences": sequences})
         return RewardWorkers(recipe.reward, "nowhere", (), section, local=False)
 
     return make
@@ -187,8 +193,8 @@ async def _lose_tokens(number: int) -> int:
     raise ray.exceptions.ObjectLostError("ab", None, "")
 
 
-async def _lose_tokens_once(number: int) -> int:
-    return await _lose_tokens(number) if number == 0 else 1
+async def _score(number: int) -> int:
+    return 1
 
 
 @pytest.mark.parametrize("moment", ["scoring", "take", "evaluation"])
@@ -232,13 +238,22 @@ def test_a_reward_worker_that_ray_started_again_costs_nothing(rewards: Any, capl
 def test_a_group_whose_tokens_were_lost_with_their_node_before_its_reward_is_sampled_again(
     rewards: Any, staleness: int, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool, sequences = ScriptedPool.of(1, delay=lambda request: 0.0), 3  # a task has a part of a group
-    with trainer(pool, rewards(_lose_tokens_once, sequences), max_staleness=staleness) as run:
+    lost, sequences = [101 if moment == "evaluation" else 1], 3  # groups; a task has a part of one
+
+    def loses(request: GroupRequest) -> bool:
+        if request.group not in lost:
+            return False
+        lost.remove(request.group)
+        return True
+
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=loses)
+    with trainer(pool, rewards(_score, sequences, END_S), max_staleness=staleness, max_restarts=1) as run:
         recipe = stream_recipe(max_staleness=staleness)
         recipe.phases.reward.__dict__["sequences"] = sequences
         if moment == "evaluation":
-            batch, scored = run.stream.sample([prompt(100), prompt(101)], Sampling(SIZE, 0), run.resync)
-            assert batch.groups.tolist() == [100, 100, 101, 101] and scored is not None and scored.valid.all()
+            prompts = [prompt(number) for number in range(100, 104)]
+            batch, scored = run.stream.sample(prompts, Sampling(SIZE, 0), run.resync)
+            assert batch.groups[::SIZE].tolist() == [100, 101, 102, 103] and scored is not None and scored.valid.all()
         taken = []
         for step in range(3):
             run.begin()
@@ -251,9 +266,35 @@ def test_a_group_whose_tokens_were_lost_with_their_node_before_its_reward_is_sam
     assert len(set(trained)) == len(trained) and all(batch.rewards.valid.all() for batch in taken)
     sampled = [request.group for call in pool.engines[0].calls for request in call]
     again = len(sampled) - len(set(sampled))
-    assert again in (1, 2) and caplog.text.count("is sampled again") == again
+    assert again in (1, 2), "the lost group, and one that shared a task with it"
+    assert caplog.text.count("is sampled again") == again and not lost
     counted = sum(batch.metrics.get("rollout/num_sampled_again", 0) for batch in taken)
     assert counted == (0 if moment == "evaluation" else again)
+
+
+def test_groups_whose_tokens_and_only_engine_were_lost_with_their_node_let_the_trainer_send_weights(rewards: Any) -> None:
+    may_score = asyncio.Event()
+
+    async def score_when_told(number: int) -> int:
+        await may_score.wait()
+        return 1
+
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0)
+    engine = pool.engines[0]
+    engine.loses = lambda request: not engine.restarts
+
+    def end_node() -> None:
+        engine.die()
+        may_score.set()
+
+    with trainer(pool, rewards(score_when_told, PER_STEP * SIZE, END_S)) as run:
+        run.begin()
+        run.stream.wait_sampled(run.resync)
+        taking = asyncio.run_coroutine_threadsafe(run.stream._take(), run.stream._loop)
+        run.in_loop(end_node)
+        assert taking.result(END_S) is None
+        assert run.take().rewards.valid.all()
+    assert run.resynced == [[0]]
 
 
 def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any) -> None:
@@ -261,10 +302,10 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
 
     async def lose_when_told(number: int) -> int:
         await may_score.wait()
-        return await _lose_tokens_once(number)
+        return await _lose_tokens(number)
 
     with (
-        trainer(prompt_engines(), rewards(lose_when_told)) as run,
+        trainer(prompt_engines(), rewards(lose_when_told, timeout_s=END_S)) as run,
         ends_with(RolloutError, "lost with the node of their engine"),
     ):
         run.begin()
@@ -334,18 +375,32 @@ def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, monke
             run.sync()
 
 
+@pytest.mark.parametrize("times", [1, 2])
 def test_a_turn_whose_tokens_were_lost_before_the_environment_saw_them_is_sampled_again(
-    monkeypatch: pytest.MonkeyPatch,
+    times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = [1]
-    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=lambda request: bool(left and left.pop()))
+    """Every turn is lost once: it counts against `rollout.max_restarts` alone."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+
+    def loses(request: GroupRequest) -> bool:
+        key = request.group, request.seeds, len(request.prompt_ids)
+        seen[key] += 1
+        return seen[key] <= times
+
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=loses)
     games = environments(_answer, monkeypatch)
-    with trainer(pool, environments=games) as run:
+    with trainer(pool, environments=games, max_restarts=1) as run:
         run.begin()
+        if times > 1:
+            with ends_with(RolloutError, "a turn was lost with the node of its engine"):
+                run.take()
+            return
         taken = run.take()
-    assert taken.rewards.valid.all() and not left and taken.metrics["rollout/num_sampled_again"] == 1
+    turns = 2 * PER_STEP * SIZE
+    assert taken.rewards.valid.all() and taken.metrics["rollout/num_sampled_again"] == turns
     assert taken.rollouts.episodes.turns.tolist() == [2] * PER_STEP * SIZE
-    assert sum(map(len, pool.engines[0].calls)) == 2 * PER_STEP * SIZE + 1
+    assert sum(map(len, pool.engines[0].calls)) == 2 * turns
+    assert caplog.text.count("a turn of the group of prompt") == turns
 
 
 @pytest.mark.parametrize("moment", ["reset", "step"])
@@ -390,6 +445,15 @@ def test_the_deadline_of_an_environment_begins_when_it_is_asked_and_not_while_ot
 
 def _exit() -> None:
     raise SystemExit("some code asked the process to exit")
+
+
+def test_a_loop_whose_last_work_fails_ends() -> None:
+    async def fail() -> None:
+        raise RolloutError("it cannot be finished")
+
+    thread = LoopThread("a loop", END_S)
+    thread.close(fail())
+    assert thread.loop.is_closed()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

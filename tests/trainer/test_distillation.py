@@ -28,7 +28,7 @@ def run(folder: Path, kind: str, name: str, model: Path, teacher: Path | None = 
         recipe["teachers"]["sums"]["path"] = str(teacher)
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))
-    train_on_ranks(file)
+    train_on_ranks(file, deadline_s=WITHIN_S)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return rewards_of(lines), recipe["phases"]["rollout"]["prompts"] * recipe["algorithm"]["group_size"]
 
