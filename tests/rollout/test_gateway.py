@@ -277,7 +277,7 @@ def test_requests_are_held_while_weights_change(served: Served) -> None:
         client: Any = openai.AsyncOpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
         whole = asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED))
         stream = await client.chat.completions.create(model="any", messages=ASKED, stream=True)
-        served.until(lambda: script.waiting == 2)
+        await asyncio.to_thread(served.until, lambda: script.waiting == 2)  # while both requests are sent
         busy: Any = openai.AsyncOpenAI(base_url=other.openai_url, api_key=other.token, timeout=WAIT_S)
         answer = await busy.chat.completions.create(model="any", messages=ASKED)
         assert answer.choices[0].message.content == "There." and not whole.done()
