@@ -405,7 +405,9 @@ def make_vllm_start(folder: Path) -> None:
         about.mkdir(parents=True)
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megarl\nVersion: 0\n")
         (about / "entry_points.txt").write_text("[vllm.general_plugins]\nmegarl = megarl.rollout.plugin:register\n")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(about.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(about.parent), str(ROOT), os.environ.get("PYTHONPATH")])
+        )
 
 
 def run_part(name: str, dry: bool, folder: Path) -> Result:

@@ -203,7 +203,7 @@ def of_stream(result: Results) -> list[str]:
     worst = max(one["of_bound"] for one in result["cells"] if stream.is_judged(one))
     loop, gain = cells[stream.FASTEST]["loop_share"], stream.ratio(cells, "1:1 S=0", "1:1 S=2") or 0.0
     early = stream.ratio(cells, stream.BARRIER, stream.STREAMED) or 0.0
-    found = [
+    goals = [
         ("a step over its bound, with S = 2", worst, stream.MOST_OF_BOUND, worst <= stream.MOST_OF_BOUND),
         ("the loop's share of a core at 512 completions a second", loop, stream.MOST_OF_CORE, loop < stream.MOST_OF_CORE),
         ("S = 2 over S = 0, training as long as generation", gain, stream.LEAST_GAIN, gain >= stream.LEAST_GAIN),
@@ -214,10 +214,10 @@ def of_stream(result: Results) -> list[str]:
             early >= stream.LEAST_EARLY_GAIN,
         ),
     ]
-    said = [
-        f"- {name}: {value:.3f} (target {limit}{'' if reached else ', missed'})" for name, value, limit, reached in found
+    lines = [
+        f"- {name}: {value:.3f} (target {limit}{'' if reached else ', missed'})" for name, value, limit, reached in goals
     ]
-    return [STREAM.format(**config), table(columns, rows), "\n".join(said), made_by("stream", result, options)]
+    return [STREAM.format(**config), table(columns, rows), "\n".join(lines), made_by("stream", result, options)]
 
 
 def of_gateway(result: Results) -> list[str]:

@@ -232,7 +232,8 @@ def main() -> int:
         f"sft: {ratio:.2f} times TRL's tokens a second (target {FASTER}); held-out losses at most {apart:.3f} standard "
         "errors apart (target 1)"
     )
-    return 0 if ratio >= FASTER and apart <= 1 or not arguments.check else 1  # a loss that is no number misses
+    is_reached = ratio >= FASTER and apart <= 1  # not if a loss is NaN
+    return int(arguments.check and not is_reached)
 
 
 if __name__ == "__main__":

@@ -84,9 +84,8 @@ def _divergence_flops(role: PlannedRole, tokens: int) -> float:
         return 0.0
     made = 3 if section.over == "vocabulary" and section.divergence == "jensen_shannon" else 2
     gradients = 2 if role.trains_head else 1
-    teacher = sum(role.teacher_widths) / max(
-        1, len(role.teacher_widths)
-    )  # as if each judged as many tokens; 0 where its likeliest tokens travel
+    # As if all teachers judged as many tokens; 0 where their likeliest tokens travel.
+    teacher = sum(role.teacher_widths) / max(1, len(role.teacher_widths))
     return 2 * role.shape.vocab * tokens * ((made + gradients) * role.shape.hidden + made * teacher)
 
 

@@ -420,8 +420,7 @@ def is_outage(error: BaseException | None) -> bool:
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
-    if LIBRARIES.intersection(library for library, _ in bases):
+    if LIBRARIES.intersection(library for library, _ in _classes(error)):
         statuses = (
             getattr(getattr(error, "response", None), "status_code", None),
             *(getattr(error, field, None) for field in STATUS_FIELDS),
@@ -431,9 +430,14 @@ def _is_of_transport(error: BaseException) -> bool:
     return is_unreached(error)
 
 
+def _classes(error: BaseException) -> set[tuple[str, str]]:
+    """Return the classes of an error, each by its library and name."""
+    return {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
+
+
 def is_unreached(error: BaseException) -> bool:
     """Return whether an error says that a service was not reached; one that answered with a status was."""
-    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
+    bases = _classes(error)
     if ("urllib", "URLError") in bases:
         reason = getattr(error, "reason", None)
         return isinstance(reason, OSError) and reason.filename is None

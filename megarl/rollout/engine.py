@@ -105,9 +105,8 @@ class PendingGroup:
 class RolloutEngine:
     """An AsyncLLM that takes groups of requests at any time.
 
-    Groups that an idle engine receives together are repeated bit for bit by a fresh engine: they are queued while generation
-    is paused and the prefix cache is empty, so the scheduler sees the same queue in the same state each time. Groups that
-    join others join batches, and so get roundings, by chance.
+    A fresh engine repeats bit for bit the groups that an idle engine receives together: they are queued while generation is
+    paused and the prefix cache is empty, so the scheduler sees the same. Groups that join others get roundings by chance.
     """
 
     def __init__(self, settings: EngineSettings) -> None:

@@ -129,28 +129,16 @@ class EnvironmentWorker:
     async def ready(self) -> int:
         """Construct one environment and return this process. Raises ValueError if the class does not take its options."""
         section = self._section
-        reply = await self._ask(None, Make())
+        reply = await self.ask(None, Make())
         await self._server.end([None])
         if reply.failure:  # of a class: an agent is not tried
             assert section.kind == "class"
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
         return os.getpid()
 
-    async def ask(self, episode: Any, question: Reset | Step | AgentRun) -> Reply:
+    async def ask(self, episode: Any, question: Make | Reset | Step | AgentRun) -> Reply:
         """Return the answer of an episode's environment or agent, or why there is none. `environment.timeout_s` begins when
         the question is sent. Rank 0 ends every episode, and an agent that exceeds that time."""
-        return await self._ask(episode, question)
-
-    async def end(self, episode: Any) -> None:
-        """Kill the processes of an episode, whatever they do."""
-        self._played.discard(episode)
-        await self._server.end([episode])
-
-    def close(self) -> None:
-        """Stop all processes, and everything that they have started."""
-        self._server.close()
-
-    async def _ask(self, episode: Any, question: Make | Reset | Step | AgentRun) -> Reply:
         is_step, is_run = isinstance(question, Step), isinstance(question, AgentRun)
         timeout_s = None if is_run else self._section.timeout_s
         reply = await self._server.ask(episode, question, timeout_s, starts=not is_step)
@@ -180,6 +168,15 @@ class EnvironmentWorker:
         # whether an agent has had a turn.
         is_caused = had_turn if reply.was_idle else is_step or is_run
         return Reply(failure=failure, cause=reply.cause if is_caused else "")
+
+    async def end(self, episode: Any) -> None:
+        """Kill the processes of an episode, whatever they do."""
+        self._played.discard(episode)
+        await self._server.end([episode])
+
+    def close(self) -> None:
+        """Stop all processes, and everything that they have started."""
+        self._server.close()
 
 
 class AgentClock:
