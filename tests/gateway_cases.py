@@ -60,7 +60,12 @@ class Served:
     """A gateway that serves in a thread."""
 
     def __init__(
-        self, tools: str | None = "hermes", reasoning: str | None = None, template: str = "plain", **limits: Any
+        self,
+        tools: str | None = "hermes",
+        reasoning: str | None = None,
+        template: str = "plain",
+        host: str = "127.0.0.1",
+        **limits: Any,
     ) -> None:
         self.chat = renderer(template)
         end = int(self.chat.tokenizer.convert_tokens_to_ids("<|turn_end|>"))
@@ -68,7 +73,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.gateway = Gateway(self.chat, reader, replace(GATEWAY_LIMITS, **limits), temperature=1.0)
+        self.gateway = Gateway(self.chat, reader, replace(GATEWAY_LIMITS, **limits), temperature=1.0, host=host)
         self.call(self.gateway.serve)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -131,10 +131,12 @@ class Gateway:
         self._chat, self._reader, self._limits, self._temperature, self._model = chat, reader, limits, temperature, model
         self._sessions: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._socket = socket.create_server((host, 0), backlog=2048)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=2048)
         # Else a body waits up to 40 ms for the client to acknowledge its headers; accepted sockets inherit the option.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, protocol in PROTOCOLS.items():
             app.add_api_route(f"/s/{{session}}/v1/{path}", self._route(protocol), methods=["POST"], response_model=None)

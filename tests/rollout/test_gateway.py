@@ -361,3 +361,12 @@ def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served: Serv
 
 def test_the_model_is_listed(served: Served) -> None:
     assert [model.id for model in openai_client(served.open(Script("x"))).models.list()] == ["policy"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_serves() -> None:
+    served = Served(host="::1")
+    try:
+        assert openai_client(served.open(Script("x"))).chat.completions.create(model="any", messages=ASKED).choices
+    finally:
+        served.close()
