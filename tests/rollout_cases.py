@@ -34,14 +34,16 @@ STOP = (1, 5, 9, 20)
 ONE_WORKER = RolloutLayout()
 
 
-def save_model(directory: Path, family: str, tied: bool, seed: int, layers: int = 2, groups: int = 2) -> Path:
+def save_model(
+    directory: Path, family: str, tied: bool, seed: int, layers: int = 2, groups: int = 2, vocab: int = VOCAB
+) -> Path:
     """A random model with 32 values a head, the smallest that vLLM's CPU attention takes. Latent attention has no `groups`
     of query heads."""
     import transformers as hf
 
     sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=groups, max_position_embeddings=256, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
+        vocab_size=vocab, hidden_size=128, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=groups, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
         initializer_range=0.08,
     )  # fmt: skip
     torch.manual_seed(seed)

@@ -11,7 +11,7 @@ import textarena
 from megarl.rollout.agent import Result
 
 
-async def run(row, client, highest=5, turns=4):
+async def run(row, client, highest=9, turns=4):
     game = textarena.make("GuessTheNumber-v0", min_number=1, max_number=highest, max_turns=turns)
     game.reset(num_players=1)  # `random` has the seed of the group, so all its members look for the same number
     chat = [{"role": "user", "content": f"1-{highest}"}]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Completion, Sample
+from megarl.models import FAMILIES
 from megarl.models.layout import Layout
 from megarl.rollout.gateway_messages import AnswerReader, read_chat
 from megarl.rollout.session import Session
@@ -19,12 +20,12 @@ from tests.chat_templates import ADD
 from tests.engine_cases import engine, random_batch, start
 from tests.in_process_engine import open_engine
 from tests.ranks import run_ranks
+from tests.rollout_cases import save_model
 from tests.session_cases import LIMITS, renderer
-from tests.tiny_models import FAMILIES, GEMMA_FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.agent
 VOCAB, NEW_TOKENS = 300, 8
-OTHERS = [family for family in (*FAMILIES, *MOE_FAMILIES, *LATENT_FAMILIES, *GEMMA_FAMILIES) if family != "qwen3"]
+OTHERS = sorted(FAMILIES.keys() - {"qwen3"})
 
 
 def talks(model: Path) -> list[tuple[np.ndarray, Completion]]:
@@ -69,7 +70,7 @@ def computes(directory: str, segments: list[tuple[np.ndarray, Completion]]) -> l
 
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=pytest.mark.nightly) for family in OTHERS)])
 def test_trainer_and_engine_agree(engine_process: ProcessPoolExecutor, tmp_path: Path, family: str) -> None:
-    model = save_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2, head_dim=32)
+    model = save_model(tmp_path / "model", family.removesuffix("_text"), False, 0, vocab=VOCAB)
     segments = engine_process.submit(talks, model).result(300)
     assert sum(int(completion.own.sum()) for _, completion in segments) > 40
     (found,) = run_ranks(computes, 1, str(model), segments)
