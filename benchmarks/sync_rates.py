@@ -28,7 +28,7 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, num_threads
+from megarl.weight_sync.copies import MOST_THREADS, LocalBox, SpareMemory, Works, num_threads
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from megarl.weight_sync.read import WeightReader
@@ -194,10 +194,10 @@ def _publish(sync: Sync, rounds: int) -> list[Round]:
 class _Writer(BoxWriter):
     """Writes into parameters that are there; each mapped piece is a work of its own, for as many threads as in a run."""
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works:
         return Works([[number] for number in range(len(boxes))], MOST_THREADS)
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         return box.within(self.parameters[box.parameter])
 
 

@@ -81,7 +81,7 @@ from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.platform import current as device  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
-from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
+from megarl.weight_sync.boxes import vllm_columns  # noqa: E402
 from megarl.weight_sync.buckets import Round, Stream, sync_rounds, sync_stream  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
@@ -304,7 +304,7 @@ def broadcast_seconds(case: Case, cluster: Cluster, model_bytes: float) -> tuple
 def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     cluster = replace(cluster, source_nodes=case.source_nodes(cluster))
     plan = engine_plan(case.shape, case.trainer, case.rollout)
-    boxes = vllm_boxes(case.shape, case.rollout, lambda weight: not weight.fixed)
+    boxes = vllm_columns(case.shape, case.rollout, lambda weight: not weight.fixed)
     shard = np.bincount(boxes.rank, boxes.sizes, case.rollout.workers)
     excess = np.bincount(plan.destination_rank, plan.sizes, case.rollout.workers) / shard
     streams, by_layer = case.streams(plan), case.streams(plan, by_layer=True)
@@ -314,7 +314,7 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     bound_workers = max(moved.into_worker / cluster.nic, moved.near / cluster.nvlink)
     bound_ranks = moved.out_of_stage / stage_ranks / cluster.nic
     seconds, peak = plan_cost(case)
-    whole = vllm_boxes(case.shape, RolloutLayout(), lambda weight: not weight.fixed)
+    whole = vllm_columns(case.shape, RolloutLayout(), lambda weight: not weight.fixed)
     model_bytes = float(whole.sizes.sum()) * BYTES
     everyone, once = broadcast_seconds(case, cluster, model_bytes)
     return {

@@ -15,8 +15,8 @@ import torch
 
 from megarl.data.sample import Prompt, Sample
 from megarl.models import FAMILIES, ModelShape
-from megarl.models.layout import Layout, RolloutLayout, Segment
-from megarl.models.megatron_weights import megatron_segments
+from megarl.models.layout import Box, Layout, RolloutLayout
+from megarl.models.megatron_weights import megatron_boxes
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync import publish
 from megarl.weight_sync.buckets import Round
@@ -93,17 +93,17 @@ def without_vllm_table(family: str) -> Iterator[None]:
         yield
 
 
-def cut(segments: Sequence[Segment], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """The local parameters that segments describe, by rank; a vector is one column. What none covers is 0."""
+def cut(boxes: Sequence[Box], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """The local parameters that boxes describe, by rank; a vector is one column. What none covers is 0."""
     sizes: dict[tuple[int, str], tuple[int, int]] = {}
-    for s in segments:
+    for s in boxes:
         rows, cols = sizes.get((s.rank, s.parameter), (0, 0))
         end = (s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0)
         sizes[s.rank, s.parameter] = (max(rows, end[0]), max(cols, end[1]))
     ranks: dict[int, dict[str, torch.Tensor]] = {}
     for (rank, parameter), size in sizes.items():
         ranks.setdefault(rank, {})[parameter] = torch.zeros(size)
-    for s in segments:
+    for s in boxes:
         content = tensors[s.name].float()
         content = content.view(content.shape[0], -1)[s.row0 : s.row1, s.col0 : s.col1]
         target = ranks[s.rank][s.parameter]
@@ -119,7 +119,7 @@ def checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 def megatron_shards(path: Path, layout: Layout) -> dict[int, dict[str, torch.Tensor]]:
     """What the ranks of a trainer would hold of a checkpoint."""
-    return cut(megatron_segments(ModelShape.from_directory(path), layout), checkpoint(path))
+    return cut(megatron_boxes(ModelShape.from_directory(path), layout), checkpoint(path))
 
 
 class Reference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megarl.models import ModelShape, Weight
-from megarl.models.layout import RolloutLayout, Segment
+from megarl.models.layout import Box, RolloutLayout
 from megarl.models.vllm_weights import held, parameter_sizes, stage_weights
 
 # DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
@@ -50,7 +50,7 @@ def scale_bytes(rows: int, columns: int) -> int:
     return SCALE_BYTES * -(-rows // BLOCK) * -(-columns // BLOCK)
 
 
-def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], sizes: Mapping[str, tuple[int, int]]) -> None:
+def check_blocks(sources: Iterable[Box], destinations: Iterable[Box], sizes: Mapping[str, tuple[int, int]]) -> None:
     """Check that every FP8 block lies in one box of a trainer rank, which quantises the block, and is a block of one
     worker's parameter.
 
@@ -71,7 +71,7 @@ def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], si
         )
 
 
-def _cuts(box: Segment, sizes: Mapping[str, tuple[int, int]]) -> bool:
+def _cuts(box: Box, sizes: Mapping[str, tuple[int, int]]) -> bool:
     if box.name not in sizes:
         return False
     rows, columns = sizes[box.name]
@@ -79,5 +79,5 @@ def _cuts(box: Segment, sizes: Mapping[str, tuple[int, int]]) -> bool:
     return bool(box.row0 % BLOCK or box.col0 % BLOCK) or any(end % BLOCK and end != last for end, last in ends)
 
 
-def _place(owner: str, box: Segment) -> str:
+def _place(owner: str, box: Box) -> str:
     return f"{owner} {box.rank}'s part [{box.row0}:{box.row1}, {box.col0}:{box.col1}] of {box.name}"

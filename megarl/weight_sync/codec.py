@@ -21,7 +21,7 @@ import torch
 
 from megarl.models.quantised_blocks import BLOCK, scale_bytes
 from megarl.weight_sync.buckets import ALIGNMENT, Part, Stream
-from megarl.weight_sync.copies import Box
+from megarl.weight_sync.copies import LocalBox
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.weight_sync.transport import NUM_BUCKETS
 
@@ -66,10 +66,10 @@ def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
     return Blocks(weight, scales.view(torch.float32).view(-(-rows // BLOCK), -(-columns // BLOCK)))
 
 
-def scales_of(box: Box) -> Box:
+def scales_of(box: LocalBox) -> LocalBox:
     """Return the box of the scales that belong to a box of FP8 blocks."""
     rows, cols = -(-box.rows // BLOCK), -(-box.cols // BLOCK)
-    return Box(box.parameter + SCALES, box.row // BLOCK, box.col // BLOCK, rows, cols, torch.float32)
+    return LocalBox(box.parameter + SCALES, box.row // BLOCK, box.col // BLOCK, rows, cols, torch.float32)
 
 
 # A delta begins with: whether it is a difference, bytes of the content, bytes of the rest as it follows.

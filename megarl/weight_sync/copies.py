@@ -28,7 +28,7 @@ HUGE_PAGE_BYTES = 2 << 20
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
 
 
-class Box(NamedTuple):
+class LocalBox(NamedTuple):
     """A rectangle of a local parameter, `rows` x `cols` elements from (row, col) on, and the dtype of its elements."""
 
     parameter: str
@@ -118,7 +118,7 @@ class Works(NamedTuple):
 
 
 def divide(
-    boxes: Sequence[Box], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
+    boxes: Sequence[LocalBox], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
 ) -> Works:
     """Divide all boxes of a version into works: one for each module, but one for each box of a large module, which is
     written in place. `sizes` are [rows, columns] of every parameter."""

@@ -17,7 +17,7 @@ from megarl.platform import current as platform
 from megarl.weight_sync.buckets import Part, Piece, Stream, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
-from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
+from megarl.weight_sync.copies import LocalBox, SpareMemory, Works, in_threads, num_threads
 from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
 from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
 from megarl.weight_sync.mapped import Mapped, form_of
@@ -28,11 +28,11 @@ from megarl.weight_sync.transport import NUM_BUCKETS
 class Writer(Protocol):
     """Knows where the parameters of an engine are."""
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works | None:
         """Divide boxes that are mapped among threads; None if boxes are written one after another."""
         return None
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         """Return where to write a box, [rows, cols]; nobody may keep it. A thread gives its spare memory."""
 
     def written(self, owner: str, spare: SpareMemory) -> None:
@@ -101,7 +101,7 @@ class WeightReader:
         self.elements: dict[str, int] = {}
         self.module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
-        self._mapped: list[tuple[Box, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
+        self._mapped: list[tuple[LocalBox, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
         self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
         self._inbox: Inbox | HandedOver | None = None
@@ -109,7 +109,7 @@ class WeightReader:
         self.times = ReadTimes()
         self.is_complete = False  # whether the last version was read to its end
 
-    def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[Box, None, None]:
+    def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[LocalBox, None, None]:
         """Write every box of a version to its place, and yield each box once it is written, except those that threads write.
         Boxes come in pieces, in the order of the buckets: several modules are incomplete at a time.
 
@@ -174,7 +174,9 @@ class WeightReader:
         self._inbox.begin(manifest)
         return self._inbox
 
-    def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
+    def _read_mapped(
+        self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer
+    ) -> Iterator[LocalBox]:
         """Copy all boxes from the ranks' memory, and hash the copies. The ranks compute their checksums once everything is
         copied, and the worker compares."""
         times, source, version = self.times, self._stream.source, manifest.version
@@ -240,7 +242,7 @@ class WeightReader:
         ranks = {rank: Mapped(manifest.addresses[rank], rank) for rank in np.unique(stream.source).tolist()}
         ends = zip(stream.at_source(self._plan, pieces), stream.at_destination(self._plan, pieces), strict=True)
         self._mapped = [
-            (Box(*there[1:6], dtype), ranks[source].box(here))
+            (LocalBox(*there[1:6], dtype), ranks[source].box(here))
             for (here, there), source in zip(ends, stream.source.tolist(), strict=True)
         ]
         self._addresses = manifest.addresses
@@ -248,7 +250,7 @@ class WeightReader:
 
     def _read_buckets(
         self, manifest: WeightManifest, engine: int, group: MessageGroup, deadline: float, writer: Writer
-    ) -> Iterator[Box]:
+    ) -> Iterator[LocalBox]:
         """Take, verify and write bucket after bucket."""
         times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
         inbox = self._begin_inbox(manifest, engine)
@@ -289,13 +291,13 @@ class WeightReader:
         if inbox.parts is not None:
             inbox.parts.version = version
 
-    def _write(self, piece: Piece, content: torch.Tensor, dtype: torch.dtype, writer: Writer) -> Box:
+    def _write(self, piece: Piece, content: torch.Tensor, dtype: torch.dtype, writer: Writer) -> LocalBox:
         """Write a piece of a bucket; FP8 blocks are written with their scales."""
         if not piece.scale_bytes:
-            box = Box(*piece[1:6], dtype)
+            box = LocalBox(*piece[1:6], dtype)
             writer.place(box).copy_(content.view(dtype).view(piece.rows, piece.cols))
             return box
-        blocks, box = read_blocks(content, piece.rows, piece.cols), Box(*piece[1:6], FP8)
+        blocks, box = read_blocks(content, piece.rows, piece.cols), LocalBox(*piece[1:6], FP8)
         writer.place(box).copy_(blocks.weight)
         writer.place(scales_of(box)).copy_(blocks.weight_scale_inv)
         return box
@@ -335,7 +337,7 @@ class WholeTensors(Writer):
         self._tensors: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         if box.parameter not in self._tensors:
             size = self._sizes[box.parameter]
             # Each tensor has memory of its own, as `load_checkpoint_tensors` needs.
@@ -349,7 +351,7 @@ class WholeTensors(Writer):
     def finish(self) -> None:
         """The consumer of `complete` does the rest."""
 
-    def complete(self, boxes: Iterator[Box]) -> Iterator[tuple[str, torch.Tensor]]:
+    def complete(self, boxes: Iterator[LocalBox]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the content of each tensor once all its boxes are written; `boxes` come from `read`."""
         for box in boxes:
             self._missing[box.parameter] -= box.rows * box.cols

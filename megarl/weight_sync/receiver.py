@@ -35,7 +35,7 @@ from megarl.platform import current as platform
 from megarl.rollout.cpu_workers import RoutingRecorder, complete
 from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
 from megarl.weight_sync.codec import FP8, SCALES
-from megarl.weight_sync.copies import Box, SpareMemory, Works, divide
+from megarl.weight_sync.copies import LocalBox, SpareMemory, Works, divide
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.read import WeightReader, WholeTensors
 
@@ -197,7 +197,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
 
     # The writer of boxes (`read.Writer`) ---------------------------------------------------------------------------
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works | None:
         """Have threads write on a CPU. A work is a module, or a box of an embedding or an output head."""
         if self.device.type != "cpu":
             return None
@@ -206,7 +206,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             boxes, self._sizes, lambda owner: isinstance(self._modules[owner], VocabParallelEmbedding), bucket_bytes
         )
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         """Return where to write a box; the modules of a thread take turns in its spare memory."""
         self._index_modules()
         if (module := self._open.get(box.owner)) is None:
@@ -240,7 +240,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
-    def _arrived(self, box: Box) -> None:
+    def _arrived(self, box: LocalBox) -> None:
         """Count a box that `place` wrote; the last box completes its module."""
         module = self._open[box.owner]
         module.missing -= box.rows * box.cols

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import megatron_segments
+from megarl.models.megatron_weights import megatron_boxes
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.boxes import shard_bytes
 from megarl.weight_sync.buckets import ALIGNMENT, Stream, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES
@@ -138,7 +138,7 @@ def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
     quantised = quantised_tensors(shape)
     assert len(quantised) == 2 * 7 and "model.embed_tokens.weight" not in quantised and "lm_head.weight" not in quantised
     layout, rollout = Layout(tensor=2), RolloutLayout(2)
-    check_blocks(megatron_segments(shape, layout), vllm_segments(shape, rollout), quantised)
+    check_blocks(megatron_boxes(shape, layout), vllm_boxes(shape, rollout), quantised)
     plan = engine_plan(shape, layout, rollout)
     stream, other = (Stream.of(plan, plan.to_destination(worker), 2, 1 << 16, quantised) for worker in (0, 1))
     assert stream.size.sum() + other.size.sum() == shard_bytes(shape, rollout, 2, quantised)
@@ -159,7 +159,7 @@ def test_a_plan_that_cuts_blocks_is_refused() -> None:
     shape = ModelShape.from_config(BLOCKS | {"head_dim": 64})
     quantised = quantised_tensors(shape)
     with pytest.raises(ValueError, match="trainer rank 0's part .* of model.layers.0.self_attn.k_proj.weight cuts a block"):
-        check_blocks(megatron_segments(shape, Layout()), vllm_segments(shape, RolloutLayout()), quantised)
+        check_blocks(megatron_boxes(shape, Layout()), vllm_boxes(shape, RolloutLayout()), quantised)
     plan = engine_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"FP8 blocks: model\.layers\.0\.self_attn\.k_proj\.weight .* starts inside one"):
         Stream.of(plan, plan.to_destination(0), 2, 1 << 16, quantised)

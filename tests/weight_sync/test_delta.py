@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import megatron_segments
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.megatron_weights import megatron_boxes
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.codec import TakenParts
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.ranks import run_ranks
@@ -53,8 +53,8 @@ class Trainer:
             words = tensor.bfloat16().view(torch.int16).clone()
             moved = torch.from_numpy(self.random.random(tuple(words.shape)) < CHANGED)
             self.tensors[name] = (words + moved.to(torch.int16)).view(torch.bfloat16).float()
-        self.expected[self.version] = cut(vllm_segments(self.shape, ROLLOUT), self.tensors)
-        parameters = cut(megatron_segments(self.shape, self.layout), self.tensors)[self.rank]
+        self.expected[self.version] = cut(vllm_boxes(self.shape, ROLLOUT), self.tensors)
+        parameters = cut(megatron_boxes(self.shape, self.layout), self.tensors)[self.rank]
         return self.sync.publish(self.version, parameters, self.engines, chosen)
 
     def check(self) -> None:

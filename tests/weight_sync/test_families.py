@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import megatron_segments
+from megarl.models.megatron_weights import megatron_boxes
 from megarl.models.model_files import copy_model_files
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.publish import SyncSettings, WeightSync
@@ -91,7 +91,7 @@ def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.
     if rank == 0:
         exported.mkdir()
         copy_model_files(model, exported)
-    save_boxes(exported, shape, [box for box in megatron_segments(shape, layout) if box.rank == rank], shards)
+    save_boxes(exported, shape, [box for box in megatron_boxes(shape, layout) if box.rank == rank], shards)
 
 
 def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollout: RolloutLayout) -> None:

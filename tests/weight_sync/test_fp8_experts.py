@@ -14,9 +14,9 @@ import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
+from megarl.models.megatron_weights import checkpoint_sizes, megatron_boxes
 from megarl.models.quantised_blocks import quantised_tensors
-from megarl.models.vllm_weights import parameter_sizes, vllm_segments
+from megarl.models.vllm_weights import parameter_sizes, vllm_boxes
 from megarl.rollout import RolloutError
 from megarl.weight_sync.codec import FP8
 from megarl.weight_sync.publish import SyncSettings, WeightSync
@@ -49,7 +49,7 @@ class Worker:
     """A worker's modules with the parameters that vLLM would have after it loaded a checkpoint's tensors."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, number: int, tensors: Parameters) -> None:
-        boxes = [box for box in vllm_segments(shape, rollout) if box.rank == number]
+        boxes = [box for box in vllm_boxes(shape, rollout) if box.rank == number]
         loaded, quantised = cut(boxes, tensors)[number], quantised_tensors(shape)
         self.modules: dict[str, Any] = {}
         for name, size in parameter_sizes(shape, rollout, number).items():
@@ -180,7 +180,7 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
     before = [addresses(one) for one in workers]
     try:
         for version, tensors in ((1, new), (2, old), (3, new)):
-            sync.publish(version, cut(megatron_segments(shape, Layout()), tensors)[0], engines)
+            sync.publish(version, cut(megatron_boxes(shape, Layout()), tensors)[0], engines)
     finally:
         engines.close()
         sync.close()

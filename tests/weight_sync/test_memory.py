@@ -26,7 +26,7 @@ from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.role_sections import LoraSection
-from megarl.weight_sync.copies import Box, SpareMemory, Works, divide
+from megarl.weight_sync.copies import LocalBox, SpareMemory, Works, divide
 from megarl.weight_sync.mapped import share
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.ranks import RankPool
@@ -98,10 +98,10 @@ class Worker:
         self._spares: list[SpareMemory] = []
         self._targets: dict[int, Parameters] = {}  # by spare memory
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works:
         return divide(boxes, self.sizes, lambda owner: owner in ("model.embed_tokens", "lm_head"), bucket_bytes)
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         if spare is not None:
             return box.within(self._target(box, spare))
         if box.owner not in self._open:
@@ -109,7 +109,7 @@ class Worker:
             self._open[box.owner] = self._spares.pop() if self._spares else SpareMemory(), missing
         return box.within(self._target(box, self._open[box.owner][0]))
 
-    def arrived(self, box: Box) -> None:
+    def arrived(self, box: LocalBox) -> None:
         spare, missing = self._open.pop(box.owner)
         missing -= box.rows * box.cols
         if missing:
@@ -128,7 +128,7 @@ class Worker:
         assert not self._open, "every module is complete"
         self._spares = []
 
-    def _target(self, box: Box, spare: SpareMemory) -> torch.Tensor:
+    def _target(self, box: LocalBox, spare: SpareMemory) -> torch.Tensor:
         live = self.weights[box.parameter]
         if "_proj." not in box.parameter:
             return live

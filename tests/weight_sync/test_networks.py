@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.publish import SyncSettings, WeightSync
 from tests.engine_processes import CUT, Answer, ProcessEngines
@@ -105,7 +105,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
     assert not isinstance(answer, str), answer
-    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    expected = cut(vllm_boxes(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
     assert answer[0] == version
     for name, content in expected.items():
         rows, cols = content.shape
