@@ -55,7 +55,8 @@ from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.megatron_weights import megatron_boxes  # noqa: E402
 from megarl.models.model_files import copy_model_files  # noqa: E402
 from megarl.recipe.recipe import Recipe  # noqa: E402
-from megarl.weight_sync.publish import SyncSettings, WeightSync  # noqa: E402
+from megarl.weight_sync.manifest import SyncSettings  # noqa: E402
+from megarl.weight_sync.publish import WeightSync  # noqa: E402
 from tests.memory_cases import write_model  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.rollout_cases import checkpoint, cut, recipe  # noqa: E402
@@ -85,7 +86,7 @@ class Trainer:
         shards = cut(self.boxes, checkpoint(self.model))
         self.shards = in_one_buffer(shards[self.rank], self.dtype)
         self.sizes = {rank: {name: tuple(shard.shape) for name, shard in held.items()} for rank, held in shards.items()}
-        self.settings = SyncSettings(self.dtype, RolloutLayout(tensor=rollout), 1, bucket_bytes, DEADLINE_S)
+        self.settings = SyncSettings(precision, RolloutLayout(tensor=rollout), 1, bucket_bytes, DEADLINE_S)
         self.version = 0
         self.pool: Any = None
         if self.rank == 0:

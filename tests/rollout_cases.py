@@ -20,10 +20,9 @@ from megarl.models.megatron_weights import megatron_boxes
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync import publish
 from megarl.weight_sync.buckets import Round
-from megarl.weight_sync.checks import words_of
 from megarl.weight_sync.group import Written
-from megarl.weight_sync.mapped import box_of
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 
 if TYPE_CHECKING:
     from megarl.rollout.groups import RolloutBatch
@@ -150,7 +149,7 @@ class Publisher:
         **more: Any,
     ) -> None:
         shape = ModelShape.from_directory(model)
-        settings = SyncSettings(torch.float32, rollout, engines, bucket_bytes, timeout_s, mode, transport, **more)
+        settings = SyncSettings("fp32", rollout, engines, bucket_bytes, timeout_s, mode, transport, **more)
         self.sync = WeightSync(shape, Layout(), settings, 0, None)
         self._last: tuple[int, Mapping[str, torch.Tensor], Any]
 
@@ -211,8 +210,9 @@ def corrupt(publisher: HasSync, times: int, bucket: int = 0) -> None:
 
 def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piece: int) -> None:
     """Workers copy one wrong bit in a piece of mapped weights; the rank has it right again when it computes checksums."""
-    place = publisher.sync._pieces[0][piece]
-    words = words_of(box_of(shards[place.parameter], place))
+    place = publisher.sync._pieces[0][piece].box
+    content = place.within(shards[place.parameter])
+    words = content.view({2: torch.int16, 4: torch.int32}[content.itemsize])
     first, local_checksums = (0,) * words.ndim, publish.local_checksums
 
     def put_right(*arguments: Any) -> torch.Tensor:

@@ -13,8 +13,9 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import BLOCK
 from megarl.models.vllm_weights import vllm_boxes
-from megarl.weight_sync.codec import FP8, SCALES, Blocks, quantise_blocks
-from megarl.weight_sync.copies import LocalBox, SpareMemory, Works
+from megarl.weight_sync.buckets import FP8, LocalBox
+from megarl.weight_sync.codec import SCALES, Blocks, quantise_blocks
+from megarl.weight_sync.copies import SpareMemory, Works
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.read import WeightReader
 from tests.rollout_cases import checkpoint, cut

@@ -7,7 +7,7 @@ weight are built once, and numpy repeats them for the other layers. `megarl chec
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 import numpy as np
@@ -45,10 +45,8 @@ class Boxes:
 
     def box(self, number: int) -> Box:
         """Return the box at a position."""
-        columns = (self.row0, self.row1, self.col0, self.col1, self.rank, self.local_row, self.local_col)
-        row0, row1, col0, col1, rank, row, col = (int(column[number]) for column in columns)
-        name, parameter = self.names[self.name[number]], self.parameters[self.parameter[number]]
-        return Box(name, row0, row1, col0, col1, rank, parameter, row, col)
+        row = [int(getattr(self, field.name)[number]) for field in fields(self)[2:]]
+        return Box._make([self.names[row[0]], *row[1:6], self.parameters[row[6]], *row[7:]])
 
     @classmethod
     def of(cls, boxes: Iterable[Box]) -> Boxes:
@@ -126,9 +124,5 @@ def shard_bytes(shape: ModelShape, rollout: RolloutLayout, itemsize: int, quanti
     `vllm_columns`."""
     boxes = vllm_columns(shape, rollout, lambda weight: not weight.fixed)
     in_blocks = np.isin(boxes.name, [number for number, name in enumerate(boxes.names) if name in quantised])
-    sizes = np.stack([in_blocks, boxes.row1 - boxes.row0, boxes.col1 - boxes.col0])
-    kinds, counts = np.unique(sizes, axis=1, return_counts=True)
-    return sum(
-        count * (block_bytes(rows, cols) if blocks else itemsize * rows * cols)
-        for (blocks, rows, cols), count in zip(kinds.T.tolist(), counts.tolist(), strict=True)
-    )
+    rows, cols = boxes.row1 - boxes.row0, boxes.col1 - boxes.col0
+    return int(np.where(in_blocks, block_bytes(rows, cols), itemsize * rows * cols).sum())

@@ -32,10 +32,10 @@ from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.quantised_blocks import BLOCK, quantised_parameters
 from megarl.models.vllm_weights import idle_parameters, parameter_sizes
 from megarl.platform import current as platform
-from megarl.rollout.cpu_workers import RoutingRecorder, complete
+from megarl.weight_sync.buckets import FP8, LocalBox
 from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
-from megarl.weight_sync.codec import FP8, SCALES
-from megarl.weight_sync.copies import LocalBox, SpareMemory, Works, divide
+from megarl.weight_sync.codec import SCALES
+from megarl.weight_sync.copies import SpareMemory, Works, divide
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.read import WeightReader, WholeTensors
 
@@ -95,7 +95,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         if self.device.type != "cpu":
             self._homes = {}
-        self._repack_s = 0.0  # in the caller's thread
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -117,8 +116,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
-            if self._reader is not None:
-                self._reader.leave()  # so that nobody waits for this worker
             message = str(error)
             if not isinstance(error, SyncError):
                 logger.exception("a worker took no weights")
@@ -133,7 +130,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._reader is None:
             self._reader = WeightReader(self._shape, self._worker())
         started = time.perf_counter()
-        self._repack_s = 0.0
+        self._repack_s = 0.0  # in this thread
         self._unpacked = []
         whole = manifest.mode == "checkpoint"
         writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if whole else self
@@ -343,35 +340,3 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if hasattr(module, "cpu_linear"):
                 del module.cpu_linear  # free the old packed form before the new one exists
             quant_method.process_weights_after_loading(module)
-
-
-class WorkerReport:
-    """Mixed into vLLM's worker (`worker_extension_cls`): what `collective_rpc` can call."""
-
-    def megarl_complete(self) -> None:
-        """Do what vLLM leaves out where an engine has several workers."""
-        complete(self)
-
-    def megarl_other_formats(self) -> list[str]:
-        """Describe quantised parameters that no sync could write."""
-        worker: Any = self
-        return worker.weight_transfer_engine.other_formats()
-
-    def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
-        """Take a version in one call: vLLM's three calls would each ask all of an engine's processes. Returns the version
-        and the report; or after a failure whether another process caused it, the message, and whether a deadline passed."""
-        worker: Any = self
-        worker.start_weight_update()
-        worker.update_weights({"manifest": manifest, "engine": engine})
-        worker.finish_weight_update()
-        return worker.weight_transfer_engine.report
-
-    def megarl_record_routing(self) -> None:
-        """Record the experts that tokens choose, until they are taken."""
-        self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
-
-    def megarl_take_routing(self, requests: list[str], aborted: list[str]) -> list[tuple[bytes, tuple[int, ...]]]:
-        """Return the experts of finished requests (`RoutingRecorder.take`), and forget those of aborted ones."""
-        for request in aborted:
-            self.megarl_routing.drop(request)
-        return [self.megarl_routing.take(request) for request in requests]

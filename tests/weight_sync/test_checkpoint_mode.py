@@ -15,8 +15,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
-from megarl.weight_sync.copies import LocalBox
-from megarl.weight_sync.plan import ReshardPlan, checkpoint_plan
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from megarl.weight_sync.read import WholeTensors
 from tests.in_process_engine import answers
 from tests.rollout_cases import Publisher, megatron_shards, save_model
@@ -149,8 +149,8 @@ def test_every_worker_gets_the_checkpoint_that_the_trainer_ranks_hold(
 ) -> None:
     model = save_model(tmp_path, family, tied, seed=0)
     shape, rollout = ModelShape.from_directory(model), RolloutLayout(tensor=2)
-    plan, expected = checkpoint_plan(shape, layout, rollout), dict(checkpoint(model))
-    assert plan.hash == checkpoint_plan(shape, layout, rollout).hash
+    plan, expected = sync_plan(shape, layout, rollout, "checkpoint"), dict(checkpoint(model))
+    assert plan.hash == sync_plan.__wrapped__(shape, layout, rollout, "checkpoint").hash
     for worker in range(rollout.workers):
         writer = WholeTensors(checkpoint_sizes(shape), torch.device("cpu"))
         got = list(writer.complete(write(writer, plan, megatron_shards(model, layout), worker)))

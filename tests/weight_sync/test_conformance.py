@@ -26,7 +26,7 @@ from megarl.models.layout import Box, Layout, RolloutLayout
 from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, worker_boxes
 from megarl.recipe.rollout_section import known_engine_args
 from megarl.weight_sync.codec import quantise_blocks
-from megarl.weight_sync.plan import engine_plan
+from megarl.weight_sync.plan import sync_plan
 from tests.rollout_cases import save_model
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def test_after_a_sleep_every_tensor_of_an_engine_is_sent_or_was_kept(
     from vllm.model_executor.layers.attention import MLAAttention
 
     shape = ModelShape.from_directory(models(family, tied))
-    plan = engine_plan(shape, Layout(), RolloutLayout())
+    plan = sync_plan(shape, Layout(), RolloutLayout())
     sent = {plan.destination_parameters[number] for number in set(plan.destination_parameter.tolist())}
     with vllm_model(models(family, tied), RolloutLayout(), 0) as built:
         parameters = {name for name, _ in built.named_parameters()}

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.weight_sync import copies
-from megarl.weight_sync.copies import LocalBox, SpareMemory, Works, divide, in_threads, num_threads, shared_cores
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads, shared_cores
 
 pytestmark = pytest.mark.sync
 CPU = torch.device("cpu")

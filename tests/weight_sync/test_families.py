@@ -20,7 +20,8 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import megatron_boxes
 from megarl.models.model_files import copy_model_files
 from megarl.rollout.pool import EnginePool
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 from tests.engine_cases import save_boxes
 from tests.in_process_engine import Receiving, answers, close_engines, open_engine, open_receiver
 from tests.ranks import run_ranks
@@ -105,7 +106,7 @@ def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollou
     forms: list[dict[str, Any]] = [{}, {"transport": "group"}, {"transport": "group", "servers": servers}]
     syncs = []
     for form in forms:
-        settings = SyncSettings(torch.float32, rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0, **form)
+        settings = SyncSettings("fp32", rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0, **form)
         syncs.append(WeightSync(shape, layout, settings, rank, dist.group.WORLD))
 
     def publish(version: int, engines: EnginePool | None) -> Path:

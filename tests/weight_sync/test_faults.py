@@ -24,8 +24,8 @@ from megarl.models.vllm_weights import vllm_boxes
 from megarl.platform.messages import peer_lost
 from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.group import Written
-from megarl.weight_sync.manifest import SyncError, WeightManifest
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncError, SyncSettings, WeightManifest
+from megarl.weight_sync.publish import WeightSync
 from tests.engine_processes import ANSWER_S, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
@@ -312,7 +312,7 @@ def publish_beside_one_that_dies(
     torch.set_num_threads(1)
     address, patient = f"file://{store}", timedelta(seconds=PATIENT_S)
     dist.init_process_group("gloo", address, rank=rank, world_size=layout.ranks, timeout=patient)
-    settings = SyncSettings(torch.float32, RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, **form_of(transport, 2))
+    settings = SyncSettings("fp32", RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, **form_of(transport, 2))
     sync = WeightSync(ModelShape.from_directory(model), layout, settings, rank, dist.group.WORLD)
     if rank == 1:
         dies_at(sync, "middle")

@@ -26,9 +26,11 @@ from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.role_sections import LoraSection
-from megarl.weight_sync.copies import LocalBox, SpareMemory, Works, divide
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import SpareMemory, Works, divide
+from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.mapped import share
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.publish import WeightSync
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 
@@ -154,9 +156,7 @@ def publish_twice(
 ) -> Peaks:
     parameters = trainer_weights(shape, layout, rank, way)
     engines = Writing(shape, rollout) if rank == 0 else None
-    settings = SyncSettings(
-        torch.bfloat16, rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters"
-    )
+    settings = SyncSettings("bf16", rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # earlier freed memory would hide as much
     rest, found = resident("VmRSS"), []

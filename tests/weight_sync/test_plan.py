@@ -27,7 +27,7 @@ from megarl.models.vllm_weights import (
     vllm_boxes,
 )
 from megarl.weight_sync.boxes import Boxes, megatron_columns, shard_bytes, vllm_columns
-from megarl.weight_sync.plan import ReshardPlan, engine_plan, plan_reshard
+from megarl.weight_sync.plan import ReshardPlan, plan_reshard, sync_plan
 from tests.models.test_table import fill, layouts, shape_of
 
 Parameters = dict[tuple[int, str], np.ndarray]
@@ -117,7 +117,7 @@ def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Paramet
 @given(st.data())
 def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject) -> None:
     shape, layout, rollout = data.draw(cases())
-    plan = engine_plan(shape, layout, rollout)
+    plan = sync_plan(shape, layout, rollout)
     fixed, tensors = fixed_tensors(shape), checkpoint(shape)
     destinations = [box for box in vllm_boxes(shape, rollout) if box.name not in fixed]
     for worker in range(rollout.workers):
@@ -125,7 +125,7 @@ def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject
         bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in own)
         assert int(plan.sizes[plan.to_destination(worker)].sum()) == bound
     assert shard_bytes(shape, rollout, 2) == 2 * int(plan.sizes.sum()), "what a sync is measured by"
-    assert engine_plan.__wrapped__(shape, layout, rollout).hash == plan.hash, "both ends compute the same plan"
+    assert sync_plan.__wrapped__(shape, layout, rollout).hash == plan.hash, "both ends compute the same plan"
     held, expected = (
         cut(trainer_boxes(layout, shape, set(plan.source_rank.tolist())), tensors),
         cut(destinations, tensors),
@@ -192,7 +192,7 @@ def test_a_stage_holds_what_it_reads() -> None:
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(2, 2, virtual_pipeline=2)])
 def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> None:
     shape = shape_of("qwen3", tie_word_embeddings=True)
-    plan = engine_plan(shape, layout, RolloutLayout(2, pipeline=2))
+    plan = sync_plan(shape, layout, RolloutLayout(2, pipeline=2))
     embedding = plan.name == plan.names.index("model.embed_tokens.weight")
     parameters = {plan.source_parameters[number] for number in plan.source_parameter[embedding]}
     assert len(parameters) == 1 and parameters.pop().endswith("embedding.word_embeddings.weight")
@@ -213,14 +213,14 @@ def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> N
 )
 def test_an_engine_that_cuts_nothing_is_named(family: str, rollout: RolloutLayout, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine_plan(shape_of(family), Layout(), rollout)
+        sync_plan(shape_of(family), Layout(), rollout)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_heads_of_critics_and_layers_for_several_tokens_are_in_no_plan(family: str) -> None:
     """A plan names the tensors of the decoder, whatever else the checkpoint or the trainer has."""
     shape = shape_of(family, num_nextn_predict_layers=1)
-    plan = engine_plan(shape, Layout(pipeline=2), RolloutLayout())
+    plan = sync_plan(shape, Layout(pipeline=2), RolloutLayout())
     for name in (*plan.names, *plan.source_parameters, *plan.destination_parameters):
         assert not any(part in name for part in ("value_head", "score", "mtp", "nextn", "eh_proj", "enorm", "layers.4."))
     layers = {name.split(".")[2] for name in plan.names if name.startswith("model.layers.")}
@@ -235,7 +235,7 @@ def test_ranks_and_workers_have_coordinates_that_lead_back(tensor: int, pipeline
 
 
 def test_the_replicas_share_the_sending() -> None:
-    plan = engine_plan(shape_of("llama"), Layout(data=4), RolloutLayout())
+    plan = sync_plan(shape_of("llama"), Layout(data=4), RolloutLayout())
     elements = np.bincount(plan.source_rank, plan.sizes, 4)
     assert max(elements) - min(elements) <= int(plan.sizes.max())
 
@@ -259,7 +259,7 @@ def test_a_model_of_a_trillion_weights_is_planned_like_a_small_one() -> None:
     boxes = vllm_columns(KIMI_K2, rollout, lambda weight: not weight.fixed)
     bound = np.bincount(boxes.rank, boxes.sizes)
     assert bound.min() == bound.max() > 60 * 12 * 3 * 2048 * 7168
-    plan = engine_plan(KIMI_K2, layout, rollout)
+    plan = sync_plan(KIMI_K2, layout, rollout)
     assert (np.bincount(plan.destination_rank, plan.sizes) == bound).all()
     stages = np.bincount(plan.source_rank, plan.sizes, layout.ranks).reshape(8, 64)
     assert (stages.max(axis=1) < 1.01 * stages.mean(axis=1)).all()

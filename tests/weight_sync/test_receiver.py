@@ -17,7 +17,8 @@ import torch
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
-from megarl.weight_sync.copies import LocalBox, SpareMemory, in_threads
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import SpareMemory, in_threads
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout.test_pool import MANIFEST
 from tests.rollout_cases import save_model
