@@ -21,8 +21,8 @@ def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
     """Compute the checksum of a tensor of at most two dimensions, whatever its strides: int64 [], on the tensor's device.
     The host does not wait for the device."""
     if content.device.type == "cpu":
-        words = content.contiguous().view(-1).view(torch.uint8).numpy()
-        hashed = xxhash.xxh3_64_intdigest(words.data, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
+        content_bytes = content.contiguous().view(torch.uint8).numpy()  # numpy has no bfloat16
+        hashed = xxhash.xxh3_64_intdigest(content_bytes, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
         return torch.tensor(_signed(hashed))
     return device_checksum(content, version, number)
 

@@ -294,7 +294,6 @@ class BucketSender:
     ) -> None:
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
         self._parts = SentParts() if settings.wire == "delta" else None
-        self._manifest: WeightManifest
         self.buckets = bucket_memory(
             max(sum(part.size for _, _, part in self._own(one)) for one in rounds), settings.on_device
         )

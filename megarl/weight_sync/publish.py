@@ -23,7 +23,7 @@ from megarl.models.vllm_weights import has_weight_map
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, sync_rounds, sync_stream
+from megarl.weight_sync.buckets import ALIGNMENT, LocalBox, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum
 from megarl.weight_sync.codec import blocks_in, quantise_blocks
 from megarl.weight_sync.group import BucketSender, EngineGroups, open_store, present_engines
@@ -84,7 +84,6 @@ class WeightSync:
         # Bytes of one engine; None if no table lists what its workers hold.
         element_bytes, quantised = settings.dtype.itemsize, quantised_tensors(shape) if settings.quantization else {}
         self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if has_weight_map(shape) else None
-        self._engines: Engines[WeightManifest] | None = None
         self._group_numbers = count(1)  # of all engines
         self._starts, self._groups_of = [0] * settings.num_engines, [0] * settings.num_engines
         # For `wire: delta`: the version whose bytes all ranks keep, and the version that each engine keeps.
@@ -158,10 +157,12 @@ class WeightSync:
         self._streams = [sync_stream(self._shape, self._plan, worker, settings) for worker in workers]
         # By worker.
         self._pieces = [s.at_source(self._plan, np.flatnonzero(s.source == self._rank)) for s in self._streams]
-        # Where they are mapped, this rank's parameters that some worker needs.
-        self._mapped: list[str] = []
+        # Where they are mapped, the rows and columns of this rank's parameters that workers need.
+        self._mapped: dict[str, tuple[int, int]] = {}
         if settings.transport == "mapped":
-            self._mapped = list(dict.fromkeys(piece.box.parameter for piece in chain.from_iterable(self._pieces)))
+            for _, box, *_ in chain.from_iterable(self._pieces):
+                rows, cols = self._mapped.get(box.parameter, (0, 0))
+                self._mapped[box.parameter] = max(rows, box.row + box.rows), max(cols, box.col + box.cols)
             return
         self._rounds = sync_rounds(self._plan, self._streams, settings.by_layer)
         self._sender = BucketSender(self._streams, self._rounds, self._rank, self._groups, self._store, settings)
@@ -180,14 +181,16 @@ class WeightSync:
             if differing := sorted(self._names ^ parameters.keys()):
                 raise ValueError(f"this rank's parameters are not those of the plan; {differing[:5]} differ")
             device.settle()  # the update has written the weights
-            return needs_of(parameters, self._mapped)
+            for name, (rows, cols) in self._mapped.items():
+                LocalBox(name, 0, 0, rows, cols, self._settings.dtype).within(parameters[name])  # raises if it is smaller
+            return needs_of(parameters, list(self._mapped))
 
         needs = self._together("weight_sync: begin", begin)
         if self._settings.transport != "mapped":
             return
         obstacle = self._from_first(lambda: obstacle_of(needs)) if any(need.num_bytes for need in needs) else None
         if obstacle is None:
-            self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, self._mapped)))
+            self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, list(self._mapped))))
         elif self._settings.is_final:
             raise SyncError(f"weight_sync.transport = mapped: {obstacle}; raise the limit, or use group")
         else:

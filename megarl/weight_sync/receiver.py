@@ -92,7 +92,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._modules: dict[str, torch.nn.Module] = {}
         self._open: dict[str, OpenModule] = {}
         self._spares: list[SpareMemory] = []  # of modules that are complete
-        self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         if self.device.type != "cpu":
             self._homes = {}
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
@@ -131,7 +130,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self._reader = WeightReader(self._shape, self._worker())
         started = time.perf_counter()
         self._repack_s = 0.0  # in this thread
-        self._unpacked = []
+        self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         whole = manifest.mode == "checkpoint"
         writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if whole else self
         # Close it even if a failure's traceback still holds it: then the other end stops waiting for this worker.
@@ -179,11 +178,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._sizes:
             return
         self._modules = dict(self.model.named_modules())
-        sizes = parameter_sizes(self._shape, self._rollout, self._worker())
-        live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
-        live = {name for name in live if not name.endswith(SCALES)} - idle_parameters(
-            self._shape, self._rollout, self._worker()
-        )
+        shard = self._shape, self._rollout, self._worker()
+        sizes = parameter_sizes(*shard)
+        # A tied head is listed once, as the embedding.
+        live = {name for name, _ in self.model.named_parameters() if not name.endswith(SCALES)}
+        live -= idle_parameters(*shard)
         # vLLM's latent attention has no weights in a checkpoint, but registers what it makes of `kv_b_proj` after load.
         for owner, attention in self._latent_attentions():
             live -= {f"{owner}.{name}" for name, _ in attention.named_parameters(recurse=False)}
