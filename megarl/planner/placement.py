@@ -1,5 +1,5 @@
-"""On which nodes and devices trainer ranks and engines lie, and a node's host memory. No torch: the launcher asks before
-there is a device.
+"""On which nodes and devices trainer ranks and engines lie, which transport of weights that allows, and a node's host
+memory. No torch: the launcher asks before there is a device.
 
 Trainer ranks fill nodes in order, `ranks_per_node` each, the first rank of a node on its device 0. An engine lies on
 consecutive devices of one node: what its workers send each other in every layer does not leave the node.

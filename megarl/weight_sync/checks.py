@@ -21,8 +21,8 @@ def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
     """Compute the checksum of a tensor of at most two dimensions, whatever its strides: int64 [], on the tensor's device.
     The host does not wait for the device."""
     if content.device.type == "cpu":
-        content_bytes = content.contiguous().view(torch.uint8).numpy()  # numpy has no bfloat16
-        hashed = xxhash.xxh3_64_intdigest(content_bytes, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
+        memory = content.contiguous().view(torch.uint8).numpy().data  # numpy has no bfloat16
+        hashed = xxhash.xxh3_64_intdigest(memory, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
         return torch.tensor(_signed(hashed))
     return device_checksum(content, version, number)
 
