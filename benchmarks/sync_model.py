@@ -30,8 +30,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megarl.weight_sync.buckets import Round
-from megarl.weight_sync.transport import NUM_BUCKETS
+from megarl.weight_sync.buckets import NUM_BUCKETS, Round
 
 # [bucket][part] -> (source rank, bytes); with `mapped` pieces stand for buckets
 Parts = Sequence[Sequence[tuple[int, int]]]

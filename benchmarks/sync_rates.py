@@ -28,14 +28,16 @@ from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.weight_sync.copies import MOST_THREADS, Box, SpareMemory, Works, num_threads
-from megarl.weight_sync.manifest import WeightManifest
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import MOST_THREADS, SpareMemory, Works, num_threads
+from megarl.weight_sync.manifest import SyncSettings, WeightManifest
+from megarl.weight_sync.publish import WeightSync
 from megarl.weight_sync.read import WeightReader
 from tests.ranks import run_ranks
 from tests.sync_cases import BoxWriter
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
+PRECISIONS = {2: "bf16", 4: "fp32"}
 TRANSPORTS = ("mapped", "group", "two_legs")  # in two legs the transport group has servers
 TIMEOUT_S = 120.0
 
@@ -57,6 +59,12 @@ class Sync(NamedTuple):
         workers, ranks = self.rollout.workers, self.trainer.ranks
         places = [[(engine * workers + worker) % ranks for worker in range(workers)] for engine in range(self.engines)]
         return tuple(map(tuple, places)) if self.transport == "two_legs" else ()
+
+    @property
+    def settings(self) -> SyncSettings:
+        precision, transport = PRECISIONS[self.itemsize], "mapped" if self.transport == "mapped" else "group"
+        form = (precision, self.rollout, self.engines, self.bucket_bytes, TIMEOUT_S)
+        return SyncSettings(*form, transport=transport, servers=self.servers)
 
     def simplest(self, transport: str) -> Sync:
         """The same from one rank to one worker."""
@@ -168,11 +176,7 @@ def _publish(sync: Sync, rounds: int) -> list[Round]:
     sizes, dtype = megatron.parameter_sizes(sync.shape, sync.trainer, rank), DTYPES[sync.itemsize]
     parameters = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
     maps = sync.transport == "mapped"
-    settings = SyncSettings(
-        dtype, sync.rollout, sync.engines, sync.bucket_bytes, TIMEOUT_S, transport="mapped" if maps else "group",
-        servers=sync.servers,
-    )  # fmt: skip
-    weights = WeightSync(sync.shape, sync.trainer, settings, rank, group)
+    weights = WeightSync(sync.shape, sync.trainer, sync.settings, rank, group)
     workers = _Workers(sync) if rank == 0 else None
     work: list[tuple[float, float]] = []
     try:
@@ -194,10 +198,10 @@ def _publish(sync: Sync, rounds: int) -> list[Round]:
 class _Writer(BoxWriter):
     """Writes into parameters that are there; each mapped piece is a work of its own, for as many threads as in a run."""
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works:
         return Works([[number] for number in range(len(boxes))], MOST_THREADS)
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         return box.within(self.parameters[box.parameter])
 
 

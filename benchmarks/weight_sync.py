@@ -52,10 +52,11 @@ from safetensors.torch import save_file  # noqa: E402
 
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
-from megarl.models.megatron_weights import megatron_segments  # noqa: E402
+from megarl.models.megatron_weights import megatron_boxes  # noqa: E402
 from megarl.models.model_files import copy_model_files  # noqa: E402
 from megarl.recipe.recipe import Recipe  # noqa: E402
-from megarl.weight_sync.publish import SyncSettings, WeightSync  # noqa: E402
+from megarl.weight_sync.manifest import SyncSettings  # noqa: E402
+from megarl.weight_sync.publish import WeightSync  # noqa: E402
 from tests.memory_cases import write_model  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.rollout_cases import checkpoint, cut, recipe  # noqa: E402
@@ -81,11 +82,11 @@ class Trainer:
         self.rank, self.layout, self.dtype = int(os.environ["RANK"]), layout, DTYPES[precision]
         self.model = Path(model)
         self.shape = ModelShape.from_directory(model)
-        self.segments = megatron_segments(self.shape, layout)
-        shards = cut(self.segments, checkpoint(self.model))
+        self.boxes = megatron_boxes(self.shape, layout)
+        shards = cut(self.boxes, checkpoint(self.model))
         self.shards = in_one_buffer(shards[self.rank], self.dtype)
         self.sizes = {rank: {name: tuple(shard.shape) for name, shard in held.items()} for rank, held in shards.items()}
-        self.settings = SyncSettings(self.dtype, RolloutLayout(tensor=rollout), 1, bucket_bytes, DEADLINE_S)
+        self.settings = SyncSettings(precision, RolloutLayout(tensor=rollout), 1, bucket_bytes, DEADLINE_S)
         self.version = 0
         self.pool: Any = None
         if self.rank == 0:
@@ -149,7 +150,7 @@ class Trainer:
         if self.rank:
             self.version += 2
             return {}
-        (shards,) = cut(megatron_segments(self.shape, Layout()), tensors).values()
+        (shards,) = cut(megatron_boxes(self.shape, Layout()), tensors).values()
         shards = {name: shard.to(self.dtype) for name, shard in shards.items()}
         metrics, sync_s = self._publish_twice(Layout(), replace(self.settings, mode="checkpoint"), shards, None)
         gather_s = gathered - began
@@ -189,11 +190,11 @@ class Trainer:
             for name in sorted(held[rank]):
                 dist.recv(held[rank][name], rank)
         ends: dict[str, tuple[int, int]] = {}
-        for part in self.segments:
+        for part in self.boxes:
             rows, columns = ends.get(part.name, (0, 0))
             ends[part.name] = (max(rows, part.row1), max(columns, part.col1))
         tensors = {name: torch.empty(size, dtype=self.dtype) for name, size in ends.items()}
-        for part in self.segments:
+        for part in self.boxes:
             rows, columns = part.row1 - part.row0, part.col1 - part.col0
             box = held[part.rank][part.parameter][part.local_row :, part.local_col :][:rows, :columns]
             tensors[part.name][part.row0 : part.row1, part.col0 : part.col1] = box

@@ -66,7 +66,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -74,17 +73,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks.sync_model
 
 from benchmarks.sync_model import Cluster, Machine, Rates, Reader, sync_seconds  # noqa: E402
-from benchmarks.sync_rates import DTYPES, TRANSPORTS, InTurns, Sync, measured_in_turns  # noqa: E402
+from benchmarks.sync_rates import TRANSPORTS, InTurns, Sync, measured_in_turns  # noqa: E402
 from megarl.models import ModelShape  # noqa: E402
 from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
-from megarl.platform import current as device  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
-from megarl.weight_sync.boxes import vllm_boxes  # noqa: E402
+from megarl.weight_sync.boxes import vllm_columns  # noqa: E402
 from megarl.weight_sync.buckets import Round, Stream, sync_rounds, sync_stream  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
-from megarl.weight_sync.plan import ReshardPlan, engine_plan  # noqa: E402
+from megarl.weight_sync.manifest import SyncSettings  # noqa: E402
+from megarl.weight_sync.plan import ReshardPlan, sync_plan  # noqa: E402
 
 BYTES = 2  # bf16
 WITHIN = 1.15
@@ -162,8 +161,8 @@ class Case:
 
     def streams(self, plan: ReshardPlan, by_layer: bool = False) -> list[Stream]:
         """The streams to the workers of an engine."""
-        form = torch.bfloat16, self.bucket_bytes, None
-        return [sync_stream(self.shape, plan, worker, by_layer, *form) for worker in range(self.rollout.workers)]
+        settings = SyncSettings("bf16", self.rollout, 1, self.bucket_bytes, 0.0, transport="group", merges=by_layer)
+        return [sync_stream(self.shape, plan, worker, settings) for worker in range(self.rollout.workers)]
 
     def readers(self, cluster: Cluster, streams: Sequence[Stream]) -> list[Reader]:
         """The workers of all engines, on one GPU after another, from the first node of the trainer or behind its last."""
@@ -259,7 +258,7 @@ def plan_cost(case: Case) -> tuple[float, int]:
 
 def _plan_cost(case: Case) -> tuple[float, int]:
     began = time.process_time()
-    plan = engine_plan(case.shape, case.trainer, case.rollout)
+    plan = sync_plan(case.shape, case.trainer, case.rollout)
     assert plan.hash
     assert sync_rounds(plan, case.streams(plan), False)
     # Not the peak of getrusage: a new process has that of the process that started it.
@@ -303,8 +302,8 @@ def broadcast_seconds(case: Case, cluster: Cluster, model_bytes: float) -> tuple
 
 def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     cluster = replace(cluster, source_nodes=case.source_nodes(cluster))
-    plan = engine_plan(case.shape, case.trainer, case.rollout)
-    boxes = vllm_boxes(case.shape, case.rollout, lambda weight: not weight.fixed)
+    plan = sync_plan(case.shape, case.trainer, case.rollout)
+    boxes = vllm_columns(case.shape, case.rollout, lambda weight: not weight.fixed)
     shard = np.bincount(boxes.rank, boxes.sizes, case.rollout.workers)
     excess = np.bincount(plan.destination_rank, plan.sizes, case.rollout.workers) / shard
     streams, by_layer = case.streams(plan), case.streams(plan, by_layer=True)
@@ -314,7 +313,7 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
     bound_workers = max(moved.into_worker / cluster.nic, moved.near / cluster.nvlink)
     bound_ranks = moved.out_of_stage / stage_ranks / cluster.nic
     seconds, peak = plan_cost(case)
-    whole = vllm_boxes(case.shape, RolloutLayout(), lambda weight: not weight.fixed)
+    whole = vllm_columns(case.shape, RolloutLayout(), lambda weight: not weight.fixed)
     model_bytes = float(whole.sizes.sum()) * BYTES
     everyone, once = broadcast_seconds(case, cluster, model_bytes)
     return {
@@ -344,10 +343,9 @@ def rate_case(case: Case, cluster: Cluster) -> dict[str, Any]:
 
 def machine_readers(sync: Sync) -> tuple[list[Reader], list[Round]]:
     """The workers of a sync on this machine, and the rounds; mapped pieces stand for buckets."""
-    plan, workers = engine_plan(sync.shape, sync.trainer, sync.rollout), sync.rollout.workers
+    plan, workers = sync_plan(sync.shape, sync.trainer, sync.rollout), sync.rollout.workers
     mapped, readers = sync.transport == "mapped", []
-    form = DTYPES[sync.itemsize], device.piece_bytes if mapped else sync.bucket_bytes, None
-    streams = [sync_stream(sync.shape, plan, worker, False, *form) for worker in range(workers)]
+    streams = [sync_stream(sync.shape, plan, worker, sync.settings) for worker in range(workers)]
     for engine in range(sync.engines):
         for worker in range(workers):
             server = sync.servers[engine][worker] if sync.servers else None

@@ -27,7 +27,7 @@ from megarl.cluster.ray_cluster import ClusterError, join_cluster
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
 from megarl.data.routing import teachers_of
-from megarl.megatron.model import DTYPES, has_own_attention, spec_name
+from megarl.megatron.model import has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.megatron.spans import timed_waits
@@ -64,9 +64,8 @@ from megarl.telemetry.sinks import missing_on_machine
 from megarl.telemetry.time_metrics import Devices, TimeMetrics
 from megarl.trainer import RunParts, Trainer
 from megarl.weight_sync.adapter import AdapterSync
-from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.publish import SyncSettings, WeightSync
-from megarl.weight_sync.transport import REPORT_WAITS
+from megarl.weight_sync.manifest import REPORT_WAITS, SyncError, SyncSettings
+from megarl.weight_sync.publish import WeightSync
 
 logger = logging.getLogger(__name__)
 # The time for engines to load their model, while all other ranks wait for rank 0.
@@ -309,7 +308,7 @@ def build_weight_sync(
         return AdapterSync(recipe, shape, place.layout, place.rank, group)
     assert stage.transport is not None, "weights are synced"
     settings = SyncSettings(
-        dtype=DTYPES[recipe.rollout_precision],
+        precision=recipe.rollout_precision,
         rollout=recipe.rollout.layout,
         num_engines=recipe.rollout.engines,
         bucket_bytes=section.bucket_bytes or BUCKET_BYTES["gpu" if platform.kind == "cuda" else "cpu"],

@@ -20,10 +20,10 @@ from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megarl.megatron.export import save_tensors
 from megarl.megatron.parallel import Place, reduce_scalars, start_control, start_parallel
 from megarl.megatron.role import Objective, Role, RoleSettings, Training, Update, over_context, share_results
-from megarl.megatron.weights import box
+from megarl.megatron.weights import view_of
 from megarl.models import ModelShape
-from megarl.models.layout import Layout, Segment
-from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_segments
+from megarl.models.layout import Box, Layout
+from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_boxes
 from megarl.recipe.role_sections import OptimizerSection
 from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
@@ -84,24 +84,24 @@ def engine(
 def save_weights(role: Role, folder: str) -> None:
     """Write the model that all ranks hold together."""
     place, layout = role.place, role.place.layout
-    segments = rank_segments(
+    boxes = rank_boxes(
         role.shape, layout, place.tensor_rank, place.pipeline_rank, place.data_rank, context_rank=place.context_rank
     )
     shards = role.shards()
     sizes = {name: (len(shard), shard.numel() // len(shard)) for name, shard in shards.items()}
     assert sizes == parameter_sizes(role.shape, layout, place.rank), "megatron-core's parameters are not the table's"
-    save_boxes(Path(folder), role.shape, segments, shards)
+    save_boxes(Path(folder), role.shape, boxes, shards)
 
 
-def save_boxes(folder: Path, shape: ModelShape, segments: Iterable[Segment], shards: Mapping[str, torch.Tensor]) -> None:
+def save_boxes(folder: Path, shape: ModelShape, boxes: Iterable[Box], shards: Mapping[str, torch.Tensor]) -> None:
     """Rank 0 writes the checkpoint tensors that the boxes of all ranks make up, replicas included. Collective."""
-    own = [(segment, box(shards[segment.parameter], segment).float()) for segment in segments]
-    boxes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(boxes, own)
+    own = [(box, view_of(shards[box.parameter], box).float()) for box in boxes]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
     if dist.get_rank() == 0:
         tensors = {name: torch.full(size, torch.nan) for name, size in checkpoint_sizes(shape).items()}
-        for segment, content in chain.from_iterable(boxes):
-            tensors[segment.name][segment.row0 : segment.row1, segment.col0 : segment.col1] = content
+        for box, content in chain.from_iterable(gathered):
+            tensors[box.name][box.row0 : box.row1, box.col0 : box.col1] = content
         whole = {name: tensor if tensor.shape[1] > 1 else tensor.squeeze(1) for name, tensor in tensors.items()}
         save_tensors(folder, whole.items(), max_file_bytes=30_000)
     dist.barrier()

@@ -45,14 +45,15 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     from megarl.models import ModelShape
     from megarl.models.layout import Layout, RolloutLayout
     from megarl.rollout.engine_settings import QUANTIZATIONS
-    from megarl.weight_sync.publish import SyncSettings, WeightSync
+    from megarl.weight_sync.manifest import SyncSettings
+    from megarl.weight_sync.publish import WeightSync
     from tests.in_process_engine import Receiving, close_engines, open_receiver
     from tests.rollout_cases import megatron_shards
 
     with mock.patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, {PlatformEnum.CPU: [reference_kernel()]}):
         engine = open_receiver(old, dtype="bfloat16", quantization=QUANTIZATIONS["fp8"])
     shape = ModelShape.from_directory(old)
-    settings = SyncSettings(torch.bfloat16, RolloutLayout(), 1, 1 << 17, 60.0, transport="group", quantization="fp8")
+    settings = SyncSettings("bf16", RolloutLayout(), 1, 1 << 17, 60.0, transport="group", quantization="fp8")
     sync = WeightSync(shape, Layout(), settings, 0, None)
 
     def sample() -> list[Any]:

@@ -67,7 +67,7 @@ def open_receiver(model: Path, **more: Any) -> LLM:
         model,
         distributed_executor_backend="uni",
         weight_transfer_config={"backend": BACKEND},
-        worker_extension_cls="megarl.weight_sync.receiver.WorkerReport",
+        worker_extension_cls="megarl.rollout.worker_extension.WorkerExtension",
         **more,
     )
 

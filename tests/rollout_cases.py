@@ -15,15 +15,14 @@ import torch
 
 from megarl.data.sample import Prompt, Sample
 from megarl.models import FAMILIES, ModelShape
-from megarl.models.layout import Layout, RolloutLayout, Segment
-from megarl.models.megatron_weights import megatron_segments
+from megarl.models.layout import Box, Layout, RolloutLayout
+from megarl.models.megatron_weights import megatron_boxes
 from megarl.recipe.recipe import Recipe
 from megarl.weight_sync import publish
 from megarl.weight_sync.buckets import Round
-from megarl.weight_sync.checks import words_of
 from megarl.weight_sync.group import Written
-from megarl.weight_sync.mapped import box_of
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 
 if TYPE_CHECKING:
     from megarl.rollout.groups import RolloutBatch
@@ -95,17 +94,17 @@ def without_vllm_table(family: str) -> Iterator[None]:
         yield
 
 
-def cut(segments: Sequence[Segment], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    """The local parameters that segments describe, by rank; a vector is one column. What none covers is 0."""
+def cut(boxes: Sequence[Box], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """The local parameters that boxes describe, by rank; a vector is one column. What none covers is 0."""
     sizes: dict[tuple[int, str], tuple[int, int]] = {}
-    for s in segments:
+    for s in boxes:
         rows, cols = sizes.get((s.rank, s.parameter), (0, 0))
         end = (s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0)
         sizes[s.rank, s.parameter] = (max(rows, end[0]), max(cols, end[1]))
     ranks: dict[int, dict[str, torch.Tensor]] = {}
     for (rank, parameter), size in sizes.items():
         ranks.setdefault(rank, {})[parameter] = torch.zeros(size)
-    for s in segments:
+    for s in boxes:
         content = tensors[s.name].float()
         content = content.view(content.shape[0], -1)[s.row0 : s.row1, s.col0 : s.col1]
         target = ranks[s.rank][s.parameter]
@@ -121,7 +120,7 @@ def checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 def megatron_shards(path: Path, layout: Layout) -> dict[int, dict[str, torch.Tensor]]:
     """What the ranks of a trainer would hold of a checkpoint."""
-    return cut(megatron_segments(ModelShape.from_directory(path), layout), checkpoint(path))
+    return cut(megatron_boxes(ModelShape.from_directory(path), layout), checkpoint(path))
 
 
 class Reference:
@@ -152,7 +151,7 @@ class Publisher:
         **more: Any,
     ) -> None:
         shape = ModelShape.from_directory(model)
-        settings = SyncSettings(torch.float32, rollout, engines, bucket_bytes, timeout_s, mode, transport, **more)
+        settings = SyncSettings("fp32", rollout, engines, bucket_bytes, timeout_s, mode, transport, **more)
         self.sync = WeightSync(shape, Layout(), settings, 0, None)
         self._last: tuple[int, Mapping[str, torch.Tensor], Any]
 
@@ -213,8 +212,9 @@ def corrupt(publisher: HasSync, times: int, bucket: int = 0) -> None:
 
 def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piece: int) -> None:
     """Workers copy one wrong bit in a piece of mapped weights; the rank has it right again when it computes checksums."""
-    place = publisher.sync._pieces[0][piece]
-    words = words_of(box_of(shards[place.parameter], place))
+    place = publisher.sync._pieces[0][piece].box
+    content = place.within(shards[place.parameter])
+    words = content.view({2: torch.int16, 4: torch.int32}[content.itemsize])
     first, local_checksums = (0,) * words.ndim, publish.local_checksums
 
     def put_right(*arguments: Any) -> torch.Tensor:

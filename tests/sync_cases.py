@@ -12,9 +12,10 @@ import torch
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.quantised_blocks import BLOCK
-from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.codec import FP8, SCALES, Blocks, quantise_blocks
-from megarl.weight_sync.copies import Box, SpareMemory, Works
+from megarl.models.vllm_weights import vllm_boxes
+from megarl.weight_sync.buckets import FP8, LocalBox
+from megarl.weight_sync.codec import SCALES, Blocks, quantise_blocks
+from megarl.weight_sync.copies import SpareMemory, Works
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.read import WeightReader
 from tests.rollout_cases import checkpoint, cut
@@ -117,10 +118,10 @@ class BoxWriter:
         self.parameters: Parameters = {} if parameters is None else parameters
         self.before, self.num_boxes, self._once = before, 0, parameters is None
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works:
         return Works([[number] for number in range(len(boxes))], most_threads=1)
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         self.before(self.num_boxes)
         self.num_boxes += 1
         dtype = torch.float32 if box.dtype == FP8 else box.dtype
@@ -148,7 +149,7 @@ def assert_has_shard(
     quantised: bool = False,
 ) -> None:
     """A worker has exactly its shard of a checkpoint, in the dtype of the wire, or projections in FP8 blocks."""
-    expected = cut(vllm_segments(shape, rollout), checkpoint(model))[worker]
+    expected = cut(vllm_boxes(shape, rollout), checkpoint(model))[worker]
     assert taken.keys() == expected.keys()
     for name, content in expected.items():
         rows, cols = content.shape

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import ray
 
 from megarl.cluster.ray_cluster import ClusterError, join_cluster, numbered_nodes
-from megarl.planner.placement import Cluster, EnginePlace, PlacementError, place_engines
+from megarl.planner.placement import Cluster, EnginePlace, PlacementError, Transport, choose_transport, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.weight_sync_section import obstacle_to_mapping
-from megarl.weight_sync.transport import Transport, choose_transport
 
 WAY_OUT = "end that Ray on every node (ray stop) and start the job again through launch/node.sh"
 

@@ -25,10 +25,10 @@ from megarl.megatron.checkpoint import StoredRole, load_adapters
 from megarl.megatron.lora import MODULES, Adapter
 from megarl.megatron.model import DTYPES, WithoutContent, build_model, named_shards
 from megarl.megatron.parallel import Place, start_parallel
-from megarl.megatron.weights import box, load_shards
+from megarl.megatron.weights import load_shards, view_of
 from megarl.models import ModelShape
-from megarl.models.layout import Layout, Segment
-from megarl.models.megatron_weights import checkpoint_sizes, rank_segments
+from megarl.models.layout import Box, Layout
+from megarl.models.megatron_weights import checkpoint_sizes, rank_boxes
 from megarl.models.model_files import copy_model_files, model_directory
 from megarl.models.stored_weights import INDEX, SCORE
 from megarl.planner.roles import adapted_sizes
@@ -154,19 +154,19 @@ def write_model(
             source, lora = base
             adapters = stored_adapters(checkpoint, shape, lora, DTYPES[precision], place)
             stored = MergedRole(source, shape, named_shards(chunks, place.layout), adapters)
-    segments_of: dict[str, list[Segment]] = defaultdict(list)
+    boxes_of: dict[str, list[Box]] = defaultdict(list)
     scores = role == "reward_model"
-    for segment in rank_segments(shape, place.layout, 0, 0, critic=scores):
-        segments_of[segment.parameter].append(segment)
+    for box in rank_boxes(shape, place.layout, 0, 0, critic=scores):
+        boxes_of[box.parameter].append(box)
     sizes = checkpoint_sizes(shape, scores)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for parameter, segments in segments_of.items():
+        for parameter, boxes in boxes_of.items():
             content = stored.read(parameter)
             # A tensor that the family keeps in fp32 stays in fp32 in a bf16 model.
-            held = {segment.name: torch.empty(sizes[segment.name], dtype=stored.dtype(parameter)) for segment in segments}
-            for segment in segments:
-                held[segment.name][segment.row0 : segment.row1, segment.col0 : segment.col1] = box(content, segment)
+            held = {box.name: torch.empty(sizes[box.name], dtype=stored.dtype(parameter)) for box in boxes}
+            for box in boxes:
+                held[box.name][box.row0 : box.row1, box.col0 : box.col1] = view_of(content, box)
             yield from ((name, tensor if sizes[name][1] > 1 else tensor.squeeze(1)) for name, tensor in held.items())
         if scores:
             yield SCORE, stored.read("output_layer.weight")
@@ -219,9 +219,9 @@ class MergedRole:
     ) -> None:
         """`parameters` belong to one rank that holds the whole model, by local name, and may be on "meta"."""
         self._directory, self._shape, self._parameters, self._adapters = directory, shape, parameters, adapters
-        self._segments: dict[str, list[Segment]] = defaultdict(list)
-        for segment in rank_segments(shape, Layout(), 0, 0):
-            self._segments[segment.parameter].append(segment)
+        self._boxes: dict[str, list[Box]] = defaultdict(list)
+        for box in rank_boxes(shape, Layout(), 0, 0):
+            self._boxes[box.parameter].append(box)
 
     def dtype(self, parameter: str) -> torch.dtype:
         return self._parameters[parameter].dtype
@@ -230,7 +230,7 @@ class MergedRole:
         """Read a parameter by its local name, with its padding. Raises what `load_shards` raises."""
         like = self._parameters[parameter]
         content = torch.empty(like.shape, dtype=like.dtype)
-        load_shards(self._directory, self._shape, self._segments[parameter], {parameter: content})
+        load_shards(self._directory, self._shape, self._boxes[parameter], {parameter: content})
         return self._adapters[parameter].merged_into(content) if parameter in self._adapters else content
 
 
@@ -297,7 +297,7 @@ def peft_tensors(shape: ModelShape, layout: Layout, factors: Sequence[Factors]) 
     sizes, tensors = checkpoint_sizes(shape), dict[str, Tensor]()
     for rank, held in enumerate(factors):
         tensor_rank, pipeline_rank, _, _ = layout.coordinates(rank)
-        for part in rank_segments(shape, layout, tensor_rank, pipeline_rank):
+        for part in rank_boxes(shape, layout, tensor_rank, pipeline_rank):
             if part.parameter not in held:
                 continue
             a, b = held[part.parameter]

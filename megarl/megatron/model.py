@@ -418,7 +418,7 @@ def local_name(name: str) -> str:
 
 
 def named_shards(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Tensor]:
-    """Return this rank's weights by the names of `rank_segments`: parameters without adapters, and the biases of the
+    """Return this rank's weights by the names of `rank_boxes`: parameters without adapters, and the biases of the
     experts' choice, which are buffers."""
     return {
         chunk_prefix(layout, number) + local_name(name): weight

@@ -53,7 +53,7 @@ from megarl.megatron.spans import MegatronTimers
 from megarl.megatron.weights import has_score_head, load_score_head, load_shards
 from megarl.models import ModelShape
 from megarl.models.attention import Packing
-from megarl.models.megatron_weights import rank_segments
+from megarl.models.megatron_weights import rank_boxes
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Executed, MiniBatch, Plan
 from megarl.telemetry.clock import span
@@ -182,7 +182,7 @@ class Role:
         self.chunks = list(self.models)
         self.config = self.models[0].config
         self.config.timers = MegatronTimers()
-        segments = rank_segments(
+        boxes = rank_boxes(
             shape,
             place.layout,
             place.tensor_rank,
@@ -191,7 +191,7 @@ class Role:
             role in SCALAR_ROLES,
             place.context_rank,
         )
-        load_shards(directory, shape, segments, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
+        load_shards(directory, shape, boxes, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
         if role in SCALAR_ROLES and self.models[-1].post_process:
             head = self.models[-1].output_layer.weight
             if role == "reward_model" and (not is_trained or has_score_head(directory)):

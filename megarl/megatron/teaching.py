@@ -26,7 +26,7 @@ from megarl.megatron.role import Role
 from megarl.megatron.weights import load_shards
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.models.megatron_weights import padded_vocab, weight_segments
+from megarl.models.megatron_weights import padded_vocab, weight_boxes
 from megarl.models.weight_table import head
 from megarl.recipe.algorithm_section import DistillationSection
 from megarl.recipe.phases_section import role_of
@@ -159,8 +159,8 @@ class FromTeachers:
         if place.pipeline_rank != layout.pipeline - 1:
             return
         weight = torch.empty(padded_vocab(shape, layout.tensor) // layout.tensor, shape.hidden, dtype=dtype)
-        segments = weight_segments(layout, place.rank, "", "", head(shape))
-        load_shards(directory, shape, segments, {head(shape).megatron.parameter: weight})
+        boxes = weight_boxes(layout, place.rank, "", "", head(shape))
+        load_shards(directory, shape, boxes, {head(shape).megatron.parameter: weight})
         self._heads[name] = weight.to(place.device)
 
     def __call__(self, batch: Batch, micro: PackedMicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:

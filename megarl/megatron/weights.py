@@ -11,46 +11,46 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.models import ModelShape
-from megarl.models.layout import Segment
+from megarl.models.layout import Box
 from megarl.models.stored_weights import SCORE, check_weights, stored_tensors
 
 
 def load_shards(
     directory: str | Path,
     shape: ModelShape,
-    segments: Iterable[Segment],
+    boxes: Iterable[Box],
     shards: Mapping[str, Tensor],
     critic: bool = False,
 ) -> None:
     """Fill this rank's parameters.
 
-    Padding rows become zero; the caller fills parameters that no segment covers (a value head). Raises ValueError for a
+    Padding rows become zero; the caller fills parameters that no box covers (a value head). Raises ValueError for a
     checkpoint that does not fit `shape`, before reading any tensor.
     """
     stored = check_weights(directory, shape, critic)
-    by_file: dict[Path, list[Segment]] = defaultdict(list)
-    for segment in segments:
-        by_file[stored[segment.name].file].append(segment)
+    by_file: dict[Path, list[Box]] = defaultdict(list)
+    for box in boxes:
+        by_file[stored[box.name].file].append(box)
     with torch.no_grad():
         for parameter in shards.values():
             parameter.zero_()
         for file, in_file in by_file.items():
             with safe_open(file, "pt") as handle:
-                for segment in in_file:
-                    source, rows = handle.get_slice(segment.name), slice(segment.row0, segment.row1)
+                for box in in_file:
+                    source, rows = handle.get_slice(box.name), slice(box.row0, box.row1)
                     is_vector = len(source.get_shape()) == 1
                     # No name for the content, so that one tensor is held at a time.
-                    box(shards[segment.parameter], segment).copy_(
-                        source[rows].unsqueeze(1) if is_vector else source[rows, segment.col0 : segment.col1]
+                    view_of(shards[box.parameter], box).copy_(
+                        source[rows].unsqueeze(1) if is_vector else source[rows, box.col0 : box.col1]
                     )
 
 
-def box(parameter: Tensor, segment: Segment) -> Tensor:
-    """Return the view [rows, columns] of a local parameter that a segment names; a vector is a column."""
+def view_of(parameter: Tensor, box: Box) -> Tensor:
+    """Return the view [rows, columns] of a local parameter that a box names; a vector is a column."""
     matrix = parameter.detach()
     matrix = matrix.unsqueeze(1) if matrix.dim() == 1 else matrix
-    rows, columns = segment.row1 - segment.row0, segment.col1 - segment.col0
-    return matrix[segment.local_row : segment.local_row + rows, segment.local_col : segment.local_col + columns]
+    rows, columns = box.row1 - box.row0, box.col1 - box.col0
+    return matrix[box.local_row : box.local_row + rows, box.local_col : box.local_col + columns]
 
 
 def has_score_head(directory: str | Path) -> bool:

@@ -1,6 +1,6 @@
-"""Segments (rectangles of checkpoint tensors that a rank holds), and the layouts of trainer and engines. No torch.
+"""Boxes (rectangles of checkpoint tensors that a rank holds), and the layouts of trainer and engines. No torch.
 
-Loading from a Hugging Face directory, saving to a directory and syncing into vLLM describe both of their ends as segments.
+Loading from a Hugging Face directory, saving to a directory and syncing into vLLM describe both of their ends as boxes.
 So one weight table per model family serves all three.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Segment(NamedTuple):
+class Box(NamedTuple):
     """A rectangle of one checkpoint tensor and the place where one rank holds it.
 
     Rows and columns are half-open and in Hugging Face coordinates; a vector of n elements is an [n, 1] matrix.

@@ -1,11 +1,11 @@
-"""The segments of checkpoint tensors that each Megatron rank holds, from the family's weight table."""
+"""The boxes of checkpoint tensors that each Megatron rank holds, from the family's weight table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megarl.models import FAMILIES, ModelShape, Weight
-from megarl.models.layout import Layout, Segment
+from megarl.models.layout import Box, Layout
 from megarl.models.weight_table import MEGATRON_VOCABULARY, embedding, final_norm, head
 
 
@@ -37,23 +37,23 @@ def chunk_prefix(layout: Layout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.virtual_pipeline > 1 else ""
 
 
-def megatron_segments(shape: ModelShape, layout: Layout, critic: bool = False) -> list[Segment]:
-    """Return the segments of all trainer ranks, with replicas and without padding rows.
+def megatron_boxes(shape: ModelShape, layout: Layout, critic: bool = False) -> list[Box]:
+    """Return the boxes of all trainer ranks, with replicas and without padding rows.
 
     `critic=True` leaves out the language-model head. Parameter names are those of the rank's `GPTModel`, where layers count
     from 0, after the `chunk_prefix`.
     """
     return [
-        segment
+        box
         for pipeline_rank in range(layout.pipeline)
         for data_rank in range(layout.data)
         for context_rank in range(layout.context)
         for tensor_rank in range(layout.tensor)
-        for segment in rank_segments(shape, layout, tensor_rank, pipeline_rank, data_rank, critic, context_rank)
+        for box in rank_boxes(shape, layout, tensor_rank, pipeline_rank, data_rank, critic, context_rank)
     ]
 
 
-def rank_segments(
+def rank_boxes(
     shape: ModelShape,
     layout: Layout,
     tensor_rank: int,
@@ -61,13 +61,13 @@ def rank_segments(
     data_rank: int = 0,
     critic: bool = False,
     context_rank: int = 0,
-) -> Iterator[Segment]:
-    """Yield the segments of a rank; ranks that differ only in data or context rank hold the same segments."""
+) -> Iterator[Box]:
+    """Yield the boxes of a rank; ranks that differ only in data or context rank hold the same boxes."""
     rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
     for chunk in range(layout.virtual_pipeline):
         prefix = chunk_prefix(layout, chunk)
         for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-            yield from weight_segments(layout, rank, name_prefix, prefix + parameter_prefix, weight)
+            yield from weight_boxes(layout, rank, name_prefix, prefix + parameter_prefix, weight)
 
 
 def chunk_weights(
@@ -88,13 +88,13 @@ def chunk_weights(
         yield "", "", head(shape)
 
 
-def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Segment]:
-    """Yield a rank's segments of a row of the table, with the prefixes of its two names."""
+def weight_boxes(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Box]:
+    """Yield a rank's boxes of a row of the table, with the prefixes of its two names."""
     parameter, sharding = weight.megatron
     if not weight.experts:
         t = layout.coordinates(rank)[0]
         for row0, row1, col0, col1, local_row, local_col in sharding.pieces(weight.rows, weight.columns, layout.tensor, t):
-            yield Segment(
+            yield Box(
                 name_prefix + weight.name, row0, row1, col0, col1, rank, parameter_prefix + parameter, local_row, local_col
             )
         return
@@ -105,7 +105,7 @@ def weight_segments(layout: Layout, rank: int, name_prefix: str, parameter_prefi
         name = name_prefix + weight.name.format(expert=expert_rank * held + local)
         local_parameter = parameter_prefix + parameter.format(expert=local)
         for row0, row1, col0, col1, local_row, local_col in pieces:
-            yield Segment(name, row0, row1, col0, col1, rank, local_parameter, local_row, local_col)
+            yield Box(name, row0, row1, col0, col1, rank, local_parameter, local_row, local_col)
 
 
 def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> dict[str, tuple[int, int]]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from megarl.models import ModelShape, Weight
-from megarl.models.layout import RolloutLayout, Segment
+from megarl.models.layout import Box, RolloutLayout
 from megarl.models.vllm_weights import held, parameter_sizes, stage_weights
 
+if TYPE_CHECKING:
+    import numpy as np
+
+Count = TypeVar("Count", int, "np.ndarray")
 # DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
 BLOCK = 128
 SCALE_BYTES = 4
@@ -41,16 +46,16 @@ def _is_quantised(shape: ModelShape, prefix: str, weight: Weight) -> bool:
     return bool(prefix) and weight.columns > 1 and not routes
 
 
-def block_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of a matrix in blocks: its scales, and one byte per element."""
+def block_bytes(rows: Count, columns: Count) -> Count:
+    """Return the bytes of a matrix, or of many, in blocks: the scales, and one byte per element."""
     return scale_bytes(rows, columns) + rows * columns
 
 
-def scale_bytes(rows: int, columns: int) -> int:
+def scale_bytes(rows: Count, columns: Count) -> Count:
     return SCALE_BYTES * -(-rows // BLOCK) * -(-columns // BLOCK)
 
 
-def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], sizes: Mapping[str, tuple[int, int]]) -> None:
+def check_blocks(sources: Iterable[Box], destinations: Iterable[Box], sizes: Mapping[str, tuple[int, int]]) -> None:
     """Check that every FP8 block lies in one box of a trainer rank, which quantises the block, and is a block of one
     worker's parameter.
 
@@ -71,7 +76,7 @@ def check_blocks(sources: Iterable[Segment], destinations: Iterable[Segment], si
         )
 
 
-def _cuts(box: Segment, sizes: Mapping[str, tuple[int, int]]) -> bool:
+def _cuts(box: Box, sizes: Mapping[str, tuple[int, int]]) -> bool:
     if box.name not in sizes:
         return False
     rows, columns = sizes[box.name]
@@ -79,5 +84,5 @@ def _cuts(box: Segment, sizes: Mapping[str, tuple[int, int]]) -> bool:
     return bool(box.row0 % BLOCK or box.col0 % BLOCK) or any(end % BLOCK and end != last for end, last in ends)
 
 
-def _place(owner: str, box: Segment) -> str:
+def _place(owner: str, box: Box) -> str:
     return f"{owner} {box.rank}'s part [{box.row0}:{box.row1}, {box.col0}:{box.col1}] of {box.name}"

@@ -1,4 +1,4 @@
-"""The segments of checkpoint tensors that each worker of a vLLM engine holds, from the family's weight table (vLLM 0.32).
+"""The boxes of checkpoint tensors that each worker of a vLLM engine holds, from the family's weight table (vLLM 0.32).
 
 Stages are vLLM's (`vllm.distributed.utils.get_pp_indices`), and experts are sharded as in `FusedMoEParallelConfig.make`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.models import FAMILIES, Held, ModelShape, Weight
-from megarl.models.layout import RolloutLayout, Segment
+from megarl.models.layout import Box, RolloutLayout
 from megarl.models.weight_table import VLLM_VOCABULARY, embedding, final_norm, head
 
 
@@ -38,13 +38,13 @@ def padded_vocab(shape: ModelShape) -> int:
     return VLLM_VOCABULARY.padded(shape.vocab, 1)
 
 
-def vllm_segments(shape: ModelShape, rollout: RolloutLayout) -> list[Segment]:
-    """Return the segments of all workers of an engine, without padding rows.
+def vllm_boxes(shape: ModelShape, rollout: RolloutLayout) -> list[Box]:
+    """Return the boxes of all workers of an engine, without padding rows.
 
     Raises ValueError for a layout that cannot shard the model.
     """
     check_layout(shape, rollout)
-    return [segment for worker in range(rollout.workers) for segment in worker_segments(shape, rollout, worker)]
+    return [box for worker in range(rollout.workers) for box in worker_boxes(shape, rollout, worker)]
 
 
 def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> dict[str, tuple[int, int]]:
@@ -59,14 +59,14 @@ def parameter_sizes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> d
     return sizes
 
 
-def worker_segments(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
-    """Yield the segments of a worker, in the order of the forward pass."""
+def worker_boxes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iterator[Box]:
+    """Yield the boxes of a worker, in the order of the forward pass."""
     for prefix, weight in stage_weights(shape, rollout, rollout.coordinates(worker)[1]):
-        yield from weight_segments(prefix, weight, rollout, worker)
+        yield from weight_boxes(prefix, weight, rollout, worker)
 
 
-def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Segment]:
-    """Yield a worker's segments of a row of the table; `prefix` precedes both of its names."""
+def weight_boxes(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Box]:
+    """Yield a worker's boxes of a row of the table; `prefix` precedes both of its names."""
     parameter, sharding = held(weight)
     ranks, rank, experts = weight_share(weight, rollout, worker)
     pieces = list(sharding.pieces(weight.rows, weight.columns, ranks, rank))
@@ -75,7 +75,7 @@ def weight_segments(prefix: str, weight: Weight, rollout: RolloutLayout, worker:
         name = prefix + weight.name.format(expert=expert)
         for row0, row1, col0, col1, local_row, local_col in pieces:
             local_row += local * stride
-            yield Segment(name, row0, row1, col0, col1, worker, prefix + parameter, local_row, local_col)
+            yield Box(name, row0, row1, col0, col1, worker, prefix + parameter, local_row, local_col)
 
 
 def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:

@@ -1,5 +1,5 @@
-"""On which nodes and devices trainer ranks and engines lie, and a node's host memory. No torch: the launcher asks before
-there is a device.
+"""On which nodes and devices trainer ranks and engines lie, which transport of weights that allows, and a node's host
+memory. No torch: the launcher asks before there is a device.
 
 Trainer ranks fill nodes in order, `ranks_per_node` each, the first rank of a node on its device 0. An engine lies on
 consecutive devices of one node: what its workers send each other in every layer does not leave the node.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.planner.forecast import NUM_BUCKETS, USUAL_DEVICES, Job, job_of, on_devices, worst_memory
 from megarl.planner.memory_estimate import gib, moved_away, optimizer_share
@@ -33,6 +33,41 @@ PROCESS_BYTES = {"gpu": 4 << 30, "cpu": 1 << 30}
 
 class PlacementError(ValueError):
     """A recipe that does not fit the nodes it is to run on, with the arithmetic and a way out."""
+
+
+class Transport(NamedTuple):
+    """A transport and the reason for it; `is_final` if the run may not take another one where shared memory is too small."""
+
+    name: str
+    reason: str
+    is_final: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}, because {self.reason}"
+
+
+def choose_transport(
+    wanted: str, one_host: bool, obstacle: str | None = None, no_peer_access: tuple[int, int] | None = None
+) -> Transport:
+    """Resolve `weight_sync.transport`: `auto` takes `mapped` where trainer ranks and engines are on one host; otherwise
+    `group`.
+
+    `obstacle` says what in the recipe rules out mapping. `no_peer_access` names two of the run's devices on one host
+    that cannot reach each other's memory. Raises PlacementError where this machine, or this run, cannot have the wanted
+    transport.
+    """
+    if not one_host:
+        obstacle = "trainer ranks and engines are on several hosts"
+    elif obstacle is None and no_peer_access is not None:
+        obstacle = "GPUs {} and {} cannot reach each other's memory (no peer access)".format(*no_peer_access)
+    if wanted == "mapped" and obstacle is not None:
+        raise PlacementError(f"weight_sync.transport = mapped: {obstacle}; use auto")
+    if wanted != "auto":
+        return Transport(wanted, "weight_sync.transport says so")
+    if obstacle is not None:
+        return Transport("group", obstacle)
+    return Transport("mapped", "trainer ranks and engines share one host", is_final=False)
 
 
 @dataclass(frozen=True)

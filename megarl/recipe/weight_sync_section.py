@@ -8,9 +8,9 @@ from pydantic import Field
 
 from megarl.models import ModelShape
 from megarl.models import vllm_weights as vllm
-from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
+from megarl.models.megatron_weights import checkpoint_sizes, megatron_boxes
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.planner.roles import BYTES
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.section import Count, Positive, Seconds, Section
@@ -160,7 +160,7 @@ def weight_sync_fits_model(recipe: Recipe, shape: ModelShape) -> Violations:
         return  # `rollout_rules` refuses both
     # One trainer rank quantises each block and one worker takes it, so that no layout may divide a block.
     quantised = quantised_tensors(shape)
-    sources, destinations = megatron_segments(shape, recipe.layout("actor")), vllm_segments(shape, rollout.layout)
+    sources, destinations = megatron_boxes(shape, recipe.layout("actor")), vllm_boxes(shape, rollout.layout)
     try:
         check_blocks(sources, destinations, quantised)
     except ValueError as error:

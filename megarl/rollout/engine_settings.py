@@ -106,7 +106,7 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         disable_log_stats=not settings.times_requests,
         seed=settings.seed % 2**32,
         weight_transfer_config={"backend": BACKEND},
-        worker_extension_cls="megarl.weight_sync.receiver.WorkerReport",
+        worker_extension_cls="megarl.rollout.worker_extension.WorkerExtension",
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe import Recipe
 from megarl.telemetry.clock import span
-from megarl.weight_sync.manifest import AdapterManifest, WeightManifest, digest_of
+from megarl.weight_sync.manifest import AdapterManifest, digest_of
 from megarl.weight_sync.publish import Engines, from_first
-
-
-class AdapterEngines(Engines, Protocol):
-    """The engines, seen from rank 0."""
-
-    def begin(self, manifest: WeightManifest | AdapterManifest) -> None:
-        """As `Engines.begin`."""
 
 
 class AdapterSync:
@@ -42,18 +35,38 @@ class AdapterSync:
         self,
         version: int,
         parameters: Mapping[str, torch.Tensor],
-        engines: AdapterEngines | None = None,
+        engines: Engines[AdapterManifest] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Send a version to all engines, or to the `chosen` engines of rank 0; as `WeightSync.publish`.
 
         `parameters` are `Role.shards()`, of which only the adapters are read."""
         assert isinstance(parameters, MergedShards), "a model with adapters"
-        begun, wanted = time.perf_counter(), tuple(range(self._recipe.rollout.engines) if chosen is None else chosen)
+        recipe, begun = self._recipe, time.perf_counter()
+        every = tuple(range(recipe.rollout.engines) if chosen is None else chosen)
         if engines is not None:
-            engines.ask(version, wanted)
+            engines.ask(version, every)
         factors = self._gather(parameters.adapters)
-        return from_first(lambda: self._send(version, factors, begun, engines, wanted), self._rank, self._group)
+
+        def send() -> dict[str, float]:
+            """On rank 0, send the version until every engine has verified and applied it; return the metrics."""
+            lora, wanted = recipe.sent_adapter, every
+            assert lora is not None and engines is not None, "rank 0 has engines, and the recipe's syncs send adapters"
+            files = peft_files(peft_tensors(self._shape, self._layout, factors), lora, recipe.model.path)
+            pack_s, digest = time.perf_counter() - begun, digest_of(version, files)
+            metrics: dict[str, float] = {}
+            sent_bytes = attempt = 0
+            while wanted:
+                attempt += 1
+                engines.pause(version, attempt, wanted)
+                manifest = AdapterManifest(version, wanted, recipe.weight_sync.timeout_s, files, digest)
+                engines.begin(manifest)
+                sent_bytes += manifest.num_bytes * len(wanted)
+                wanted, metrics = engines.finish()
+            metrics |= {"sync/sent_bytes": sent_bytes, "sync/attempts": attempt, "sync/mapped": 0.0}
+            return metrics | {"sync/pack_s": pack_s, "sync/total_s": time.perf_counter() - begun}
+
+        return from_first(send, self._rank, self._group)
 
     def close(self) -> None:
         """Do nothing: nothing is open between two syncs."""
@@ -68,23 +81,3 @@ class AdapterSync:
         with span("wait_ranks"):
             dist.gather_object(factors, everyone if self._rank == 0 else None, dst=0, group=self._group)
         return everyone
-
-    def _send(
-        self, version: int, factors: list[Factors], begun: float, engines: AdapterEngines | None, wanted: tuple[int, ...]
-    ) -> dict[str, float]:
-        """On rank 0, send a version until every engine has verified and applied it; returns the metrics."""
-        recipe, lora = self._recipe, self._recipe.sent_adapter
-        assert lora is not None and engines is not None, "rank 0 has engines, and the recipe's syncs send adapters"
-        files = peft_files(peft_tensors(self._shape, self._layout, factors), lora, recipe.model.path)
-        pack_s, digest = time.perf_counter() - begun, digest_of(version, files)
-        metrics: dict[str, float] = {}
-        sent_bytes = attempt = 0
-        while wanted:
-            attempt += 1
-            engines.pause(version, attempt, wanted)
-            manifest = AdapterManifest(version, wanted, recipe.weight_sync.timeout_s, files, digest)
-            engines.begin(manifest)
-            sent_bytes += manifest.num_bytes * len(wanted)
-            wanted, metrics = engines.finish()
-        metrics |= {"sync/sent_bytes": sent_bytes, "sync/attempts": attempt, "sync/mapped": 0.0}
-        return metrics | {"sync/pack_s": pack_s, "sync/total_s": time.perf_counter() - begun}

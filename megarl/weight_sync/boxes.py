@@ -7,7 +7,7 @@ weight are built once, and numpy repeats them for the other layers. `megarl chec
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 import numpy as np
@@ -15,13 +15,13 @@ import numpy as np
 from megarl.models import ModelShape, Weight
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
-from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.layout import Box, Layout, RolloutLayout
 from megarl.models.quantised_blocks import block_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """Segments in their order, as int64 columns [boxes]; `name` and `parameter` index the two tables of strings."""
+    """Boxes in their order, as int64 columns [boxes]; `name` and `parameter` index the two tables of strings."""
 
     names: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -43,21 +43,19 @@ class Boxes:
         """Return the elements of each box, int64 [boxes]."""
         return (self.row1 - self.row0) * (self.col1 - self.col0)
 
-    def segment(self, box: int) -> Segment:
+    def box(self, number: int) -> Box:
         """Return the box at a position."""
-        columns = (self.row0, self.row1, self.col0, self.col1, self.rank, self.local_row, self.local_col)
-        row0, row1, col0, col1, rank, row, col = (int(column[box]) for column in columns)
-        name, parameter = self.names[self.name[box]], self.parameters[self.parameter[box]]
-        return Segment(name, row0, row1, col0, col1, rank, parameter, row, col)
+        row = [int(getattr(self, field.name)[number]) for field in fields(self)[2:]]
+        return Box._make([self.names[row[0]], *row[1:6], self.parameters[row[6]], *row[7:]])
 
     @classmethod
-    def of(cls, segments: Iterable[Segment]) -> Boxes:
-        """Convert segments to columns."""
+    def of(cls, boxes: Iterable[Box]) -> Boxes:
+        """Convert boxes to columns."""
         names: dict[str, int] = {}
         parameters: dict[str, int] = {}
         rows = [
-            (names.setdefault(s.name, len(names)), *s[1:6], parameters.setdefault(s.parameter, len(parameters)), *s[7:])
-            for s in segments
+            (names.setdefault(b.name, len(names)), *b[1:6], parameters.setdefault(b.parameter, len(parameters)), *b[7:])
+            for b in boxes
         ]
         return cls(tuple(names), tuple(parameters), *np.array(rows, dtype=np.int64).reshape(-1, 9).T.copy())
 
@@ -85,15 +83,13 @@ def stack(repeats: Sequence[tuple[Boxes, str, str, int]]) -> Boxes:
     return Boxes(tuple(names), tuple(parameters), *(column[order] for column in joined))
 
 
-def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """Return the boxes of `megatron_segments` for a language model, for the weights that `keep` accepts."""
+def megatron_columns(shape: ModelShape, layout: Layout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
+    """Return the boxes of `megatron_boxes` for a language model, for the weights that `keep` accepts."""
     first_stage = [
         layout.rank(t, 0, d, c) for d in range(layout.data) for c in range(layout.context) for t in range(layout.tensor)
     ]
     boxes_of = cache(
-        lambda weight: Boxes.of(
-            box for rank in first_stage for box in megatron.weight_segments(layout, rank, "", "", weight)
-        )
+        lambda weight: Boxes.of(box for rank in first_stage for box in megatron.weight_boxes(layout, rank, "", "", weight))
     )
     return stack(
         [
@@ -106,13 +102,11 @@ def megatron_boxes(shape: ModelShape, layout: Layout, keep: Callable[[Weight], b
     )
 
 
-def vllm_boxes(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
-    """Return the boxes of `vllm_segments` for the weights that `keep` accepts. Raises ValueError as `vllm_segments`."""
+def vllm_columns(shape: ModelShape, rollout: RolloutLayout, keep: Callable[[Weight], bool] = lambda weight: True) -> Boxes:
+    """Return the boxes of `vllm_boxes` for the weights that `keep` accepts. Raises ValueError as `vllm_boxes`."""
     vllm.check_layout(shape, rollout)
     first_stage = [rollout.worker(t, 0, d) for d in range(rollout.data) for t in range(rollout.tensor)]
-    boxes_of = cache(
-        lambda weight: Boxes.of(box for w in first_stage for box in vllm.weight_segments("", weight, rollout, w))
-    )
+    boxes_of = cache(lambda weight: Boxes.of(box for w in first_stage for box in vllm.weight_boxes("", weight, rollout, w)))
     return stack(
         [
             (boxes_of(weight), prefix, prefix, rollout.worker(0, stage))
@@ -127,12 +121,8 @@ def shard_bytes(shape: ModelShape, rollout: RolloutLayout, itemsize: int, quanti
     """Return the bytes of all updated weights in all workers of an engine: the least that any plan must send for a version.
 
     `itemsize` is the bytes of an element, except for the tensors that are `quantised` to FP8 blocks. Raises ValueError as
-    `vllm_boxes`."""
-    boxes = vllm_boxes(shape, rollout, lambda weight: not weight.fixed)
+    `vllm_columns`."""
+    boxes = vllm_columns(shape, rollout, lambda weight: not weight.fixed)
     in_blocks = np.isin(boxes.name, [number for number, name in enumerate(boxes.names) if name in quantised])
-    sizes = np.stack([in_blocks, boxes.row1 - boxes.row0, boxes.col1 - boxes.col0])
-    kinds, counts = np.unique(sizes, axis=1, return_counts=True)
-    return sum(
-        count * (block_bytes(rows, cols) if blocks else itemsize * rows * cols)
-        for (blocks, rows, cols), count in zip(kinds.T.tolist(), counts.tolist(), strict=True)
-    )
+    rows, cols = boxes.row1 - boxes.row0, boxes.col1 - boxes.col0
+    return int(np.where(in_blocks, block_bytes(rows, cols), itemsize * rows * cols).sum())

@@ -27,17 +27,19 @@ import numpy as np
 import torch
 
 from megarl.models import ModelShape
-from megarl.models.quantised_blocks import BLOCK, SCALE_BYTES, block_bytes, quantised_tensors
+from megarl.models.quantised_blocks import BLOCK, block_bytes, quantised_tensors, scale_bytes
+from megarl.platform import current as platform
+from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.plan import ReshardPlan
 
+FP8 = torch.float8_e4m3fn
+NUM_BUCKETS = 2  # one is written while the other is read
 ALIGNMENT = 64  # each piece, and so each part, starts on a cache line
 MOST_WRITTEN = 1.5  # buckets that a rank writes in a round at most; with as many ranks as workers each writes about one
 SMALLEST_PART = 256 << 10  # bytes: a rank that would send less in a bucket sends in fewer buckets
 PHASES = 1 << 16  # steps of the phase that shifts a rank's parts against those of other ranks
-SPREAD = (
-    round(PHASES * 0.7548776662),
-    round(PHASES * 0.5698402910),
-)  # the R2 sequence: gives pairs of a rank and a worker phases that lie far apart
+# The R2 sequence: gives pairs of a rank and a worker phases that lie far apart.
+SPREAD = round(PHASES * 0.7548776662), round(PHASES * 0.5698402910)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -73,16 +75,38 @@ class Part(NamedTuple):
         return self.end - ALIGNMENT
 
 
-class Piece(NamedTuple):
-    """One piece as one end of the stream sees it: `rows` x `cols` elements from (row, col) of its local parameter, in the
-    bytes `[start, end)` of a bucket. `number` is the position in the stream."""
+class LocalBox(NamedTuple):
+    """A rectangle of a local parameter, `rows` x `cols` elements from (row, col) on, and the dtype in which these travel."""
 
-    number: int
     parameter: str
     row: int
     col: int
     rows: int
     cols: int
+    dtype: torch.dtype
+
+    @property
+    def owner(self) -> str:
+        """Return the module that has the parameter."""
+        return self.parameter.rpartition(".")[0]
+
+    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the box's view of the parameter, [rows, cols]; a vector is one column. Raises ValueError where it ends
+        before the box."""
+        matrix = parameter.detach().view(parameter.shape[0], -1)
+        place = matrix[self.row : self.row + self.rows, self.col : self.col + self.cols]
+        if place.shape != (self.rows, self.cols):
+            end = f"{self.row + self.rows} x {self.col + self.cols}"
+            raise ValueError(f"{self.parameter} of {tuple(matrix.shape)} ends before {end}")
+        return place
+
+
+class Piece(NamedTuple):
+    """One piece as one end of the stream sees it: a box of its local parameter, in the bytes `[start, end)` of a bucket.
+    `number` is the position in the stream."""
+
+    number: int
+    box: LocalBox
     start: int
     end: int
     scale_bytes: int  # of FP8 blocks: their scales stand before the elements; 0 for any other format
@@ -94,9 +118,10 @@ class Stream:
 
     A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan, from trainer rank `source`. It lies in
     bucket `bucket` at byte `offset` and has `size` bytes; the first `scales` bytes of FP8 blocks are their scales.
-    `capacity` is the bytes of the fullest bucket.
+    `capacity` is the bytes of the fullest bucket. Elements travel in `dtype`, those of FP8 blocks as FP8.
     """
 
+    dtype: torch.dtype
     copy: np.ndarray
     row: np.ndarray
     rows: np.ndarray
@@ -113,31 +138,28 @@ class Stream:
         cls,
         plan: ReshardPlan,
         copies: np.ndarray,
-        itemsize: int,
+        dtype: torch.dtype,
         bucket_bytes: int,
         quantised: Collection[str] = (),
         apart: Collection[int] = (),
     ) -> Stream:
         """Pack `copies`, positions in the plan to one destination in its order.
 
-        `itemsize` is the bytes of an element on the wire, except for the tensors that are `quantised` to FP8 blocks. A new
-        bucket begins at each of the positions in `copies` that are `apart`; the copies between two such positions are spread
-        over their own buckets. Raises ValueError if the plan cuts blocks, or if one row of a box or of blocks does not fit
-        into a bucket."""
-        in_blocks = np.zeros(len(plan), dtype=bool)
-        if quantised:
-            in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
+        Elements travel in `dtype`, except those of the tensors that are `quantised` to FP8 blocks. A new bucket begins at
+        each of the positions in `copies` that are `apart`; the copies between two such positions are spread over their own
+        buckets. Raises ValueError if the plan cuts blocks, or if a row of a box or of blocks does not fit into a bucket."""
+        in_blocks = np.isin(plan.name, [number for number, name in enumerate(plan.names) if name in quantised])
         for place in copies[in_blocks[copies]].tolist():
             if plan.destination_row[place] % BLOCK or plan.destination_col[place] % BLOCK:
                 raise ValueError(f"FP8 blocks: {plan.describe(place)} starts inside one; `check_blocks` says what cuts them")
-        copy, row, rows, bucket = _cut(plan, copies, itemsize, bucket_bytes, in_blocks, frozenset(apart))
+        copy, row, rows, bucket = _cut(plan, copies, dtype.itemsize, bucket_bytes, in_blocks, frozenset(apart))
         cols = plan.cols[copy]
-        scales = np.where(in_blocks[copy], SCALE_BYTES * -(-rows // BLOCK) * -(-cols // BLOCK), 0)
-        source, size = plan.source_rank[copy], scales + rows * cols * np.where(in_blocks[copy], 1, itemsize)
+        scales = np.where(in_blocks[copy], scale_bytes(rows, cols), 0)
+        source, size = plan.source_rank[copy], scales + rows * cols * np.where(in_blocks[copy], 1, dtype.itemsize)
         offset, capacity = _place(source, bucket, size)
         assert capacity <= bucket_bytes, f"a bucket of {capacity} bytes; {bucket_bytes} are allowed"
         num_buckets = int(bucket[-1]) + 1 if len(bucket) else 0
-        return cls(copy, row, rows, source, bucket, offset, size, scales, num_buckets, capacity)
+        return cls(dtype, copy, row, rows, source, bucket, offset, size, scales, num_buckets, capacity)
 
     @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
@@ -182,21 +204,23 @@ class Stream:
         self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], row: np.ndarray, col: np.ndarray
     ) -> list[Piece]:
         """Convert columns to pieces of plain integers: the work for each piece must cost less than copying it."""
-        cols, start = plan.cols[self.copy[pieces]], self.offset[pieces]
-        columns = (row + self.row[pieces], col, self.rows[pieces], cols, start, start + self.size[pieces])
-        numbers = [column.tolist() for column in (*columns, self.scales[pieces])]
-        return list(map(Piece, pieces.tolist(), parameters, *numbers))
+        start, scales = self.offset[pieces], self.scales[pieces].tolist()
+        places = (row + self.row[pieces], col, self.rows[pieces], plan.cols[self.copy[pieces]])
+        dtypes = [FP8 if scale_bytes else self.dtype for scale_bytes in scales]
+        boxes = map(LocalBox, parameters, *(column.tolist() for column in places), dtypes)
+        return list(map(Piece, pieces.tolist(), boxes, start.tolist(), (start + self.size[pieces]).tolist(), scales))
 
 
 def _spread(
     plan: ReshardPlan, copies: np.ndarray, itemsize: int, bucket_bytes: int, in_blocks: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut `copies` and order the pieces so that at any time the same share of each source rank's bytes has travelled; return
-    (copy, row, rows) of each piece. A rank sends a part in every bucket, or in fewer buckets if its parts would be small."""
+) -> tuple[np.ndarray, ...]:
+    """Cut `copies` and order the pieces so that at any time the same share of each source rank's bytes has travelled. A rank
+    sends a part in every bucket, or in fewer buckets if its parts would be small. Return of each piece: copy, source rank,
+    row, rows, how many rows stay together, and the bytes of these."""
     source, cols, rows = plan.source_rank[copies], plan.cols[copies], plan.rows[copies]
     blocks = in_blocks[copies]
-    unit = np.where(blocks, np.minimum(BLOCK, rows), 1)  # rows that stay together
-    unit_bytes = np.where(blocks, SCALE_BYTES * -(-cols // BLOCK) + unit * cols, cols * itemsize)
+    unit = np.where(blocks, np.minimum(BLOCK, rows), 1)
+    unit_bytes = np.where(blocks, block_bytes(unit, cols), cols * itemsize)
     units = -(-rows // unit)
     size = units * unit_bytes
     # For each copy: its offset in the bytes that its rank sends, how many these are, and in how many parts they travel.
@@ -220,8 +244,9 @@ def _spread(
     turn = (part * PHASES + ends % PHASES) * buckets // parts[copy]
     kept = np.flatnonzero(bounds[0] < bounds[1])
     kept = kept[np.lexsort((copy[kept], turn[kept]))]
-    copy, row = copy[kept], bounds[0][kept] * unit[copy[kept]]
-    return copies[copy], row, np.minimum(bounds[1][kept] * unit[copy], rows[copy]) - row
+    copy = copy[kept]
+    row, end = bounds[0][kept] * unit[copy], np.minimum(bounds[1][kept] * unit[copy], rows[copy])
+    return copies[copy], source[copy], row, end - row, unit[copy], unit_bytes[copy]
 
 
 def _cut(
@@ -233,35 +258,30 @@ def _cut(
     bucket = used = 0
     present: set[int] = set()  # ranks that have a part in the bucket that is filled
     for together in np.split(copies, sorted(set(apart) - {0})):
+        if not len(together):
+            continue
         if used:
             bucket, used = bucket + 1, 0
             present.clear()
-        spread = _spread(plan, together, itemsize, bucket_bytes, in_blocks) if len(together) else ()
-        columns = (column.tolist() for column in spread)
-        of_copy = (
-            (column[spread[0]].tolist() for column in (plan.cols, plan.rows, plan.source_rank, in_blocks)) if spread else ()
-        )
-        for copy, row, num_rows, cols, copy_rows, source, blocks in zip(*columns, *of_copy, strict=True):
-            unit = min(BLOCK, copy_rows) if blocks else 1
-            row_bytes = block_bytes(unit, cols) if blocks else cols * itemsize
-            if _aligned(row_bytes) + ALIGNMENT > bucket_bytes:
-                unit_name = "a row of blocks" if blocks else "a row"
+        spread = _spread(plan, together, itemsize, bucket_bytes, in_blocks)
+        for copy, source, row, num_rows, unit, unit_bytes in zip(*(column.tolist() for column in spread), strict=True):
+            if (needed := _aligned(unit_bytes) + ALIGNMENT) > bucket_bytes:
+                unit_name = "a row of blocks" if in_blocks[copy] else "a row"
                 raise ValueError(
                     f"weight_sync.bucket_bytes = {bucket_bytes} is less than {unit_name} of {plan.names[plan.name[copy]]} "
-                    f"needs, {_aligned(row_bytes) + ALIGNMENT} bytes with its checksum; give it at least these"
+                    f"needs, {needed} bytes with its checksum; give it at least these"
                 )
             end = row + num_rows
             while row < end:
                 # A part ends with its checksum, which takes a line.
-                free = (bucket_bytes - used - (0 if source in present else ALIGNMENT)) // ALIGNMENT * ALIGNMENT
-                fits = min(end - row, free // row_bytes * unit)
+                check = 0 if source in present else ALIGNMENT
+                fits = min(end - row, (bucket_bytes - used - check) // ALIGNMENT * ALIGNMENT // unit_bytes * unit)
                 if fits <= 0:
                     bucket, used = bucket + 1, 0
                     present.clear()
                     continue
                 pieces.append((copy, row, fits, bucket))
-                size = block_bytes(fits, cols) if blocks else fits * row_bytes
-                used += _aligned(size) + (0 if source in present else ALIGNMENT)
+                used += _aligned(-(-fits // unit) * unit_bytes) + check
                 present.add(source)
                 row += fits
     table = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
@@ -289,21 +309,15 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def sync_stream(
-    shape: ModelShape,
-    plan: ReshardPlan,
-    worker: int,
-    by_layer: bool,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    quantization: str | None,
-) -> Stream:
-    """Return the stream to one of an engine's workers, the same for all engines; both ends compute it. With `by_layer` no
-    bucket holds pieces of two layers, so a rank can finish a layer for all workers before it begins the next."""
-    quantised = quantised_tensors(shape) if quantization == "fp8" else {}
+def sync_stream(shape: ModelShape, plan: ReshardPlan, worker: int, settings: SyncSettings) -> Stream:
+    """Return the stream to one of an engine's workers, the same for all engines; both ends compute it. By layer no bucket
+    holds pieces of two layers, so a rank can finish a layer for all workers before it begins the next. Mapped weights have
+    no buckets; then a piece is what a worker copies and hashes at a time."""
+    bucket_bytes = platform.piece_bytes if settings.transport == "mapped" else settings.bucket_bytes
+    quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
     copies = plan.to_destination(worker)
-    apart = layer_starts(plan, copies).tolist() if by_layer else ()
-    return Stream.of(plan, copies, dtype.itemsize, bucket_bytes, quantised, apart)
+    apart = layer_starts(plan, copies).tolist() if settings.by_layer else ()
+    return Stream.of(plan, copies, settings.dtype, bucket_bytes, quantised, apart)
 
 
 # (bucket, stream); a round has at most one bucket of each stream.

@@ -15,21 +15,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from megarl.data.sample import Completion, Sample
-from megarl.megatron.batch import Batch
-from megarl.megatron.role import Role, share_results
+from megarl.megatron.role import Role
+from megarl.megatron.scores import score_sequences
 from megarl.recipe import Recipe
 from megarl.recipe.weight_sync_section import CanarySection
-from megarl.schedule import Schedule, compare, plan_phase
 
-# Of the canary's tokens, and of the order in which the actor runs them.
-SEED = 0
+SEED = 0  # of the canary's tokens
 # Mean absolute differences between actor and engine, in nats, by the coarser precision of the two. Rounding always explains
 # a difference up to the first value, and never one above the second. Measured on CPUs with 135M weights: 1e-5 in fp32, 0.08
 # in bf16.
@@ -55,26 +51,6 @@ def canary_sequences(vocab: int, count: int, tokens: int) -> list[np.ndarray]:
     vocabulary at either end, where special tokens are."""
     drawn = np.random.default_rng(SEED).integers(vocab // 8, vocab - vocab // 8, (count, tokens))
     return list(drawn.astype(np.int32))
-
-
-def actor_scores(actor: Role, sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the actor's log-probabilities at temperature 1 of all tokens but the first, [sequences, tokens - 1], on every
-    rank. Each sequence is a micro-batch; some run again where the layout needs more. Collective."""
-    layout, length = actor.place.layout, len(sequences[0])
-    unit = layout.data * layout.micro_batch_step
-    count = -(-len(sequences) // unit) * unit
-    repeated, unread = [sequences[number % len(sequences)] for number in range(count)], np.zeros(length - 1, np.float32)
-    samples = {
-        number: Sample(number, tokens[:1], Completion(tokens[1:], unread, "length", np.zeros(len(unread), np.int64)))
-        for number, tokens in enumerate(repeated)
-    }
-    ones, completions = np.ones(count, int), np.full(count, length - 1)
-    batch = Batch(ones, completions, np.arange(count), np.zeros(count, np.float32), ones > 0, samples=samples)
-    (mini_batch,) = plan_phase(Schedule("weight_sync", sequences=1), [length] * count, layout, SEED).mini_batches
-    results, executed = actor.forward(batch, mini_batch, sampled=False)
-    compare(mini_batch, actor.place.data_rank, executed)
-    scores = share_results(results.get("logprobs", {}), mini_batch, batch, actor.place)
-    return torch.stack(scores[: len(sequences)]).numpy()
 
 
 class Canary:
@@ -111,7 +87,7 @@ class Canary:
     def score_actor(self, actor: Role, version: int) -> None:
         """Have the actor, which holds `version`, score the sequences. Collective."""
         begun, before = time.perf_counter(), self._actor
-        self._version, self._actor = version, actor_scores(actor, self.sequences)
+        self._version, self._actor = version, score_sequences(actor, self.sequences)
         self._moved = 0.0 if before is None else _distance(self._actor, before)
         self._actor_s = time.perf_counter() - begun
 

@@ -7,7 +7,6 @@ version or of another place do not pass. A checksum is no defence against chosen
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import xxhash
 
@@ -16,20 +15,14 @@ CHECKSUM_BYTES = 8
 CHUNK_WORDS = 1 << 19
 # The constants of splitmix64 (Steele, Lea and Flood 2014, fig. 16).
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def words_of(content: torch.Tensor) -> np.ndarray:
-    """View host memory as whole numbers for numpy, which has no bfloat16."""
-    return content.view(_WORDS[content.itemsize]).numpy()
 
 
 def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
     """Compute the checksum of a tensor of at most two dimensions, whatever its strides: int64 [], on the tensor's device.
     The host does not wait for the device."""
     if content.device.type == "cpu":
-        words = np.ascontiguousarray(words_of(content))
-        hashed = xxhash.xxh3_64_intdigest(words.data, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
+        memory = content.contiguous().view(torch.uint8).numpy().data  # numpy has no bfloat16
+        hashed = xxhash.xxh3_64_intdigest(memory, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
         return torch.tensor(_signed(hashed))
     return device_checksum(content, version, number)
 

@@ -3,8 +3,7 @@
 For differences each end keeps the bytes of the last version: a trainer rank the bytes of its parts, a worker the bytes of
 its stream. Only the changes of the next version travel. The worker applies them to its copy, and reads boxes and checksums
 as usual. Checksums cover the whole content, so a difference that is applied to other bytes never passes. A version without a
-base travels whole. A message is the checksum of its part and then a delta of the part's bytes; its memory has room for the
-longest message.
+base travels whole. A message is the checksum of its part and then a delta of the part's bytes.
 
 A cast to a shorter float needs no codec: `Tensor.copy_` does it.
 """
@@ -13,19 +12,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megarl.models.quantised_blocks import BLOCK, scale_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, Part, Stream
-from megarl.weight_sync.copies import Box
-from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.transport import NUM_BUCKETS
+from megarl.weight_sync.buckets import ALIGNMENT, FP8, LocalBox, Part, Stream
+from megarl.weight_sync.manifest import SyncError, WeightManifest
 
-FP8 = torch.float8_e4m3fn
 SCALES = "_scale_inv"  # suffix of the parameter with the scales of a weight in FP8 blocks
 _LARGEST = torch.finfo(FP8).max  # 448
 _SMALLEST = 1e-4  # a block's largest value counts as at least this, so that a block of zeros has a scale
@@ -52,28 +47,20 @@ def quantise_blocks(matrix: torch.Tensor) -> Blocks:
     return Blocks(weight.view_as(padded)[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2]))
 
 
-def write_blocks(blocks: Blocks, memory: torch.Tensor) -> None:
-    """Write blocks as they travel, uint8 [bytes]: the scales, then the elements."""
-    num_scales = blocks.weight_scale_inv.nbytes
-    memory[:num_scales].view(torch.float32).view_as(blocks.weight_scale_inv).copy_(blocks.weight_scale_inv)
-    memory[num_scales:].view(FP8).view_as(blocks.weight).copy_(blocks.weight)
-
-
-def read_blocks(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
-    """View what `write_blocks` wrote as the blocks of a matrix [rows, columns]."""
+def blocks_in(memory: torch.Tensor, rows: int, columns: int) -> Blocks:
+    """View memory, uint8 [bytes], as the blocks of a matrix [rows, columns] as they travel: scales, then elements."""
     scales = memory[: scale_bytes(rows, columns)]
     weight = memory[len(scales) :].view(FP8).view(rows, columns)
     return Blocks(weight, scales.view(torch.float32).view(-(-rows // BLOCK), -(-columns // BLOCK)))
 
 
-def scales_of(box: Box) -> Box:
+def scales_of(box: LocalBox) -> LocalBox:
     """Return the box of the scales that belong to a box of FP8 blocks."""
     rows, cols = -(-box.rows // BLOCK), -(-box.cols // BLOCK)
-    return Box(box.parameter + SCALES, box.row // BLOCK, box.col // BLOCK, rows, cols, torch.float32)
+    return LocalBox(box.parameter + SCALES, box.row // BLOCK, box.col // BLOCK, rows, cols, torch.float32)
 
 
-# A delta begins with: whether it is a difference, bytes of the content, bytes of the rest as it follows.
-_HEADER = struct.Struct("<BxxxxxxxQQ")
+_HEADER = struct.Struct("<BxxxxxxxQ")  # of a delta: whether it is a difference, and the bytes that follow
 HEADER_BYTES = _HEADER.size
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -90,24 +77,19 @@ def encode_delta(old: torch.Tensor | None, new: torch.Tensor, element_bytes: int
     did, deflated; both are uint8 [bytes] on a CPU. With `old` None the delta holds all of `new`, which counts as changed.
 
     Elements are compared and subtracted as whole numbers of `element_bytes` (1, 2 or 4), so every bit pattern comes back,
-    NaN too. An update moves a weight by few units in the last place, so the differences, least significant bytes first, are
-    small numbers and then zeros. Where the delta would be longer, the content itself travels, in `HEADER_BYTES` more.
-
-    Raises ValueError for contents of different sizes.
+    NaN too. Where the delta would be longer, the content itself travels, in `HEADER_BYTES` more.
     """
     after = new.numpy().view(_WORDS[element_bytes])
     is_difference, num_changed, rest = False, len(after), new.numpy()
     if old is not None:
         before = old.numpy().view(after.dtype)
-        if len(before) != len(after):
-            raise ValueError(f"a delta of {new.numel()} bytes needs as many old ones, not {old.numel()}")
         changed = before != after
         num_changed = int(changed.sum())
-        body = np.packbits(changed).tobytes() + _planes(before[changed], after[changed]).tobytes()
+        body = np.packbits(changed).tobytes() + (after[changed] - before[changed]).tobytes()  # modulo 2 ** bits
         shorter = np.frombuffer(zlib.compress(body, 1), np.uint8)
         if len(shorter) < new.numel():
             is_difference, rest = True, shorter
-    header = np.frombuffer(_HEADER.pack(is_difference, new.numel(), len(rest)), np.uint8)
+    header = np.frombuffer(_HEADER.pack(is_difference, len(rest)), np.uint8)
     return Delta(torch.from_numpy(np.concatenate([header, rest])), num_changed * element_bytes)
 
 
@@ -118,56 +100,24 @@ def decode_delta(payload: torch.Tensor, content: torch.Tensor, element_bytes: in
     content is not detected here but by the checksum of the result.
     """
     data = payload.numpy()
-    is_difference, num_bytes, length = _HEADER.unpack(data[:HEADER_BYTES].tobytes())
+    is_difference, length = _HEADER.unpack(data[:HEADER_BYTES].tobytes())
     body = data[HEADER_BYTES : HEADER_BYTES + length]
-    if num_bytes != content.numel() or len(body) != length or (not is_difference and length != num_bytes):
-        raise ValueError(f"no delta of {content.numel()} bytes: {len(body)} of {length} bytes for a content of {num_bytes}")
+    if len(body) != length or (not is_difference and length != content.numel()):
+        raise ValueError(f"no delta of {content.numel()} bytes: {len(body)} of {length} bytes")
     if not is_difference:
         content.copy_(torch.from_numpy(body))
         return
     words = content.numpy().view(_WORDS[element_bytes])
     num_flag_bytes = -(-len(words) // 8)
     try:
-        inflated = np.frombuffer(zlib.decompressobj().decompress(body.tobytes(), num_flag_bytes + num_bytes), np.uint8)
+        inflated = np.frombuffer(zlib.decompressobj().decompress(body.tobytes(), num_flag_bytes + content.numel()), np.uint8)
     except zlib.error as error:
         raise ValueError(f"a delta is torn: {error}") from error
     changed = np.unpackbits(inflated[:num_flag_bytes])[: len(words)].astype(bool)
-    planes = inflated[num_flag_bytes:]
-    if len(inflated) < num_flag_bytes or len(planes) != int(changed.sum()) * element_bytes:
-        raise ValueError(f"a delta is torn: {len(planes)} bytes for {int(changed.sum())} changed elements")
-    folded = np.zeros(len(planes) // element_bytes, words.dtype)  # the inverse of `_planes`
-    for place, plane in enumerate(planes.reshape(element_bytes, -1)):
-        folded |= plane.astype(words.dtype) << 8 * place
-    words[changed] += (folded >> 1) ^ (0 - (folded & 1))
-
-
-def _planes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the differences, with small differences of either sign as small numbers (0, -1, 1, -2, 2 … become 0, 1, 2, 3,
-    4 …) and the lowest bytes of all elements first: uint8 [bytes of an element, elements]."""
-    difference = after - before  # modulo 2 ** bits
-    negative = difference >> (8 * before.dtype.itemsize - 1)
-    folded = (difference << 1) ^ (0 - negative)
-    return np.stack([(folded >> 8 * place).astype(np.uint8) for place in range(before.dtype.itemsize)])
-
-
-class Bases:
-    """Rank 0's record of the version that both ends keep, to which a difference may be sent."""
-
-    def __init__(self) -> None:
-        self._sent: int | None = None  # the version that the trainer ranks keep
-        self._taken: dict[int, tuple[int, int]] = {}  # by engine: the version it received, and its starts then
-
-    def begin(self, attempt: int, engines: Sequence[int], starts: Sequence[int]) -> int | None:
-        """Return the version that every end of an attempt keeps, or None; `starts` counts how often each engine was started.
-        Until `finish` no version counts as kept. After a failed attempt a version travels whole."""
-        base, self._sent = self._sent, None
-        taken = {self._taken.pop(engine, (None, 0)) == (base, starts[engine]) for engine in engines}
-        return base if attempt == 1 and taken == {True} else None
-
-    def finish(self, version: int, received: Sequence[int], starts: Sequence[int]) -> None:
-        """Record that all ranks sent a version, and that the engines `received` took and verified it."""
-        self._sent = version
-        self._taken |= {engine: (version, starts[engine]) for engine in received}
+    differences = inflated[num_flag_bytes:]
+    if len(inflated) < num_flag_bytes or len(differences) != int(changed.sum()) * element_bytes:
+        raise ValueError(f"a delta is torn: {len(differences)} bytes for {int(changed.sum())} changed elements")
+    words[changed] += np.frombuffer(differences.tobytes(), words.dtype)
 
 
 class SentParts:
@@ -175,15 +125,12 @@ class SentParts:
 
     def __init__(self) -> None:
         self._contents: dict[tuple[int, int], torch.Tensor] = {}  # by stream and bucket
-        self._has_base, self._element_bytes = False, 1
-        self.changed_bytes = self.content_bytes = 0  # since `begin`
 
     def begin(self, manifest: WeightManifest) -> None:
-        self._has_base = manifest.base is not None
-        self._element_bytes = _element_bytes(manifest)
-        self.changed_bytes = self.content_bytes = 0
+        self._has_base, self._element_bytes = manifest.base is not None, _element_bytes(manifest)
+        self.changed_bytes = self.content_bytes = 0  # of this attempt
 
-    def message(self, stream: int, bucket: int, part: Part, content: torch.Tensor) -> torch.Tensor:
+    def message(self, bucket: int, stream: int, part: Part, content: torch.Tensor) -> torch.Tensor:
         """Return the message for a part's bytes, uint8 [bytes], and keep the bytes for the next version."""
         num_bytes = part.check - part.start
         new, key = content[:num_bytes], (stream, bucket)
@@ -200,10 +147,7 @@ class TakenParts:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.version: int | None = None  # of all contents
-        self._element_bytes = 1
         self._contents = [[torch.zeros(p.check - p.start, dtype=torch.uint8) for p in b] for b in stream.parts]
-        headers_bytes = HEADER_BYTES * max(map(len, stream.parts), default=0)
-        self._rooms = torch.zeros(NUM_BUCKETS, stream.capacity + headers_bytes, dtype=torch.uint8)
 
     def begin(self, manifest: WeightManifest) -> None:
         """Begin a version. Raises SyncError if it is a difference to another version than the kept one."""
@@ -217,8 +161,7 @@ class TakenParts:
 
     def room(self, bucket: int, number: int) -> torch.Tensor:
         """Return memory for the longest message of a part, by its number in the bucket."""
-        part, offset = self.stream.parts[bucket][number], number * HEADER_BYTES
-        return self._rooms[bucket % NUM_BUCKETS, part.start + offset : part.end + offset + HEADER_BYTES]
+        return torch.empty(self.stream.parts[bucket][number].size + HEADER_BYTES, dtype=torch.uint8)
 
     def put(self, message: torch.Tensor, bucket: int, number: int, memory: torch.Tensor) -> None:
         """Decode a message into the bucket's memory; `number` is the part's number in the bucket. Raises SyncError for a
@@ -234,4 +177,4 @@ class TakenParts:
 
 def _element_bytes(manifest: WeightManifest) -> int:
     """Return the bytes of an element on the wire; an element of an FP8 block has one."""
-    return 1 if manifest.quantization else DTYPES[manifest.precision].itemsize
+    return 1 if manifest.quantization else manifest.dtype.itemsize

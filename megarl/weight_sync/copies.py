@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from megarl.weight_sync.transport import NUM_BUCKETS
+from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox
 
 Result = TypeVar("Result")
 MOST_THREADS = 4  # more threads gain little, because they share the memory's bandwidth
@@ -26,32 +26,6 @@ HUGE_PAGE_BYTES = 2 << 20
 # Rows whose length is a multiple of SAME_PLACE_BYTES share few places of a CPU's nearest cache. The 64 rows that oneDNN
 # packs at a time then evict each other, and packing takes up to three times as long (bf16, 4096 columns, Zen 4).
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
-
-
-class Box(NamedTuple):
-    """A rectangle of a local parameter, `rows` x `cols` elements from (row, col) on, and the dtype of its elements."""
-
-    parameter: str
-    row: int
-    col: int
-    rows: int
-    cols: int
-    dtype: torch.dtype
-
-    @property
-    def owner(self) -> str:
-        """Return the module that has the parameter."""
-        return self.parameter.rpartition(".")[0]
-
-    def within(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the box's view of the whole parameter, [rows, columns]. Raises ValueError if the parameter is smaller."""
-        place = matrix[self.row : self.row + self.rows, self.col : self.col + self.cols]
-        if place.shape != (self.rows, self.cols):
-            raise ValueError(
-                f"a matrix of {tuple(matrix.shape)} ends before {self.row + self.rows} x {self.col + self.cols} of "
-                f"{self.parameter}"
-            )
-        return place
 
 
 class SpareMemory:
@@ -84,9 +58,6 @@ class SpareMemory:
         self._blocks = [block for block in self._blocks if _num_references(block) == 1]
         self._taken = 0
 
-    def clear(self) -> None:
-        self._blocks, self._taken = [], 0
-
 
 def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return fresh memory, uint8 [bytes]."""
@@ -118,7 +89,7 @@ class Works(NamedTuple):
 
 
 def divide(
-    boxes: Sequence[Box], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
+    boxes: Sequence[LocalBox], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
 ) -> Works:
     """Divide all boxes of a version into works: one for each module, but one for each box of a large module, which is
     written in place. `sizes` are [rows, columns] of every parameter."""

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from megarl.platform import GlooMessages, NcclMessages
 from megarl.platform import current as platform
 from megarl.platform.messages import deadline_passed, peer_lost
-from megarl.weight_sync.buckets import Part, Round, Stream
+from megarl.weight_sync.buckets import NUM_BUCKETS, Part, Round, Stream
 from megarl.weight_sync.codec import SentParts, TakenParts
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.transport import NUM_BUCKETS, RANK_WAITS
+from megarl.weight_sync.manifest import RANK_WAITS, SyncAborted, SyncError, SyncLate, SyncSettings, WeightManifest
 
 MessageGroup = GlooMessages | NcclMessages
 LAST_LOOK_S = 0.001  # a wait after the deadline still sees what is complete; gloo reads a timeout of 0 as none
@@ -52,7 +51,7 @@ def open_group(store: dist.TCPStore, manifest: WeightManifest, engine: int, memb
     if the others do not join in time."""
     ranks, workers, timeout_s = len(manifest.ranks_of(engine)), manifest.rollout.workers, manifest.timeout_s
     if member >= ranks:
-        store.set(_presence(manifest, engine, member - ranks), "")
+        store.add(_presence(manifest, engine), 1)
     waits = manifest.worker_waits if member >= ranks else 1
     # In two legs, and where memory is mapped, the messages of an engine's group are small: they stay in host memory.
     on_device = manifest.on_device and manifest.transport == "group" and not manifest.servers
@@ -72,31 +71,28 @@ def _join(
         raise SyncError(f"join: no group of {whose} within {limit}: {error}") from error
 
 
-def _presence(manifest: WeightManifest, engine: int, worker: int) -> str:
-    """Return the store's key for a worker that is about to join its engine's group."""
-    return f"here-{engine}-{manifest.groups[engine]}-{worker}"
+def _presence(manifest: WeightManifest, engine: int) -> str:
+    """Return the store's key for the number of workers that are about to join an engine's group."""
+    return f"here-{engine}-{manifest.groups[engine]}"
 
 
 def present_engines(store: dist.TCPStore, manifest: WeightManifest, engines: Collection[int]) -> list[int]:
     """Wait until all workers of these engines are about to join; return the engines whose workers came by the deadline. Only
     rank 0 looks: otherwise a rank might wait for an engine that another rank has given up."""
-    keys = {
-        engine: [_presence(manifest, engine, worker) for worker in range(manifest.rollout.workers)] for engine in engines
-    }
-    deadline = time.monotonic() + manifest.timeout_s
+    deadline, workers = time.monotonic() + manifest.timeout_s, manifest.rollout.workers
     while True:
-        present = [engine for engine, of_workers in keys.items() if store.check(of_workers)]
-        if len(present) == len(keys) or time.monotonic() > deadline:
+        present = [engine for engine in engines if store.add(_presence(manifest, engine), 0) == workers]
+        if len(present) == len(engines) or time.monotonic() > deadline:
             return present
         time.sleep(PRESENCE_LOOK_S)
 
 
 class Message(NamedTuple):
-    """A pending message, with its description."""
+    """A pending message, with its description; `engine` if it goes to an engine or comes from it."""
 
-    engine: int
     what: str
     work: Any
+    engine: int = -1
 
 
 class EngineGroups:
@@ -107,12 +103,12 @@ class EngineGroups:
         self._store, self._rank = store, rank
         self._groups: dict[int, tuple[int, MessageGroup]] = {}  # by engine, with the number in the manifest
         self._manifest: WeightManifest
-        self._deadline, self._is_late = 0.0, False  # whether an engine has reached the deadline
         self.lost: dict[int, str] = {}  # by engine, why
 
     def begin(self, manifest: WeightManifest, present: Collection[int]) -> None:
         """Begin an attempt, with one deadline for all engines: join the new groups of the engines that are `present`."""
         self._manifest, self.lost = manifest, {}
+        # Late is an attempt in which an engine has reached the deadline.
         self._deadline, self._is_late = time.monotonic() + manifest.timeout_s, False
         for engine in manifest.engines:
             ranks = manifest.ranks_of(engine)
@@ -142,7 +138,8 @@ class EngineGroups:
         if self.has(engine):
             with self._losing(engine, f"{what}: "):
                 start_message = getattr(self._groups[engine][1], call)
-                return Message(engine, what, start_message(content, len(self._manifest.ranks_of(engine)) + worker))
+                work = start_message(content, len(self._manifest.ranks_of(engine)) + worker)
+                return Message(what, work, engine)
         return None
 
     @contextmanager
@@ -199,10 +196,10 @@ class Inbox:
     """The two buckets in which the parts of one stream arrive, uint8 [2, capacity]. With `parts` messages are differences,
     which are added to the bytes of the version before."""
 
-    def __init__(self, stream: Stream, memory: torch.Tensor, parts: TakenParts | None) -> None:
-        self.stream, self.parts = stream, parts
-        self.memory = memory
-        self._posted: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}  # by bucket: source rank, memory, work
+    def __init__(self, stream: Stream, memory: torch.Tensor, settings: SyncSettings) -> None:
+        self.stream, self.memory = stream, memory
+        self.parts = TakenParts(stream) if settings.wire == "delta" else None
+        self._posted: dict[int, list[tuple[int, torch.Tensor, Message]]] = {}  # by bucket: number and memory of each part
 
     def begin(self, manifest: WeightManifest) -> None:
         self._posted = {}
@@ -223,17 +220,16 @@ class Inbox:
         works = self._posted[bucket] = []
         for number, part in enumerate(self.stream.parts[bucket]):
             if part.source_rank != local_rank:
-                room, what = self.room(bucket, number), f"bucket {bucket} from trainer rank {part.source_rank}"
+                what = f"bucket {bucket} of {self.stream.num_buckets} from trainer rank {part.source_rank}"
+                room = self.room(bucket, number)
                 works.append((number, room, start(group.receive, room, part.source_rank, what)))
 
     def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
         """Wait for a bucket that was posted; return its memory. Raises SyncLate or SyncAborted naming the rank, SyncError
         for a message that does not fit."""
-        for number, message, work in self._posted.pop(bucket):
-            source_rank = self.stream.parts[bucket][number].source_rank
-            what = f"bucket {bucket} of {self.stream.num_buckets} from trainer rank {source_rank}"
-            finish(group, work, deadline, what)
-            self.arrive(bucket, number, message)
+        for number, room, message in self._posted.pop(bucket):
+            finish(group, message, deadline)
+            self.arrive(bucket, number, room)
         return self.bucket(bucket)
 
     def arrive(self, bucket: int, number: int, message: torch.Tensor) -> None:
@@ -242,32 +238,32 @@ class Inbox:
             self.parts.put(message, bucket, number, self.bucket(bucket))
 
 
-def start(call: Callable[[torch.Tensor, int], Any], content: torch.Tensor, member: int, what: str) -> Any:
+def start(call: Callable[[torch.Tensor, int], Any], content: torch.Tensor, member: int, what: str) -> Message:
     """Start a message to or from a trainer rank; `call` is `send` or `receive` of a group. Raises SyncAborted where the rank
     has left the group."""
     try:
-        return call(content, member)
+        return Message(what, call(content, member))
     except RuntimeError as error:
         raise SyncAborted(f"{what}: it left the group, as after a failure ({error})") from None
 
 
-def finish(group: MessageGroup, work: Any, deadline: float, what: str) -> None:
+def finish(group: MessageGroup, message: Message, deadline: float) -> None:
     """Wait for a message of a trainer rank until the deadline on the monotonic clock. Raises SyncLate, or SyncAborted where
     the rank has left the group."""
     try:
-        group.finish(work, max(LAST_LOOK_S, deadline - time.monotonic()))
+        group.finish(message.work, max(LAST_LOOK_S, deadline - time.monotonic()))
     except RuntimeError as error:
         if peer_lost(error):
-            raise SyncAborted(f"{what}: it left the group, as after a failure ({error})") from None
-        raise SyncLate(f"{what} did not come by the deadline of the sync ({error})") from None
+            raise SyncAborted(f"{message.what}: it left the group, as after a failure ({error})") from None
+        raise SyncLate(f"{message.what} did not come by the deadline of the sync ({error})") from None
 
 
 class HandOver(Inbox):
     """The buckets of one worker that a trainer rank serves, which the worker maps by their `handle`."""
 
-    def __init__(self, stream: Stream, on_device: bool, has_base: bool) -> None:
-        memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, on_device)
-        super().__init__(stream, memory.view(NUM_BUCKETS, -1), TakenParts(stream) if has_base else None)
+    def __init__(self, stream: Stream, settings: SyncSettings) -> None:
+        memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, settings.on_device)
+        super().__init__(stream, memory.view(NUM_BUCKETS, -1), settings)
 
     def begin(self, manifest: WeightManifest) -> None:
         super().begin(manifest)
@@ -294,26 +290,20 @@ class BucketSender:
         rank: int,
         groups: EngineGroups,
         store: dist.TCPStore,
-        parts: SentParts | None,
-        manifest: WeightManifest,
+        settings: SyncSettings,
     ) -> None:
-        """`manifest` says for all versions where buckets lie, and which worker takes which stream. With `parts` messages are
-        differences."""
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
-        self._manifest, self._parts = manifest, parts
+        self._parts = SentParts() if settings.wire == "delta" else None
         self.buckets = bucket_memory(
-            max(sum(part.size for _, _, part in self._own(one)) for one in rounds), manifest.on_device
+            max(sum(part.size for _, _, part in self._own(one)) for one in rounds), settings.on_device
         )
         self._under_way: list[tuple[Round, list[Message]]] = []  # rounds that started and are not done
-        self._turn = 0
-        self._deadline = 0.0
         self._ranks: MessageGroup | None = None  # the group of the trainer ranks, for two legs
         self.served: dict[tuple[int, int], HandOver] = {}  # by engine and worker
-        for engine, servers in enumerate(manifest.servers):
+        for engine, servers in enumerate(settings.servers):
             for worker, server in enumerate(servers):
                 if server == rank:
-                    self.served[engine, worker] = HandOver(streams[worker], manifest.on_device, parts is not None)
-        self.sent_bytes = 0
+                    self.served[engine, worker] = HandOver(streams[worker], settings)
 
     @property
     def changed(self) -> tuple[int, int]:
@@ -353,12 +343,10 @@ class BucketSender:
     def send(self, entries: Round, written: Sequence[Written]) -> None:
         """Start a round: send this rank's parts, which were written to their `room`, to all engines, and receive for the
         workers that this rank serves."""
-        contents = [
-            one.content if self._parts is None else self._parts.message(one.stream, one.bucket, one.part, one.content)
-            for one in written
-        ]
-        send = self._send_in_two_legs if self._manifest.servers else self._send_to_workers
-        self._under_way.append((entries, send(entries, written, contents)))
+        if self._parts is not None:
+            written = [one._replace(content=self._parts.message(*one)) for one in written]
+        messages = self._send_in_two_legs(entries, written) if self._manifest.servers else self._send_to_workers(written)
+        self._under_way.append((entries, messages))
 
     def finish(self) -> None:
         """Wait for everything that was started, and hand over the last buckets. Raises SyncError for a rank that is late."""
@@ -381,13 +369,11 @@ class BucketSender:
         parts = [(bucket, number, self._streams[number].part(bucket, self._rank)) for bucket, number in entries]
         return [(bucket, number, part) for bucket, number, part in parts if part is not None]
 
-    def _send_to_workers(
-        self, entries: Round, written: Sequence[Written], contents: Sequence[torch.Tensor]
-    ) -> list[Message]:
+    def _send_to_workers(self, written: Sequence[Written]) -> list[Message]:
         messages = []
         for engine in self._manifest.engines:
             with self._groups.together(engine):
-                for (bucket, worker, _, _), content in zip(written, contents, strict=True):
+                for bucket, worker, _, content in written:
                     what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
                     message = self._groups.send(engine, worker, content, what)
                     if message is not None:
@@ -395,9 +381,7 @@ class BucketSender:
                         self.sent_bytes += len(content)
         return messages
 
-    def _send_in_two_legs(
-        self, entries: Round, written: Sequence[Written], contents: Sequence[torch.Tensor]
-    ) -> list[Message]:
+    def _send_in_two_legs(self, entries: Round, written: Sequence[Written]) -> list[Message]:
         ranks, manifest, messages = self._ranks, self._manifest, []
         assert ranks is not None, "two legs have a group of the ranks"
         receiving = self._receiving(entries)
@@ -407,7 +391,7 @@ class BucketSender:
         with ranks.together():
             for bucket, _, hand_over in receiving:
                 hand_over.post(bucket, ranks, self._rank)
-            for (bucket, worker, part, _), content in zip(written, contents, strict=True):
+            for bucket, worker, part, content in written:
                 for engine in manifest.engines:
                     server = manifest.servers[engine][worker]
                     if server == self._rank:
@@ -418,7 +402,7 @@ class BucketSender:
                         inbox.arrive(bucket, number, room)
                         continue
                     what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
-                    messages.append(Message(engine, what, start(ranks.send, content, server, what)))
+                    messages.append(start(ranks.send, content, server, what))
                     self.sent_bytes += len(content)
         return messages
 
@@ -439,7 +423,7 @@ class BucketSender:
                 what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
                 hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
         for message in messages:
-            finish(self._ranks, message.work, self._deadline, message.what)
+            finish(self._ranks, message, self._deadline)
 
     def _receiving(self, entries: Round) -> list[tuple[int, tuple[int, int], HandOver]]:
         """Return the buckets of a round that this rank receives, with engine and worker."""

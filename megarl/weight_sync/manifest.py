@@ -1,4 +1,4 @@
-"""The manifest of a weight version, which tells a rollout engine all that it must know to take it; the errors of a sync."""
+"""How weights travel; the manifest of a version, which tells an engine all that it must know to take it; a sync's errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from megarl.models.layout import Layout, RolloutLayout
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
+# How many times `weight_sync.timeout_s` each end waits, counted from the begin of an attempt. An end must wait longer for a
+# process that may itself be waiting. Otherwise both give up at the same time, and the error names the wrong process.
+RANK_WAITS = 2  # a trainer rank for another rank, in two legs; for an engine it waits once
+REPORT_WAITS = 4  # rank 0 at most for an engine's report (`WeightManifest.report_waits`)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SyncError(RuntimeError):
@@ -59,43 +63,66 @@ def digest_of(version: int, files: Mapping[str, bytes]) -> str:
 
 
 @dataclass(frozen=True)
-class WeightManifest:
+class SyncSettings:
+    """How weights travel to at most `num_engines` engines, each sharded as `rollout` says and computing in `precision`.
+
+    With `transport` "mapped" the workers read the parameters of the trainer ranks; it may become "group" where shared memory
+    is too small, unless it `is_final`. With "group" buckets travel, and `on_device` says that they lie in the memory of
+    devices. `servers` are, by engine and worker, the trainer ranks that receive for the worker and hand the buckets over;
+    without servers a worker receives from all ranks. With `wire` "delta" messages are differences to an older version. With
+    `quantization` "fp8" linear weights travel as FP8 blocks.
+    """
+
+    precision: str
+    rollout: RolloutLayout
+    num_engines: int
+    bucket_bytes: int
+    timeout_s: float
+    mode: str = "reshard"  # or "checkpoint"
+    transport: str = "mapped"  # or "group"
+    is_final: bool = True
+    on_device: bool = False
+    servers: tuple[tuple[int, ...], ...] = ()
+    host: str = "127.0.0.1"  # of rank 0, as engines reach it
+    wire: str = "full"  # or "delta", with transport "group"
+    quantization: str | None = None  # or "fp8", with mode "reshard" and transport "group"
+    merges: bool = False  # adapters are merged into weights while these are sent
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype to which weights are cast."""
+        return DTYPES[self.precision]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Return what decides, with the plan, into which pieces the weights are cut."""
+        return self.by_layer, self.precision, self.transport, self.bucket_bytes, self.quantization
+
+    @property
+    def by_layer(self) -> bool:
+        """Return whether all workers take the first layer, then the second."""
+        return self.merges or self.mode == "checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightManifest(SyncSettings):
     """Describes one version to the engines; plain types, so that it travels as JSON.
 
-    `attempt` counts from 1 how often this version was sent. `engines` take part,
-    each sharded as `rollout` says; `mode` is the recipe's. `precision` is the engine's; with `quantization` "fp8" linear
-    weights travel as FP8 blocks.
-
-    Each engine has a process group with the trainer ranks, over the store at `store` (host and port); by engine number,
-    `groups` changes when the group must be made anew. With `transport` "mapped" the workers read the parameters of the
-    trainer ranks at `addresses`, by rank. With "group" buckets travel, and `on_device` says that they lie in the memory of
-    devices. `servers` are, by engine and worker, the trainer ranks that receive for the worker and hand the buckets over;
-    without servers a worker receives from all ranks.
-
-    With `wire` "delta" messages are differences to version `base`, which every receiver has; without a base they are whole.
-    `by_layer` all workers take the first layer, then the second.
+    `attempt` counts from 1 how often this version was sent, to the given `engines`. Each engine has a process group with the
+    trainer ranks, over the store at `port` of `host`; by engine number, `groups` changes when the group must be made anew.
+    `addresses` are, by rank, those of mapped parameters, or those of the servers' buckets by engine and worker. With `wire`
+    "delta" messages are differences to version `base`, which every receiver has; without a base they are whole.
     """
 
     version: int
     attempt: int
     plan_hash: str
     layout: Layout
-    rollout: RolloutLayout
-    mode: str
-    precision: str
-    bucket_bytes: int
-    timeout_s: float
     engines: tuple[int, ...]
-    transport: str
-    on_device: bool
-    store: tuple[str, int]
+    port: int
     groups: tuple[int, ...]
-    wire: str = "full"
     base: int | None = None
-    quantization: str | None = None
-    by_layer: bool = False
     addresses: tuple[str, ...] = ()
-    servers: tuple[tuple[int, ...], ...] = ()
 
     def ranks_of(self, engine: int) -> Sequence[int]:
         """Return the trainer ranks in an engine's group: in two legs those that serve its workers, otherwise all."""
@@ -118,11 +145,7 @@ class WeightManifest:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> WeightManifest:
         """Build a manifest from `as_dict`, also after JSON or msgpack, which turn tuples into lists."""
-        values = _tuples(values)
-        return cls(**values | {"layout": Layout(**values["layout"]), "rollout": RolloutLayout(**values["rollout"])})
+        return _MANIFESTS.validate_python(values)
 
 
-def _tuples(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _tuples(value) for key, value in values.items()}
-    return tuple(map(_tuples, values)) if isinstance(values, list) else values
+_MANIFESTS = TypeAdapter(WeightManifest)

@@ -20,16 +20,9 @@ from megarl.platform import current as platform
 from megarl.platform.device_memory import SHARED_MEMORY
 from megarl.weight_sync.buckets import Piece
 from megarl.weight_sync.checks import checksum
-from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
+from megarl.weight_sync.manifest import SyncError
 
 FILES_SHARE = 4  # parameters may take a quarter of the files that a process may open
-
-
-def form_of(manifest: WeightManifest) -> tuple[bool, torch.dtype, int, str | None]:
-    """Return the arguments of `sync_stream` that say in which form the weights travel. Mapped weights have no buckets; the
-    number of bytes is then what a worker copies and hashes at a time."""
-    bucket_bytes = platform.piece_bytes if manifest.transport == "mapped" else manifest.bucket_bytes
-    return manifest.by_layer, DTYPES[manifest.precision], bucket_bytes, manifest.quantization
 
 
 class Needs(NamedTuple):
@@ -60,7 +53,7 @@ def obstacle_of(needs: Sequence[Needs]) -> str | None:
 
 
 def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
-    """Make these parameters mappable; return the address for `Mapped`.
+    """Make these parameters mappable; return the address for `map_parameters`.
 
     Storages move into shared memory one after another, and each exists twice while it moves. So the first sync needs room
     for the largest storage besides the weights: for all weights of the rank where megatron-core keeps them in one buffer.
@@ -70,56 +63,38 @@ def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
     handles = [platform.share_storage(storage) for storage in storages.values()]
     places = {}
     for name in names:
-        matrix = _matrix(parameters[name])
+        matrix = parameters[name].view(parameters[name].shape[0], -1)  # a vector is one column
         number, dtype = numbers[matrix.untyped_storage()._cdata], str(matrix.dtype).removeprefix("torch.")
-        places[name] = (number, dtype, matrix.storage_offset(), matrix.stride())
+        places[name] = (number, dtype, matrix.storage_offset(), matrix.shape, matrix.stride())
     return json.dumps({"handles": handles, "places": places})
 
 
-class Mapped:
-    """A trainer rank's parameters, mapped into this process."""
-
-    def __init__(self, address: str, rank: int) -> None:
-        """`address` is the result of `share` on that rank. Raises SyncError where the parameters cannot be reached."""
-        values = json.loads(address)
-        try:
-            memories = [platform.reach_bytes(handle) for handle in values["handles"]]
-        except RuntimeError as error:
-            raise SyncError(
-                f"no way to the weights of trainer rank {rank}: {error}; the rank is gone, or engines and trainer do not "
-                "see each other's processes (separate containers), and then they need weight_sync.transport = group"
-            ) from error
-        self._matrices = {}
-        for name, (number, dtype, offset, stride) in values["places"].items():
-            self._matrices[name] = (memories[number].view(getattr(torch, dtype)), offset, stride)
-
-    def box(self, piece: Piece) -> torch.Tensor:
-        """Return a piece of a local parameter, [rows, cols]."""
-        memory, offset, (row_stride, col_stride) = self._matrices[piece.parameter]
+def map_parameters(address: str, rank: int) -> dict[str, torch.Tensor]:
+    """Map the parameters of a trainer rank into this process, as matrices; `address` is the result of `share` on that rank.
+    Raises SyncError where they cannot be reached."""
+    values = json.loads(address)
+    try:
+        memories = [platform.reach_bytes(handle) for handle in values["handles"]]
+    except RuntimeError as error:
+        raise SyncError(
+            f"no way to the weights of trainer rank {rank}: {error}; the rank is gone, or engines and trainer do not "
+            "see each other's processes (separate containers), and then they need weight_sync.transport = group"
+        ) from error
+    matrices = {}
+    for name, (number, dtype, offset, size, stride) in values["places"].items():
+        memory = memories[number].view(getattr(torch, dtype))
         # An offset of `as_strided` counts from the begin of the storage: of the whole allocation that was mapped.
-        start = memory.storage_offset() + offset + piece.row * row_stride + piece.col * col_stride
-        return memory.as_strided((piece.rows, piece.cols), (row_stride, col_stride), start)
+        matrices[name] = memory.as_strided(size, stride, memory.storage_offset() + offset)
+    return matrices
 
 
-def box_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece of a parameter of this rank, [rows, cols]."""
-    return _matrix(parameter)[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
-
-
-def local_checksums(
-    parameters: Mapping[str, torch.Tensor], pieces: Sequence[Piece], dtype: torch.dtype, version: int
-) -> torch.Tensor:
-    """Return the checksums of pieces that were cast to `dtype`, as workers hold them: int64 [pieces], in host memory."""
-    boxes = (box_of(parameters[piece.parameter], piece).to(dtype) for piece in pieces)
-    sums = [checksum(box, version, piece.number) for box, piece in zip(boxes, pieces, strict=True)]
+def local_checksums(parameters: Mapping[str, torch.Tensor], pieces: Sequence[Piece], version: int) -> torch.Tensor:
+    """Return the checksums of pieces in their dtype, as workers hold them: int64 [pieces], in host memory."""
+    boxes = (box.within(parameters[box.parameter]).to(box.dtype) for _, box, *_ in pieces)
+    sums = [checksum(content, version, piece.number) for content, piece in zip(boxes, pieces, strict=True)]
     return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def _storages(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[int, torch.UntypedStorage]:
     storages = (parameters[name].untyped_storage() for name in names)
     return {storage._cdata: storage for storage in storages}
-
-
-def _matrix(parameter: torch.Tensor) -> torch.Tensor:
-    """View a parameter as a matrix; a vector is one column."""
-    return parameter.detach().view(parameter.shape[0], -1)

@@ -16,11 +16,11 @@ from itertools import pairwise
 import numpy as np
 
 from megarl.models import ModelShape, Weight
-from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.layout import Box, Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
 from megarl.models.weight_table import head
-from megarl.weight_sync.boxes import Boxes, megatron_boxes, vllm_boxes
+from megarl.weight_sync.boxes import Boxes, megatron_columns, vllm_columns
 
 # Compare this many pairs of boxes at once, so that the comparison for a large model stays within a few hundred MB.
 _PAIRS = 1 << 21
@@ -57,7 +57,7 @@ class ReshardPlan:
 
     Copy i takes `rows[i]` x `cols[i]` elements at (source_row, source_col) of `source_parameter` on
     `source_rank` to (destination_row, destination_col) of `destination_parameter` on `destination_rank`.
-    Copies to one destination rank stand in the order of its segments.
+    Copies to one destination rank stand in the order of its boxes.
     """
 
     names: tuple[str, ...]
@@ -108,7 +108,7 @@ class ReshardPlan:
         )
 
 
-def plan_reshard(sources: Boxes | Iterable[Segment], destinations: Boxes | Iterable[Segment]) -> ReshardPlan:
+def plan_reshard(sources: Boxes | Iterable[Box], destinations: Boxes | Iterable[Box]) -> ReshardPlan:
     """Cover every destination box exactly once from source boxes. Deterministic.
 
     Equal source boxes of several ranks are replicas (data parallelism, norms under tensor parallelism): the replica with the
@@ -132,7 +132,7 @@ def plan_reshard(sources: Boxes | Iterable[Segment], destinations: Boxes | Itera
     for left, right, (row0, row1, col0, col1) in _pairs(sources, distinct, sources, distinct, sources.name[distinct]):
         overlap = np.flatnonzero((row0 < row1) & (col0 < col1) & (left != right))
         if len(overlap):
-            a, b = (sources.segment(int(distinct[side[overlap[0]]])) for side in (left, right))
+            a, b = (sources.box(int(distinct[side[overlap[0]]])) for side in (left, right))
             raise ValueError(f"reshard plan: source boxes overlap: {a} and {b}")
     receiver, group, row0, row1, col0, col1 = _rectangles(sources, distinct, destinations)
     sender = _choose_senders(sources.rank, replicas, starts, group, (row1 - row0) * (col1 - col0))
@@ -149,8 +149,6 @@ def plan_reshard(sources: Boxes | Iterable[Segment], destinations: Boxes | Itera
         row1 - row0,
         col1 - col0,
     )
-    for column in columns:
-        column.setflags(write=False)
     return ReshardPlan(sources.names, sources.parameters, destinations.parameters, *columns)
 
 
@@ -171,7 +169,7 @@ def _rectangles(sources: Boxes, distinct: np.ndarray, destinations: Boxes) -> li
     missing = destinations.sizes - covered
     if missing.any():
         box = int(np.flatnonzero(missing)[0])
-        raise ValueError(f"reshard plan: {missing[box]} elements of {destinations.segment(box)} are held by no source")
+        raise ValueError(f"reshard plan: {missing[box]} elements of {destinations.box(box)} are held by no source")
     return [destination, group, row0, row1, col0, col1]
 
 
@@ -199,43 +197,28 @@ def _choose_senders(
 
 # The ends of a sync that share a process share the plan; the second entry serves tests and benchmarks that compare two.
 @lru_cache(maxsize=2)
-def engine_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
-    """Plan the sync to an engine; all engines have the same plan, and trainer ranks and workers compute the same.
+def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str = "reshard") -> ReshardPlan:
+    """Plan the sync to an engine; all engines have the same plan. Both ends compute it and compare `plan.hash`.
+
+    In mode "checkpoint" every worker gets all of every tensor, in a parameter of the checkpoint's own name. That needs no
+    table of vLLM's parameters, and moves the whole model to each worker.
 
     Tensors that no update moves are left out, and so is what no engine has: a critic's value head, and layers for
     multi-token prediction, which are in no weight table. Raises ValueError for a rollout layout that does not cut the model.
     """
-    return plan_reshard(_sent_boxes(shape, layout), vllm_boxes(shape, rollout, lambda weight: not weight.fixed))
-
-
-def checkpoint_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout) -> ReshardPlan:
-    """Plan checkpoint mode: every worker gets all of every tensor, in a parameter of the checkpoint's own name.
-
-    It needs no table of vLLM's parameters, and moves the whole model to each worker.
-    """
-    fixed = fixed_tensors(shape)
-    wholes = [
-        Segment(name, 0, rows, 0, columns, worker, name, 0, 0)
-        for worker in range(rollout.workers)
-        for name, (rows, columns) in checkpoint_sizes(shape).items()
-        if name not in fixed
-    ]
-    return plan_reshard(_sent_boxes(shape, layout), wholes)
-
-
-def _sent_boxes(shape: ModelShape, layout: Layout) -> Boxes:
-    """Return the boxes that trainer ranks may send, without tensors that no update moves. With pipeline stages the last
-    stage has a copy of a tied embedding; only the first stage sends it."""
 
     def is_sent(weight: Weight) -> bool:
+        """With pipeline stages the last stage has a copy of a tied embedding; only the first stage sends it."""
         copied = shape.tied and weight.megatron.parameter == head(shape).megatron.parameter
         return not weight.fixed and not copied
 
-    return megatron_boxes(shape, layout, is_sent)
-
-
-def sync_plan(shape: ModelShape, layout: Layout, rollout: RolloutLayout, mode: str) -> ReshardPlan:
-    """Return the plan of a sync in a mode; both ends compute it and compare `plan.hash`."""
-    if mode == "checkpoint":
-        return checkpoint_plan(shape, layout, rollout)
-    return engine_plan(shape, layout, rollout)
+    sources = megatron_columns(shape, layout, is_sent)
+    if mode == "reshard":
+        return plan_reshard(sources, vllm_columns(shape, rollout, lambda weight: not weight.fixed))
+    sent = {name: size for name, size in checkpoint_sizes(shape).items() if name not in fixed_tensors(shape)}
+    wholes = [
+        Box(name, 0, rows, 0, columns, worker, name, 0, 0)
+        for worker in range(rollout.workers)
+        for name, (rows, columns) in sent.items()
+    ]
+    return plan_reshard(sources, wholes)

@@ -6,9 +6,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -16,43 +16,24 @@ import torch
 import torch.distributed as dist
 
 from megarl.models import ModelShape
-from megarl.models.layout import Layout, RolloutLayout
+from megarl.models.layout import Layout
 from megarl.models.megatron_weights import parameter_sizes
 from megarl.models.quantised_blocks import quantised_tensors
 from megarl.models.vllm_weights import has_weight_map
 from megarl.platform import current as device
 from megarl.telemetry.clock import span
 from megarl.weight_sync.boxes import shard_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, sync_rounds, sync_stream
+from megarl.weight_sync.buckets import ALIGNMENT, LocalBox, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum
-from megarl.weight_sync.codec import Bases, SentParts, quantise_blocks, write_blocks
-from megarl.weight_sync.group import BucketSender, EngineGroups, Message, open_store, present_engines
-from megarl.weight_sync.manifest import PRECISIONS, SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.mapped import Needs, box_of, form_of, local_checksums, needs_of, obstacle_of, share
+from megarl.weight_sync.codec import blocks_in, quantise_blocks
+from megarl.weight_sync.group import BucketSender, EngineGroups, open_store, present_engines
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, SyncSettings, WeightManifest
+from megarl.weight_sync.mapped import Needs, local_checksums, needs_of, obstacle_of, share
 from megarl.weight_sync.plan import sync_plan
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class SyncSettings:
-    """How weights travel to at most `num_engines` engines, in `dtype`."""
-
-    dtype: torch.dtype
-    rollout: RolloutLayout
-    num_engines: int
-    bucket_bytes: int
-    timeout_s: float
-    mode: str = "reshard"
-    transport: str = "mapped"  # or "group"
-    is_final: bool = True  # whether "mapped" may become "group" where shared memory is too small
-    on_device: bool = False  # whether buckets lie in the memory of devices
-    servers: tuple[tuple[int, ...], ...] = ()  # as in `WeightManifest`
-    host: str = "127.0.0.1"  # of rank 0, as engines reach it
-    wire: str = "full"  # or "delta", with transport "group"
-    quantization: str | None = None  # or "fp8", with mode "reshard" and transport "group"
-    merges: bool = False  # adapters are merged into weights while these are sent; then weights go by layer
+Manifest = TypeVar("Manifest", contravariant=True)
 
 
 class Sent(NamedTuple):
@@ -66,7 +47,7 @@ class Sent(NamedTuple):
     content_bytes: int = 0
 
 
-class Engines(Protocol):
+class Engines(Protocol[Manifest]):
     """The engines, seen from rank 0."""
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
@@ -76,7 +57,7 @@ class Engines(Protocol):
         """Pause some engines for a version, unless they were asked already, and wait. Return for all engines how often each
         was started."""
 
-    def begin(self, manifest: WeightManifest) -> None:
+    def begin(self, manifest: Manifest) -> None:
         """Have the manifest's engines start to receive; does not wait."""
 
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
@@ -95,30 +76,25 @@ class WeightSync:
     ) -> None:
         """`rank` is the trainer rank; `group` a gloo group of all ranks, None for a single rank.
 
-        Weights are cast to the settings' dtype. Raises SyncError where ranks computed different plans, ValueError where a
-        bucket is too small.
+        Raises SyncError where ranks computed different plans, ValueError where a bucket is too small.
         """
-        if (group is None) != (layout.ranks == 1):
-            raise ValueError(f"a layout of {layout.ranks} ranks needs a group of as many")
-        if settings.dtype not in PRECISIONS:
-            raise ValueError(f"weight sync in {settings.dtype} is not supported; one of {list(PRECISIONS.values())} is")
         self._shape, self._layout, self._rank, self._group, self._settings = shape, layout, rank, group, settings
         self._plan = plan = sync_plan(shape, layout, settings.rollout, settings.mode)
         self._names = set(parameter_sizes(shape, layout, rank))
         # Bytes of one engine; None if no table lists what its workers hold.
         element_bytes, quantised = settings.dtype.itemsize, quantised_tensors(shape) if settings.quantization else {}
         self._shard_bytes = shard_bytes(shape, settings.rollout, element_bytes, quantised) if has_weight_map(shape) else None
-        self._engines: Engines | None = None
-        self._begun = 0.0
-        self._num_groups = 0  # of all engines, so far
+        self._group_numbers = count(1)  # of all engines
         self._starts, self._groups_of = [0] * settings.num_engines, [0] * settings.num_engines
-        self._bases = Bases()
+        # For `wire: delta`: the version whose bytes all ranks keep, and the version that each engine keeps.
+        self._base: int | None = None
+        self._kept: dict[int, int] = {}
         self._sender: BucketSender | None = None
         store = open_store(settings.host, 0, settings.timeout_s, owner=True) if rank == 0 else None
         hashes, ports = zip(*self._gather((plan.hash, store.port if store else 0)), strict=True)
         if (other := next((rank for rank, value in enumerate(hashes) if value != hashes[0]), None)) is not None:
             raise SyncError(f"weight_sync: rank {other} computed another reshard plan than rank 0")
-        self._store_address = settings.host, ports[0]
+        self._port = ports[0]
         self._store = store or open_store(settings.host, ports[0], settings.timeout_s, owner=False)
         self._groups = EngineGroups(self._store, rank)
         self._prepare()
@@ -127,7 +103,7 @@ class WeightSync:
         self,
         version: int,
         parameters: Mapping[str, torch.Tensor],
-        engines: Engines | None = None,
+        engines: Engines[WeightManifest] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Send a version to all engines, or to the `chosen` engines of rank 0; return the `sync/...` metrics on every rank.
@@ -176,21 +152,20 @@ class WeightSync:
     def _prepare(self) -> None:
         """Cut what this rank sends into pieces, and make buckets for them unless they are mapped. Collective."""
         self._addresses: tuple[str, ...] = ()
-        settings, example = self._settings, self._manifest(0, 0, ())
+        settings = self._settings
         workers = range(settings.rollout.workers)
-        self._streams = [sync_stream(self._shape, self._plan, worker, *form_of(example)) for worker in workers]
+        self._streams = [sync_stream(self._shape, self._plan, worker, settings) for worker in workers]
         # By worker.
         self._pieces = [s.at_source(self._plan, np.flatnonzero(s.source == self._rank)) for s in self._streams]
-        # Where they are mapped, this rank's parameters that some worker needs, and the rows and columns that it needs.
+        # Where they are mapped, the rows and columns of this rank's parameters that workers need.
         self._mapped: dict[str, tuple[int, int]] = {}
         if settings.transport == "mapped":
-            for piece in chain.from_iterable(self._pieces):
-                rows, cols = self._mapped.get(piece.parameter, (0, 0))
-                self._mapped[piece.parameter] = max(rows, piece.row + piece.rows), max(cols, piece.col + piece.cols)
+            for _, box, *_ in chain.from_iterable(self._pieces):
+                rows, cols = self._mapped.get(box.parameter, (0, 0))
+                self._mapped[box.parameter] = max(rows, box.row + box.rows), max(cols, box.col + box.cols)
             return
-        self._rounds = sync_rounds(self._plan, self._streams, example.by_layer)
-        parts = SentParts() if settings.wire == "delta" else None
-        self._sender = BucketSender(self._streams, self._rounds, self._rank, self._groups, self._store, parts, example)
+        self._rounds = sync_rounds(self._plan, self._streams, settings.by_layer)
+        self._sender = BucketSender(self._streams, self._rounds, self._rank, self._groups, self._store, settings)
         handles = {place: hand_over.handle for place, hand_over in self._sender.served.items()}
         everywhere = {place: handle for of_rank in self._gather(handles) for place, handle in of_rank.items()}
         self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
@@ -204,45 +179,38 @@ class WeightSync:
             if self._engines is not None:
                 self._engines.ask(version, engines)
             if differing := sorted(self._names ^ parameters.keys()):
-                counts = f"rank holds {len(self._names)} parameters, was given {len(parameters)}"
-                raise ValueError(f"{counts}; differ in {differing[:5]}")
+                raise ValueError(f"this rank's parameters are not those of the plan; {differing[:5]} differ")
             device.settle()  # the update has written the weights
             for name, (rows, cols) in self._mapped.items():
-                size = parameters[name].shape
-                if size[0] < rows or size[1:].numel() < cols:
-                    raise ValueError(f"{name} of {tuple(size)} is smaller than in the plan, {rows} x {cols}")
+                LocalBox(name, 0, 0, rows, cols, self._settings.dtype).within(parameters[name])  # raises if it is smaller
             return needs_of(parameters, list(self._mapped))
 
         needs = self._together("weight_sync: begin", begin)
         if self._settings.transport != "mapped":
             return
-        if any(need.num_bytes for need in needs) and (obstacle := self._from_first(lambda: obstacle_of(needs))) is not None:
-            if self._settings.is_final:
-                raise SyncError(f"weight_sync.transport = mapped: {obstacle}; raise the limit, or use group")
+        obstacle = self._from_first(lambda: obstacle_of(needs)) if any(need.num_bytes for need in needs) else None
+        if obstacle is None:
+            self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, list(self._mapped))))
+        elif self._settings.is_final:
+            raise SyncError(f"weight_sync.transport = mapped: {obstacle}; raise the limit, or use group")
+        else:
             if self._rank == 0:
                 logger.warning("weight_sync.transport = auto takes group, because %s", obstacle)
             self._settings = replace(self._settings, transport="group")
             self._prepare()
-            return
-        self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, list(self._mapped))))
 
-    def _manifest(self, version: int, attempt: int, engines: tuple[int, ...]) -> WeightManifest:
+    def _manifest(self, version: int, attempt: int, engines: tuple[int, ...], base: int | None = None) -> WeightManifest:
         settings = self._settings
-        shared = {
-            field.name: getattr(settings, field.name) for field in fields(WeightManifest) if hasattr(settings, field.name)
-        }
         return WeightManifest(
-            **shared | {"servers": settings.servers if settings.transport == "group" else ()},
+            **vars(settings) | {"servers": settings.servers if settings.transport == "group" else ()},
             version=version,
             attempt=attempt,
             plan_hash=self._plan.hash,
             layout=self._layout,
-            precision=PRECISIONS[settings.dtype],
             engines=engines,
-            store=self._store_address,
+            port=self._port,
             groups=tuple(self._groups_of),
-            base=self._bases.begin(attempt, engines, self._starts) if attempt else None,
-            by_layer=settings.merges or settings.mode == "checkpoint",
+            base=base,
             addresses=self._addresses,
         )
 
@@ -252,11 +220,13 @@ class WeightSync:
         starts = self._engines.pause(version, attempt, wanted)
         new = [engine for engine in wanted if not self._groups_of[engine] or starts[engine] != self._starts[engine]]
         for engine in new:
-            self._num_groups += 1
-            self._groups_of[engine] = self._num_groups
+            self._groups_of[engine] = next(self._group_numbers)
+        # Until this attempt has ended no version counts as kept. After a failed attempt a version travels whole.
+        kept = {self._kept.pop(engine, None) if starts[engine] == self._starts[engine] else None for engine in wanted}
+        base, self._base = self._base if attempt == 1 and kept == {self._base} else None, None
         for engine in wanted:
             self._starts[engine] = starts[engine]
-        manifest = self._manifest(version, attempt, wanted)
+        manifest = self._manifest(version, attempt, wanted, base)
         self._engines.begin(manifest)
         return manifest, present_engines(self._store, manifest, new)
 
@@ -274,7 +244,8 @@ class WeightSync:
         finally:
             for engine in {*again, *(engine for _, engine, _ in lost)}:
                 self._groups_of[engine] = 0  # it has left its group
-        self._bases.finish(manifest.version, [engine for engine in manifest.engines if engine not in again], self._starts)
+        self._base = manifest.version
+        self._kept |= {engine: manifest.version for engine in manifest.engines if engine not in again}
         metrics["sync/total_s"] = time.perf_counter() - self._begun
         return tuple(again), metrics
 
@@ -293,17 +264,14 @@ class WeightSync:
         to the workers. Return seconds, and bytes that the workers took. The checksums come last, so that they detect a
         weight that was written during the copy."""
         groups = self._groups
-        readers = [worker for worker, pieces in enumerate(self._pieces) if pieces]
-        copied: dict[tuple[int, int], Message | None] = {}
-        for engine in manifest.engines:
-            for worker in readers:
-                what = f"worker {worker} of engine {engine} did not copy the weights"
-                copied[engine, worker] = groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what)
+        places = [(engine, worker) for engine in manifest.engines for worker, pieces in enumerate(self._pieces) if pieces]
+        what = "worker {1} of engine {0} did not copy the weights"
+        copied = [groups.receive(*place, torch.zeros(1, dtype=torch.int64), what.format(*place)) for place in places]
         with span("wait_engines"):
-            takers = [place for place, message in copied.items() if groups.finish(message)]
+            takers = [place for place, message in zip(places, copied, strict=True) if groups.finish(message)]
         begun = time.perf_counter()
         sums = {
-            worker: local_checksums(parameters, self._pieces[worker], self._settings.dtype, manifest.version)
+            worker: local_checksums(parameters, self._pieces[worker], manifest.version)
             for worker in {worker for _, worker in takers}
         }
         pack_s = time.perf_counter() - begun
@@ -322,7 +290,7 @@ class WeightSync:
         # Each access may compute a parameter (adapters are merged into it). So each parameter is accessed once, and kept
         # until its last piece is written.
         kept: dict[str, torch.Tensor] = {}
-        missing = Counter(piece.parameter for piece in chain.from_iterable(self._pieces))
+        missing = Counter(piece.box.parameter for piece in chain.from_iterable(self._pieces))
         sender.begin(manifest)
         for entries in self._rounds:
             with span("wait_engines"):
@@ -330,17 +298,19 @@ class WeightSync:
             begun = time.perf_counter()
             for bucket, number, part, content in written:
                 for piece in self._streams[number].at_source(self._plan, part.pieces):
-                    name, target = piece.parameter, content[piece.start - part.start : piece.end - part.start]
+                    name, target = piece.box.parameter, content[piece.start - part.start : piece.end - part.start]
                     if name not in kept:
                         kept[name] = parameters[name]
-                    box = box_of(kept[name], piece)
+                    source = piece.box.within(kept[name])
                     if piece.scale_bytes:
-                        write_blocks(quantise_blocks(box.to(dtype)), target)
+                        blocks, place = quantise_blocks(source.to(dtype)), blocks_in(target, *source.shape)
+                        place.weight.copy_(blocks.weight)
+                        place.weight_scale_inv.copy_(blocks.weight_scale_inv)
                     else:
-                        target.view(dtype).view(piece.rows, piece.cols).copy_(box)
+                        target.view(dtype).view_as(source).copy_(source)
                     missing[name] -= 1
                     if not missing[name]:
-                        del kept[name], box
+                        del kept[name], source
                 content[-ALIGNMENT:].view(torch.int64)[0] = checksum(content[:-ALIGNMENT], manifest.version, bucket)
             pack_s += time.perf_counter() - begun
             with span("wait_engines"):
@@ -354,10 +324,10 @@ class WeightSync:
         names the first rank that did not fail because of another process."""
         value, failure, error = outcome_of(step)
         answers = self._gather((value, failure))
-        failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
+        failures = [(rank, failure) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
-            _, text, late, rank = min(failures, key=lambda failure: (failure[0], failure[3]))
-            raise (SyncLate if late else SyncError)(f"{call} failed on rank {rank}: {text}") from error
+            rank, failure = min(failures, key=lambda ranked: isinstance(ranked[1], SyncAborted))
+            raise type(failure)(f"{call} failed on rank {rank}: {failure}") from error
         return [value for value, _ in answers]
 
     def _from_first(self, step: Callable[[], Value]) -> Value:
@@ -373,14 +343,13 @@ class WeightSync:
         return everyone
 
 
-def outcome_of(step: Callable[[], Value]) -> tuple[Value | None, tuple[bool, str, bool] | None, Exception | None]:
-    """Run a step; return its result, its failure and its error. The failure, for other ranks, says whether another process
-    caused it, describes it, and says whether a deadline passed."""
+def outcome_of(step: Callable[[], Value]) -> tuple[Value | None, SyncError | None, Exception | None]:
+    """Run a step; return its result, or the error that the other ranks raise and the error that this rank caught."""
     try:
         return step(), None, None
     except Exception as error:  # raised by the caller, once the other ranks know
-        described = f"{type(error).__name__}: {error}"
-        return None, (isinstance(error, SyncAborted), described, isinstance(error, TimeoutError)), error
+        kind = SyncAborted if isinstance(error, SyncAborted) else SyncLate if isinstance(error, TimeoutError) else SyncError
+        return None, kind(f"{type(error).__name__}: {error}"), error
 
 
 def from_first(step: Callable[[], Value], rank: int, group: dist.ProcessGroup | None) -> Value:
@@ -395,6 +364,5 @@ def from_first(step: Callable[[], Value], rank: int, group: dist.ProcessGroup | 
         if error is not None:
             raise error
         if box[1] is not None:
-            _, text, late = box[1]
-            raise (SyncLate if late else SyncError)(f"weight_sync ended on rank 0: {text}")
+            raise type(box[1])(f"weight_sync ended on rank 0: {box[1]}")
     return box[0]

@@ -14,25 +14,24 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
-from megarl.weight_sync.buckets import Part, Piece, Stream, sync_stream
+from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox, Part, Piece, Stream, sync_stream
 from megarl.weight_sync.checks import checksum
-from megarl.weight_sync.codec import FP8, TakenParts, read_blocks, scales_of
-from megarl.weight_sync.copies import Box, SpareMemory, Works, in_threads, num_threads
-from megarl.weight_sync.group import Inbox, MessageGroup, bucket_memory, finish, open_group, open_store, start
-from megarl.weight_sync.manifest import DTYPES, SyncError, WeightManifest
-from megarl.weight_sync.mapped import Mapped, form_of
+from megarl.weight_sync.codec import blocks_in, scales_of
+from megarl.weight_sync.copies import SpareMemory, Works, in_threads, num_threads
+from megarl.weight_sync.group import Inbox, Message, MessageGroup, bucket_memory, finish, open_group, open_store, start
+from megarl.weight_sync.manifest import SyncError, WeightManifest
+from megarl.weight_sync.mapped import map_parameters
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
-from megarl.weight_sync.transport import NUM_BUCKETS
 
 
 class Writer(Protocol):
     """Knows where the parameters of an engine are."""
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works | None:
         """Divide boxes that are mapped among threads; None if boxes are written one after another."""
         return None
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         """Return where to write a box, [rows, cols]; nobody may keep it. A thread gives its spare memory."""
 
     def written(self, owner: str, spare: SpareMemory) -> None:
@@ -69,22 +68,22 @@ class HandedOver:
         self._server, self._member, self._num_buckets = server, member, num_buckets
 
     def begin(self, manifest: WeightManifest) -> None:
-        self._posted: dict[int, list[tuple[str, Any]]] = {}  # by bucket: messages with their descriptions
+        self._posted: dict[int, list[Message]] = {}  # by bucket
 
     def post(self, bucket: int, group: MessageGroup) -> None:
         """Tell the rank that the bucket's memory is free, and start to receive that the bucket is full."""
-        free, full = f"permission for bucket {bucket}, to", f"bucket {bucket} of {self._num_buckets} from"
-        calls = [(full, group.receive, torch.zeros(1, dtype=torch.int64))]
+        messages = self._posted[bucket] = []
         if bucket >= NUM_BUCKETS:
             platform.settle()
-            calls.insert(0, (free, group.send, torch.tensor([bucket])))
-        described = [(f"{what} trainer rank {self._server}", call, number) for what, call, number in calls]
-        self._posted[bucket] = [(what, start(call, number, self._member, what)) for what, call, number in described]
+            what = f"permission for bucket {bucket}, to trainer rank {self._server}"
+            messages.append(start(group.send, torch.tensor([bucket]), self._member, what))
+        what = f"bucket {bucket} of {self._num_buckets} from trainer rank {self._server}"
+        messages.append(start(group.receive, torch.zeros(1, dtype=torch.int64), self._member, what))
 
     def complete(self, bucket: int, group: MessageGroup, deadline: float) -> torch.Tensor:
         """Wait for a bucket that was posted; as `Inbox.complete`."""
-        for what, work in self._posted.pop(bucket):
-            finish(group, work, deadline, what)
+        for message in self._posted.pop(bucket):
+            finish(group, message, deadline)
         return self._memory[bucket % NUM_BUCKETS]
 
 
@@ -101,7 +100,7 @@ class WeightReader:
         self.elements: dict[str, int] = {}
         self.module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
-        self._mapped: list[tuple[Box, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
+        self._mapped: list[tuple[LocalBox, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
         self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
         self._inbox: Inbox | HandedOver | None = None
@@ -109,7 +108,7 @@ class WeightReader:
         self.times = ReadTimes()
         self.is_complete = False  # whether the last version was read to its end
 
-    def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[Box, None, None]:
+    def read(self, manifest: WeightManifest, engine: int, writer: Writer) -> Generator[LocalBox, None, None]:
         """Write every box of a version to its place, and yield each box once it is written, except those that threads write.
         Boxes come in pieces, in the order of the buckets: several modules are incomplete at a time.
 
@@ -127,6 +126,7 @@ class WeightReader:
                 yield from self._read_mapped(manifest, group, deadline, writer)
             else:
                 yield from self._read_buckets(manifest, engine, group, deadline, writer)
+            self.times.received_bytes = int(self._stream.size.sum())
             self.is_complete = True
         finally:
             if not self.is_complete:
@@ -149,11 +149,12 @@ class WeightReader:
 
     def _join(self, manifest: WeightManifest, engine: int) -> MessageGroup:
         """Join the engine's group. Raises SyncError."""
-        key = manifest.store, engine, manifest.groups[engine]  # new trainers number their groups from the first
+        address = manifest.host, manifest.port
+        key = address, engine, manifest.groups[engine]  # new trainers number their groups from the first
         if self._group is None or self._group[0] != key:
             self.leave()
-            if self._store is None or self._store[0] != manifest.store:
-                self._store = manifest.store, open_store(*manifest.store, manifest.timeout_s, owner=False)
+            if self._store is None or self._store[0] != address:
+                self._store = address, open_store(*address, manifest.timeout_s, owner=False)
             member = len(manifest.ranks_of(engine)) + self._worker
             self._group = key, open_group(self._store[1], manifest, engine, member)
         return self._group[1]
@@ -163,69 +164,63 @@ class WeightReader:
         stream, servers = self._stream, manifest.servers
         handle = manifest.addresses[engine * manifest.rollout.workers + self._worker] if servers else ""
         if self._inbox is None or self._inbox_key != (stream, handle):
-            self._inbox = None  # nothing is left of it after a failure
+            self._inbox, self._inbox_key = None, (stream, handle)  # nothing is left of it after a failure
             if servers:
                 server = servers[engine][self._worker]
                 self._inbox = HandedOver(handle, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
             else:
-                memory, parts = bucket_memory(stream.capacity, manifest.on_device), manifest.wire == "delta"
-                self._inbox = Inbox(stream, memory, TakenParts(stream) if parts else None)
-            self._inbox_key = stream, handle
+                self._inbox = Inbox(stream, bucket_memory(stream.capacity, manifest.on_device), manifest)
         self._inbox.begin(manifest)
         return self._inbox
 
-    def _read_mapped(self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer) -> Iterator[Box]:
+    def _read_mapped(
+        self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer
+    ) -> Iterator[LocalBox]:
         """Copy all boxes from the ranks' memory, and hash the copies. The ranks compute their checksums once everything is
         copied, and the worker compares."""
         times, source, version = self.times, self._stream.source, manifest.version
         self._map(manifest)
-        sums = np.zeros(len(source), dtype=np.int64)
+        hashes: list[Any] = [None] * len(source)
+
+        def copy(number: int, spare: SpareMemory | None = None) -> float:
+            """Copy a piece and hash the copy; return the seconds for the hash."""
+            box, content = self._mapped[number]
+            place = writer.place(box, spare)
+            place.copy_(content)
+            begun = time.perf_counter()
+            hashes[number] = checksum(place, version, number)
+            return time.perf_counter() - begun
+
+        def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
+            verify_s = sum(copy(number, spare) for number in numbers)
+            begun = time.perf_counter()
+            writer.written(self._mapped[numbers[0]][0].owner, spare)
+            return verify_s, time.perf_counter() - begun
+
         works = writer.works([box for box, _ in self._mapped], manifest.bucket_bytes)
         if works is not None:
-
-            def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
-                verify_s = 0.0
-                for number in numbers:
-                    box, content = self._mapped[number]
-                    place = writer.place(box, spare)
-                    place.copy_(content)
-                    copied = time.perf_counter()
-                    sums[number] = int(checksum(place, version, number))
-                    verify_s += time.perf_counter() - copied
-                    del place  # spare memory is not lent again while it is referred to
-                begun = time.perf_counter()
-                writer.written(box.owner, spare)
-                return verify_s, time.perf_counter() - begun
-
             threads = num_threads(works, manifest.rollout.workers)
             seconds = np.array(in_threads(works, threads, do)).reshape(-1, 2).sum(axis=0)
             times.verify_s, times.pack_s = (seconds / threads).tolist()
         else:
-            on_device = []
-            for number, (box, content) in enumerate(self._mapped):
-                place = writer.place(box)
-                place.copy_(content)
-                on_device.append(checksum(place, version, number))
-                del place  # as above
+            for number, (box, _) in enumerate(self._mapped):
+                times.verify_s += copy(number)
                 yield box
-            begun = time.perf_counter()
-            sums[:] = torch.stack(on_device).cpu().numpy()  # verification waits for the device only here
-            times.verify_s += time.perf_counter() - begun
-        times.received_bytes += sum(box.rows * box.cols * box.dtype.itemsize for box, _ in self._mapped)
+        begun = time.perf_counter()
+        taken = torch.stack(hashes).cpu()  # verification waits for the device only here
+        times.verify_s += time.perf_counter() - begun
         copied = torch.tensor([version])
         expected = {rank: np.flatnonzero(source == rank) for rank in np.unique(source).tolist()}
         received = {rank: torch.zeros(len(numbers), dtype=torch.int64) for rank, numbers in expected.items()}
-        end, answer = "that all is copied, to trainer rank {}", "checksums of trainer rank {}"
-        ends = {rank: start(group.send, copied, rank, end.format(rank)) for rank in expected}
-        checksums = {rank: start(group.receive, received[rank], rank, answer.format(rank)) for rank in expected}
+        ends = [start(group.send, copied, rank, f"that all is copied, to trainer rank {rank}") for rank in expected]
+        answers = [start(group.receive, sums, rank, f"checksums of trainer rank {rank}") for rank, sums in received.items()]
         writer.finish()
         begun = time.perf_counter()
-        for rank, work in checksums.items():
-            finish(group, work, deadline, answer.format(rank))
-            finish(group, ends[rank], deadline, end.format(rank))
+        for message in (*answers, *ends):
+            finish(group, message, deadline)
         times.wait_s += time.perf_counter() - begun
         for rank, numbers in expected.items():
-            wrong = numbers[sums[numbers] != received[rank].numpy()]
+            wrong = numbers[(taken[numbers] != received[rank]).numpy()]
             if len(wrong):
                 which = self._plan.describe(self._stream.copy[wrong[0]])
                 raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(source)}, {which}")
@@ -236,11 +231,11 @@ class WeightReader:
             return
         begun = time.perf_counter()
         self._addresses, self._mapped = (), []  # nothing is left of it after a failure
-        stream, pieces, dtype = self._stream, np.arange(len(self._stream.source)), DTYPES[manifest.precision]
-        ranks = {rank: Mapped(manifest.addresses[rank], rank) for rank in np.unique(stream.source).tolist()}
+        stream, pieces = self._stream, np.arange(len(self._stream.source))
+        ranks = {rank: map_parameters(manifest.addresses[rank], rank) for rank in np.unique(stream.source).tolist()}
         ends = zip(stream.at_source(self._plan, pieces), stream.at_destination(self._plan, pieces), strict=True)
         self._mapped = [
-            (Box(*there[1:6], dtype), ranks[source].box(here))
+            (there.box, here.box.within(ranks[source][here.box.parameter]))
             for (here, there), source in zip(ends, stream.source.tolist(), strict=True)
         ]
         self._addresses = manifest.addresses
@@ -248,9 +243,9 @@ class WeightReader:
 
     def _read_buckets(
         self, manifest: WeightManifest, engine: int, group: MessageGroup, deadline: float, writer: Writer
-    ) -> Iterator[Box]:
+    ) -> Iterator[LocalBox]:
         """Take, verify and write bucket after bucket."""
-        times, stream, version, dtype = self.times, self._stream, manifest.version, DTYPES[manifest.precision]
+        times, stream, version = self.times, self._stream, manifest.version
         inbox = self._begin_inbox(manifest, engine)
 
         def post(bucket: int) -> None:
@@ -275,9 +270,8 @@ class WeightReader:
                     raise self._wrong(version, bucket, part)
             times.verify_s += time.perf_counter() - taken
             for piece in stream.at_destination(self._plan, stream.of_bucket(bucket)):
-                box = self._write(piece, memory[piece.start : piece.end], dtype, writer)
-                times.received_bytes += piece.end - piece.start
-                yield box
+                self._write(piece, memory[piece.start : piece.end], writer)
+                yield piece.box
             post(bucket + NUM_BUCKETS)
         begun = time.perf_counter()
         wrong = torch.stack([differ for *_, differ in differs]).cpu() if differs else torch.zeros(0)
@@ -289,16 +283,15 @@ class WeightReader:
         if inbox.parts is not None:
             inbox.parts.version = version
 
-    def _write(self, piece: Piece, content: torch.Tensor, dtype: torch.dtype, writer: Writer) -> Box:
+    def _write(self, piece: Piece, content: torch.Tensor, writer: Writer) -> None:
         """Write a piece of a bucket; FP8 blocks are written with their scales."""
+        box = piece.box
         if not piece.scale_bytes:
-            box = Box(*piece[1:6], dtype)
-            writer.place(box).copy_(content.view(dtype).view(piece.rows, piece.cols))
-            return box
-        blocks, box = read_blocks(content, piece.rows, piece.cols), Box(*piece[1:6], FP8)
+            writer.place(box).copy_(content.view(box.dtype).view(box.rows, box.cols))
+            return
+        blocks = blocks_in(content, box.rows, box.cols)
         writer.place(box).copy_(blocks.weight)
         writer.place(scales_of(box)).copy_(blocks.weight_scale_inv)
-        return box
 
     def _wrong(self, version: int, bucket: int, part: Part) -> SyncError:
         first, last = (self._plan.describe(self._stream.copy[part.pieces[end]]) for end in (0, -1))
@@ -306,8 +299,7 @@ class WeightReader:
         return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        form = form_of(manifest)
-        key = manifest.plan_hash, form
+        key = manifest.plan_hash, manifest.form
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)
@@ -317,7 +309,7 @@ class WeightReader:
                 f"this worker's {plan.hash[:12]}; both must run the same megarl on the same model"
             )
         self._plan, copies = plan, plan.to_destination(self._worker)
-        self._stream = sync_stream(self._shape, plan, self._worker, *form)
+        self._stream = sync_stream(self._shape, plan, self._worker, manifest)
         self._addresses, self._mapped = (), []
         covered = np.bincount(plan.destination_parameter[copies], plan.sizes[copies], len(plan.destination_parameters))
         self.elements = dict(zip(plan.destination_parameters, covered.astype(int).tolist(), strict=True))
@@ -335,7 +327,7 @@ class WholeTensors(Writer):
         self._tensors: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         if box.parameter not in self._tensors:
             size = self._sizes[box.parameter]
             # Each tensor has memory of its own, as `load_checkpoint_tensors` needs.
@@ -349,7 +341,7 @@ class WholeTensors(Writer):
     def finish(self) -> None:
         """The consumer of `complete` does the rest."""
 
-    def complete(self, boxes: Iterator[Box]) -> Iterator[tuple[str, torch.Tensor]]:
+    def complete(self, boxes: Iterator[LocalBox]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the content of each tensor once all its boxes are written; `boxes` come from `read`."""
         for box in boxes:
             self._missing[box.parameter] -= box.rows * box.cols

@@ -32,10 +32,10 @@ from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.quantised_blocks import BLOCK, quantised_parameters
 from megarl.models.vllm_weights import idle_parameters, parameter_sizes
 from megarl.platform import current as platform
-from megarl.rollout.cpu_workers import RoutingRecorder, complete
+from megarl.weight_sync.buckets import FP8, LocalBox
 from megarl.weight_sync.checkpoint_loader import load_checkpoint_tensors
-from megarl.weight_sync.codec import FP8, SCALES
-from megarl.weight_sync.copies import Box, SpareMemory, Works, divide
+from megarl.weight_sync.codec import SCALES
+from megarl.weight_sync.copies import SpareMemory, Works, divide
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
 from megarl.weight_sync.read import WeightReader, WholeTensors
 
@@ -92,10 +92,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         self._modules: dict[str, torch.nn.Module] = {}
         self._open: dict[str, OpenModule] = {}
         self._spares: list[SpareMemory] = []  # of modules that are complete
-        self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         if self.device.type != "cpu":
             self._homes = {}
-        self._repack_s = 0.0  # in the caller's thread
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -117,8 +115,6 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
-            if self._reader is not None:
-                self._reader.leave()  # so that nobody waits for this worker
             message = str(error)
             if not isinstance(error, SyncError):
                 logger.exception("a worker took no weights")
@@ -133,8 +129,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._reader is None:
             self._reader = WeightReader(self._shape, self._worker())
         started = time.perf_counter()
-        self._repack_s = 0.0
-        self._unpacked = []
+        self._repack_s = 0.0  # in this thread
+        self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
         whole = manifest.mode == "checkpoint"
         writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if whole else self
         # Close it even if a failure's traceback still holds it: then the other end stops waiting for this worker.
@@ -182,11 +178,11 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
         if self._sizes:
             return
         self._modules = dict(self.model.named_modules())
-        sizes = parameter_sizes(self._shape, self._rollout, self._worker())
-        live = {name for name, _ in self.model.named_parameters()}  # a tied head is listed once, as the embedding
-        live = {name for name in live if not name.endswith(SCALES)} - idle_parameters(
-            self._shape, self._rollout, self._worker()
-        )
+        shard = self._shape, self._rollout, self._worker()
+        sizes = parameter_sizes(*shard)
+        # A tied head is listed once, as the embedding.
+        live = {name for name, _ in self.model.named_parameters() if not name.endswith(SCALES)}
+        live -= idle_parameters(*shard)
         # vLLM's latent attention has no weights in a checkpoint, but registers what it makes of `kv_b_proj` after load.
         for owner, attention in self._latent_attentions():
             live -= {f"{owner}.{name}" for name, _ in attention.named_parameters(recurse=False)}
@@ -197,7 +193,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
 
     # The writer of boxes (`read.Writer`) ---------------------------------------------------------------------------
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works | None:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works | None:
         """Have threads write on a CPU. A work is a module, or a box of an embedding or an output head."""
         if self.device.type != "cpu":
             return None
@@ -206,7 +202,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             boxes, self._sizes, lambda owner: isinstance(self._modules[owner], VocabParallelEmbedding), bucket_bytes
         )
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         """Return where to write a box; the modules of a thread take turns in its spare memory."""
         self._index_modules()
         if (module := self._open.get(box.owner)) is None:
@@ -240,7 +236,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             attention.process_weights_after_loading(self.model_config.dtype)
         self._repack_s += time.perf_counter() - begun
 
-    def _arrived(self, box: Box) -> None:
+    def _arrived(self, box: LocalBox) -> None:
         """Count a box that `place` wrote; the last box completes its module."""
         module = self._open[box.owner]
         module.missing -= box.rows * box.cols
@@ -343,35 +339,3 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             if hasattr(module, "cpu_linear"):
                 del module.cpu_linear  # free the old packed form before the new one exists
             quant_method.process_weights_after_loading(module)
-
-
-class WorkerReport:
-    """Mixed into vLLM's worker (`worker_extension_cls`): what `collective_rpc` can call."""
-
-    def megarl_complete(self) -> None:
-        """Do what vLLM leaves out where an engine has several workers."""
-        complete(self)
-
-    def megarl_other_formats(self) -> list[str]:
-        """Describe quantised parameters that no sync could write."""
-        worker: Any = self
-        return worker.weight_transfer_engine.other_formats()
-
-    def megarl_take_weights(self, manifest: dict[str, Any], engine: int) -> dict[str, float] | tuple[bool, str, bool]:
-        """Take a version in one call: vLLM's three calls would each ask all of an engine's processes. Returns the version
-        and the report; or after a failure whether another process caused it, the message, and whether a deadline passed."""
-        worker: Any = self
-        worker.start_weight_update()
-        worker.update_weights({"manifest": manifest, "engine": engine})
-        worker.finish_weight_update()
-        return worker.weight_transfer_engine.report
-
-    def megarl_record_routing(self) -> None:
-        """Record the experts that tokens choose, until they are taken."""
-        self.megarl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
-
-    def megarl_take_routing(self, requests: list[str], aborted: list[str]) -> list[tuple[bytes, tuple[int, ...]]]:
-        """Return the experts of finished requests (`RoutingRecorder.take`), and forget those of aborted ones."""
-        for request in aborted:
-            self.megarl_routing.drop(request)
-        return [self.megarl_routing.take(request) for request in requests]

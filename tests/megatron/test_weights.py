@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megarl.megatron.weights import load_shards
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_segments
+from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_boxes
 from megarl.models.stored_weights import stored_tensors
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -69,7 +69,7 @@ def test_a_rank_loads_its_shards_and_holds_one_tensor_more(tmp_path: Path, famil
     rank = layout.rank(1, 0, 1)
     shards = {name: nn.Parameter(torch.empty(size)) for name, size in parameter_sizes(shape, layout, rank).items()}
     with HeldBytes(shards.values()) as held:
-        load_shards(directory, shape, rank_segments(shape, layout, 1, 0, 1), shards)
+        load_shards(directory, shape, rank_boxes(shape, layout, 1, 0, 1), shards)
     assert 0 < held.most <= largest_bytes(shape)
     assert all(bool(parameter.any()) for parameter in shards.values())
 
@@ -111,11 +111,11 @@ def test_an_export_holds_a_few_tensors_and_writes_the_trained_weights(tmp_path: 
     trained = torch.load(tmp_path / "weights.pt")
     assert before.keys() == after.keys() and not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     checked = 0
-    for segment in rank_segments(shape, Layout(), 0, 0):
-        own = trained[segment.parameter].view(trained[segment.parameter].shape[0], -1)
-        rows, columns = segment.row1 - segment.row0, segment.col1 - segment.col0
-        box = own[segment.local_row : segment.local_row + rows, segment.local_col : segment.local_col + columns]
-        written = after[segment.name].view(after[segment.name].shape[0], -1)
-        assert torch.equal(box, written[segment.row0 : segment.row1, segment.col0 : segment.col1])
-        checked += box.numel()
+    for box in rank_boxes(shape, Layout(), 0, 0):
+        own = trained[box.parameter].view(trained[box.parameter].shape[0], -1)
+        rows, columns = box.row1 - box.row0, box.col1 - box.col0
+        held = own[box.local_row : box.local_row + rows, box.local_col : box.local_col + columns]
+        written = after[box.name].view(after[box.name].shape[0], -1)
+        assert torch.equal(held, written[box.row0 : box.row1, box.col0 : box.col1])
+        checked += held.numel()
     assert checked * 4 == model_bytes(shape)

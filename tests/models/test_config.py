@@ -64,10 +64,10 @@ def test_a_weight_sync_does_not_send_the_routers_bias():
     """No update changes the bias, and engines keep it in fp32 under every precision of the sync."""
     from megarl.models.layout import Layout, RolloutLayout
     from megarl.models.megatron_weights import checkpoint_sizes
-    from megarl.weight_sync.plan import engine_plan
+    from megarl.weight_sync.plan import sync_plan
 
     shape = ModelShape.from_config(DEEPSEEK)
-    sent = set(engine_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
+    sent = set(sync_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
     kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
     assert checkpoint_sizes(shape).keys() - sent == kept
 

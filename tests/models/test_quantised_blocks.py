@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.models.layout import Segment
+from megarl.models.layout import Box
 from megarl.models.quantised_blocks import BLOCK, check_blocks
 
 
-def box(row0: int, row1: int, col0: int, col1: int, local_row: int = 0, rank: int = 0) -> Segment:
-    return Segment("w", row0, row1, col0, col1, rank, "fused", local_row, 0)
+def box(row0: int, row1: int, col0: int, col1: int, local_row: int = 0, rank: int = 0) -> Box:
+    return Box("w", row0, row1, col0, col1, rank, "fused", local_row, 0)
 
 
 SIZES = {"w": (300, 2 * BLOCK)}
@@ -33,6 +33,6 @@ def test_cuts_at_blocks_and_at_the_end_are_legal() -> None:
         ([WHOLE], [box(0, 300, 0, 256, local_row=96)], r"worker 0's part .* starts inside a block of fused"),
     ],
 )
-def test_a_cut_through_a_block_is_named(sources: list[Segment], destinations: list[Segment], message: str) -> None:
+def test_a_cut_through_a_block_is_named(sources: list[Box], destinations: list[Box], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_blocks(sources, destinations, SIZES)

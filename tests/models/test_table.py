@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.models import FAMILIES, ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
-from megarl.models.layout import Layout, RolloutLayout, Segment
+from megarl.models.layout import Box, Layout, RolloutLayout
 
 LAYERS = 4
 DECODER: dict[str, Any] = {
@@ -93,10 +93,10 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(tensor, pipeline, data, virtual_pipeline=chunks, context=context, stages=stages, **experts)
 
 
-def count(segments: Sequence[Segment], sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+def count(boxes: Sequence[Box], sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
     """Return the number of boxes that contain each element of each checkpoint tensor."""
     counts = {name: np.zeros(size, dtype=int) for name, size in sizes.items()}
-    for s in segments:
+    for s in boxes:
         assert 0 <= s.row0 < s.row1 <= sizes[s.name][0] and 0 <= s.col0 < s.col1 <= sizes[s.name][1], s
         counts[s.name][s.row0 : s.row1, s.col0 : s.col1] += 1
     return counts
@@ -107,8 +107,8 @@ def count(segments: Sequence[Segment], sizes: dict[str, tuple[int, int]]) -> dic
 def test_trainer_ranks_hold_every_element_once_per_replica(family: str, layout: Layout, tied: bool, critic: bool) -> None:
     shape = shape_of(family, tie_word_embeddings=tied)
     sizes = megatron.checkpoint_sizes(shape, critic)
-    segments = megatron.megatron_segments(shape, layout, critic)
-    held = count(segments, sizes)
+    boxes = megatron.megatron_boxes(shape, layout, critic)
+    held = count(boxes, sizes)
     for name, counts in held.items():
         assert counts.min() == counts.max(), f"{name} is held unevenly"
         replicas = layout.data * layout.context
@@ -123,29 +123,29 @@ def test_trainer_ranks_hold_every_element_once_per_replica(family: str, layout: 
 @given(st.sampled_from(sorted(FAMILIES)), layouts(), st.booleans())
 def test_boxes_fill_the_parameters_without_overlap(family: str, layout: Layout, tied: bool) -> None:
     shape = shape_of(family, tie_word_embeddings=tied)
-    by_rank: dict[int, list[Segment]] = defaultdict(list)
-    for segment in megatron.megatron_segments(shape, layout):
-        by_rank[segment.rank].append(segment)
+    by_rank: dict[int, list[Box]] = defaultdict(list)
+    for box in megatron.megatron_boxes(shape, layout):
+        by_rank[box.rank].append(box)
     assert set(by_rank) == set(range(layout.ranks))
-    for rank, segments in by_rank.items():
-        fill(segments, megatron.parameter_sizes(shape, layout, rank))
+    for rank, boxes in by_rank.items():
+        fill(boxes, megatron.parameter_sizes(shape, layout, rank))
 
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_engine_ranks_hold_the_checkpoint_and_fill_their_parameters(family: str, tensor: int, tied: bool) -> None:
     shape, rollout = shape_of(family, tie_word_embeddings=tied), RolloutLayout(tensor)
-    segments = vllm.vllm_segments(shape, rollout)
-    held = count(segments, megatron.checkpoint_sizes(shape))
+    boxes = vllm.vllm_boxes(shape, rollout)
+    held = count(boxes, megatron.checkpoint_sizes(shape))
     assert all(counts.min() >= 1 for counts in held.values())
     for rank in range(tensor):
-        fill([segment for segment in segments if segment.rank == rank], vllm.parameter_sizes(shape, rollout, rank))
+        fill([box for box in boxes if box.rank == rank], vllm.parameter_sizes(shape, rollout, rank))
 
 
-def fill(segments: list[Segment], sizes: dict[str, tuple[int, int]]) -> None:
+def fill(boxes: list[Box], sizes: dict[str, tuple[int, int]]) -> None:
     """Check that a rank's boxes cover its parameters without gap or overlap, except rows that pad the vocabulary."""
     filled = {name: np.zeros(size, dtype=int) for name, size in sizes.items()}
-    for s in segments:
+    for s in boxes:
         target = filled[s.parameter]
         end = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
         assert end[0] <= target.shape[0] and end[1] <= target.shape[1], s

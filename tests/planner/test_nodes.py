@@ -117,8 +117,7 @@ def test_the_command_prints_the_placement_or_refuses(tmp_path: Path) -> None:
 def test_constants_of_host_memory_are_those_of_the_code_that_takes_it() -> None:
     from megarl.cluster.ray_cluster import OBJECT_STORE_BYTES
     from megarl.planner import forecast
-    from megarl.weight_sync.buckets import MOST_WRITTEN
-    from megarl.weight_sync.transport import NUM_BUCKETS
+    from megarl.weight_sync.buckets import MOST_WRITTEN, NUM_BUCKETS
 
     assert placement.OBJECT_STORE_BYTES == OBJECT_STORE_BYTES
     assert (forecast.NUM_BUCKETS, forecast.MOST_WRITTEN) == (NUM_BUCKETS, MOST_WRITTEN)

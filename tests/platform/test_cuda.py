@@ -19,10 +19,10 @@ import torch
 from megarl import build as run
 from megarl import trainer as pipeline
 from megarl.megatron import offload
+from megarl.planner.placement import Transport
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
 from megarl.telemetry import run_writer
-from megarl.weight_sync.transport import Transport
 from tests.recipe_cases import PPO
 
 GIVEN_BACK = ["synchronize", "empty_cache"]

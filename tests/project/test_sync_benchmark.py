@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import sync_model
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, sync_seconds
@@ -21,8 +20,9 @@ from benchmarks.weight_sync_scale import BYTES, CASES, MODELS, Case, check_cut, 
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.weight_sync.buckets import sync_rounds
-from megarl.weight_sync.plan import engine_plan
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.plan import sync_plan
+from megarl.weight_sync.publish import WeightSync
 from megarl.weight_sync.read import WeightReader
 from tests.models.test_table import CONFIGS, shape_of
 
@@ -111,8 +111,8 @@ def test_the_streams_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
     shape, rollout, engines = shape_of("qwen3"), RolloutLayout(2), 3
     monkeypatch.setitem(MODELS, "tiny", {"model_type": "qwen3", **CONFIGS["qwen3"]})
     case = Case("tiny", Layout(), rollout, engines, 1 << 13)
-    settings = SyncSettings(torch.bfloat16, rollout, engines, case.bucket_bytes, timeout_s=60.0, transport="group")
-    plan = engine_plan(shape, Layout(), rollout)
+    settings = SyncSettings("bf16", rollout, engines, case.bucket_bytes, timeout_s=60.0, transport="group")
+    plan = sync_plan(shape, Layout(), rollout)
     assert settings.dtype.itemsize == BYTES
     with contextlib.closing(WeightSync(shape, Layout(), settings, 0, None)) as sync:
         manifest = sync._manifest(1, 1, (0, 1, 2))
@@ -174,7 +174,7 @@ def test_the_smallest_case_of_the_benchmark_reaches_its_targets() -> None:
 def test_where_engines_and_ranks_share_gpus_each_worker_has_a_server_of_its_own() -> None:
     case = CASES[0].colocated()
     cluster = replace(H100, source_nodes=case.source_nodes(H100))
-    readers = case.readers(cluster, case.streams(engine_plan(case.shape, case.trainer, case.rollout)))
+    readers = case.readers(cluster, case.streams(sync_plan(case.shape, case.trainer, case.rollout)))
     assert [reader.server for reader in readers] == list(range(case.trainer.ranks))
     assert all(reader.node == cluster.source_nodes[reader.server or 0] for reader in readers)
 

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
-from megarl.models.vllm_weights import check_layout, vllm_segments
+from megarl.models.vllm_weights import check_layout, vllm_boxes
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.device_section import DeviceSection
 from megarl.recipe.phase_table import engine_name, stream_line
@@ -163,7 +163,7 @@ def test_a_family_without_a_table_of_vllm_takes_whole_tensors_alone(tmp_path: Pa
         assert (found.key, found.nearest) == ("weight_sync.mode", "checkpoint") and "qwen3" in found.rule
         load_recipe(write(folder, whole))
         with pytest.raises(ValueError, match=r"where vLLM holds input_layernorm\.weight; weight_sync\.mode: checkpoint"):
-            vllm_segments(ModelShape.from_config(CONFIG), RolloutLayout())
+            vllm_boxes(ModelShape.from_config(CONFIG), RolloutLayout())
     small = {"mode": "checkpoint", "bucket_bytes": 300}
     with pytest.raises(RecipeError, match="must hold a row of"):
         load_recipe(write(folder, edited(("weight_sync", small))))

@@ -76,8 +76,7 @@ def pools(tmp_path: Path) -> Pools:
 
 MANIFEST = WeightManifest(
     version=1, attempt=1, plan_hash="", layout=None, rollout=None, mode="reshard",  # type: ignore[arg-type]
-    precision="fp32", bucket_bytes=1, timeout_s=1.0, engines=(0, 1), transport="group", on_device=False,
-    store=("", 0), groups=(1, 1),
+    precision="fp32", bucket_bytes=1, timeout_s=1.0, num_engines=2, engines=(0, 1), transport="group", port=0, groups=(1, 1),
 )  # fmt: skip
 
 

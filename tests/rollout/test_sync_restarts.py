@@ -20,7 +20,7 @@ import torch
 from megarl.rollout import RolloutError
 from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
-from megarl.weight_sync.transport import NUM_BUCKETS
+from megarl.weight_sync.buckets import NUM_BUCKETS
 from tests.rollout.conftest import Engines
 from tests.rollout_cases import Publisher, generate, huggingface_logprobs, prompts, same
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import megatron_segments
+from megarl.models.megatron_weights import megatron_boxes
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.boxes import shard_bytes
 from megarl.weight_sync.buckets import ALIGNMENT, Stream, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES
-from megarl.weight_sync.plan import ReshardPlan, engine_plan, sync_plan
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from tests.models.test_table import shape_of
 from tests.weight_sync.test_memory import SHAPE as DEEP
 
@@ -35,6 +36,7 @@ BLOCKS = {
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 LAYOUTS = [Layout(), Layout(2, 3), Layout(4, 1, 2), Layout(1, 3, 2)]
 ROLLOUTS = [RolloutLayout(), RolloutLayout(2), RolloutLayout(2, 3)]
 
@@ -49,9 +51,9 @@ cases = st.tuples(
 
 def stream_of(case: tuple[Layout, RolloutLayout, int, int, int]) -> tuple[ReshardPlan, np.ndarray, Stream]:
     layout, rollout, itemsize, bucket_bytes, worker = case
-    plan, worker = engine_plan(SHAPE, layout, rollout), worker % rollout.workers
+    plan, worker = sync_plan(SHAPE, layout, rollout), worker % rollout.workers
     copies = plan.to_destination(worker)
-    return plan, copies, Stream.of(plan, copies, itemsize, bucket_bytes)
+    return plan, copies, Stream.of(plan, copies, DTYPES[itemsize], bucket_bytes)
 
 
 @settings(max_examples=30, deadline=None)
@@ -77,8 +79,8 @@ def test_every_row_of_every_copy_travels_once_and_those_of_a_rank_in_order(case:
 def test_all_ranks_send_all_the_time(layout: Layout, rollout: RolloutLayout) -> None:
     """When a share of the buckets has travelled, every rank has sent that share of what it sends, up to a part: a rank may
     send one in every second bucket."""
-    plan = engine_plan(DEEP, layout, rollout)
-    streams = [sync_stream(DEEP, plan, worker, False, torch.bfloat16, 1 << 20, None) for worker in range(rollout.workers)]
+    plan = sync_plan(DEEP, layout, rollout)
+    streams = streams_of(DEEP, plan, rollout, 1 << 20, by_layer=False)
     rounds = sync_rounds(plan, streams, False)
     sent = np.zeros((len(rounds), layout.ranks))
     for number, entries in enumerate(rounds):
@@ -116,19 +118,19 @@ def test_nothing_in_a_bucket_lies_over_anything_else_and_parts_are_whole(case: t
 
 def test_buckets_are_full_but_for_less_than_a_row() -> None:
     """Otherwise half-empty buckets would slow a sync down."""
-    plan = engine_plan(SHAPE, Layout(), RolloutLayout())
-    stream = Stream.of(plan, plan.to_destination(0), 4, 16_384)
+    plan = sync_plan(SHAPE, Layout(), RolloutLayout())
+    stream = Stream.of(plan, plan.to_destination(0), torch.float32, 16_384)
     overhead = stream.num_buckets * (96 * 4 + 3 * ALIGNMENT) + len(stream.copy) * ALIGNMENT
     assert stream.num_buckets * 16_384 <= stream.size.sum() + overhead
 
 
 def test_a_row_that_no_bucket_holds_is_refused_with_the_size_it_needs() -> None:
-    plan = engine_plan(SHAPE, Layout(), RolloutLayout())
+    plan = sync_plan(SHAPE, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"weight_sync\.bucket_bytes = 511 is less than a row of model\.") as caught:
-        Stream.of(plan, plan.to_destination(0), 4, 511)
+        Stream.of(plan, plan.to_destination(0), torch.float32, 511)
     needed = int(str(caught.value).split(" bytes with")[0].rsplit(" ", 1)[1])
     assert needed > 511
-    assert Stream.of(plan, plan.to_destination(0), 4, 4 * needed).capacity <= 4 * needed
+    assert Stream.of(plan, plan.to_destination(0), torch.float32, 4 * needed).capacity <= 4 * needed
 
 
 def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
@@ -138,9 +140,9 @@ def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
     quantised = quantised_tensors(shape)
     assert len(quantised) == 2 * 7 and "model.embed_tokens.weight" not in quantised and "lm_head.weight" not in quantised
     layout, rollout = Layout(tensor=2), RolloutLayout(2)
-    check_blocks(megatron_segments(shape, layout), vllm_segments(shape, rollout), quantised)
-    plan = engine_plan(shape, layout, rollout)
-    stream, other = (Stream.of(plan, plan.to_destination(worker), 2, 1 << 16, quantised) for worker in (0, 1))
+    check_blocks(megatron_boxes(shape, layout), vllm_boxes(shape, rollout), quantised)
+    plan = sync_plan(shape, layout, rollout)
+    stream, other = (Stream.of(plan, plan.to_destination(worker), torch.bfloat16, 1 << 16, quantised) for worker in (0, 1))
     assert stream.size.sum() + other.size.sum() == shard_bytes(shape, rollout, 2, quantised)
     names = [plan.names[plan.name[copy]] for copy in stream.copy]
     for piece, name in enumerate(names):
@@ -159,24 +161,24 @@ def test_a_plan_that_cuts_blocks_is_refused() -> None:
     shape = ModelShape.from_config(BLOCKS | {"head_dim": 64})
     quantised = quantised_tensors(shape)
     with pytest.raises(ValueError, match="trainer rank 0's part .* of model.layers.0.self_attn.k_proj.weight cuts a block"):
-        check_blocks(megatron_segments(shape, Layout()), vllm_segments(shape, RolloutLayout()), quantised)
-    plan = engine_plan(shape, Layout(), RolloutLayout())
+        check_blocks(megatron_boxes(shape, Layout()), vllm_boxes(shape, RolloutLayout()), quantised)
+    plan = sync_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"FP8 blocks: model\.layers\.0\.self_attn\.k_proj\.weight .* starts inside one"):
-        Stream.of(plan, plan.to_destination(0), 2, 1 << 16, quantised)
+        Stream.of(plan, plan.to_destination(0), torch.bfloat16, 1 << 16, quantised)
 
 
 def test_a_row_of_blocks_that_fits_no_bucket_is_named() -> None:
     shape = ModelShape.from_config(BLOCKS)
-    plan = engine_plan(shape, Layout(), RolloutLayout())
+    plan = sync_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"bucket_bytes = 20000 is less than a row of blocks of model\.layers\.0\."):
-        Stream.of(plan, plan.to_destination(0), 2, 20000, quantised_tensors(shape))
+        Stream.of(plan, plan.to_destination(0), torch.bfloat16, 20000, quantised_tensors(shape))
 
 
 def streams_of(
     shape: ModelShape, plan: ReshardPlan, rollout: RolloutLayout, bucket_bytes: int, by_layer: bool
 ) -> list[Stream]:
-    form = torch.bfloat16, bucket_bytes, None
-    return [sync_stream(shape, plan, worker, by_layer, *form) for worker in range(rollout.workers)]
+    settings = SyncSettings("bf16", rollout, 1, bucket_bytes, 60.0, transport="group", merges=by_layer)
+    return [sync_stream(shape, plan, worker, settings) for worker in range(rollout.workers)]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 17, 1 << 22], ids=["parts of a layer", "more than a layer"])
@@ -196,11 +198,12 @@ def test_by_layer_all_workers_take_a_layer_before_the_next_begins(
     shape: ModelShape, layout: Layout, rollout: RolloutLayout, bucket_bytes: int
 ) -> None:
     """So a rank that merges adapters holds the weights of one layer, and merges each weight once."""
-    plan = sync_plan(shape, layout, rollout, "reshard")
+    plan = sync_plan(shape, layout, rollout)
     streams = streams_of(shape, plan, rollout, bucket_bytes, by_layer=True)
     seen = list[str]()
     for bucket, number in chain.from_iterable(sync_rounds(plan, streams, by_layer=True)):
-        parameters = {piece.parameter for piece in streams[number].at_destination(plan, streams[number].of_bucket(bucket))}
+        pieces = streams[number].at_destination(plan, streams[number].of_bucket(bucket))
+        parameters = {piece.box.parameter for piece in pieces}
         layers = {name.split(".")[2] for name in parameters if ".layers." in name}
         assert len(layers) <= 1, f"a bucket with pieces of the layers {layers}"
         seen += [layer for layer in layers if seen[-1:] != [layer]]
@@ -212,7 +215,7 @@ def test_by_layer_all_workers_take_a_layer_before_the_next_begins(
 def test_every_bucket_comes_once_and_the_buckets_of_a_stream_in_their_order(layout: Layout, by_layer: bool) -> None:
     """Then a worker's messages come in the order of its receives. In a round no rank writes more than one and a half."""
     rollout = RolloutLayout(2, 2)
-    plan = sync_plan(DEEP, layout, rollout, "reshard")
+    plan = sync_plan(DEEP, layout, rollout)
     streams = streams_of(DEEP, plan, rollout, 1 << 17, by_layer)
     rounds = sync_rounds(plan, streams, by_layer)
     for number, stream in enumerate(streams):

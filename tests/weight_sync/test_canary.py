@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.megatron.scores import score_sequences
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.weight_sync_section import CanarySection
-from megarl.weight_sync.canary import Canary, Verdict, actor_scores, canary_sequences
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.canary import Canary, Verdict, canary_sequences
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 from tests.engine_cases import engine as make_role
 from tests.engine_cases import start
 from tests.in_process_engine import Receiving, close_engines, open_receiver
@@ -136,7 +138,7 @@ def test_every_nth_version_is_due_and_the_first_of_a_start() -> None:
 def scores_of(model: str, layout: Layout) -> np.ndarray:
     role = make_role(model, start(layout))
     role.head.temperature = 0.7  # a rollout's
-    scores = actor_scores(role, canary_sequences(role.shape.vocab, 3, 20))
+    scores = score_sequences(role, canary_sequences(role.shape.vocab, 3, 20))
     assert role.head.temperature == 0.7
     return scores
 
@@ -164,11 +166,11 @@ class Parts:
     def __init__(self, model: Path, precision: str) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(unused_port())
-        name, dtype = DTYPES[precision]
+        name, _ = DTYPES[precision]
         self.precision = precision
         self.actor = make_role(str(model), start(Layout()), precision=precision)
         self.engines = [open_receiver(model, dtype=name) for _ in range(2)]
-        settings = SyncSettings(dtype, RolloutLayout(), 1, 1 << 16, 60.0)
+        settings = SyncSettings(precision, RolloutLayout(), 1, 1 << 16, 60.0)
         self.syncs = [WeightSync(ModelShape.from_directory(model), Layout(), settings, 0, None) for _ in self.engines]
         self.version = 0
         self.canaries = {"alone": self._canary(), "pair": self._canary()}

@@ -15,8 +15,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.models.vllm_weights import fixed_tensors
-from megarl.weight_sync.copies import Box
-from megarl.weight_sync.plan import ReshardPlan, checkpoint_plan
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from megarl.weight_sync.read import WholeTensors
 from tests.in_process_engine import answers
 from tests.rollout_cases import Publisher, megatron_shards, save_model
@@ -117,7 +117,9 @@ def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path:
                 assert torch.equal(taken[name][: matrix.shape[0], : matrix.shape[1]], matrix), name
 
 
-def write(writer: WholeTensors, plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int) -> Iterator[Box]:
+def write(
+    writer: WholeTensors, plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int
+) -> Iterator[LocalBox]:
     """Write the boxes of a worker, each in two pieces, the later rows first."""
     for copy in plan.to_destination(worker):
         source = shards[int(plan.source_rank[copy])][plan.source_parameters[plan.source_parameter[copy]]]
@@ -127,7 +129,7 @@ def write(writer: WholeTensors, plan: ReshardPlan, shards: dict[int, dict[str, t
         row, col, half = int(plan.destination_row[copy]), int(plan.destination_col[copy]), len(content) // 2
         for first, last in ((half, len(content)), (0, half)):
             if last > first:
-                box = Box(parameter, row + first, col, last - first, content.shape[1], content.dtype)
+                box = LocalBox(parameter, row + first, col, last - first, content.shape[1], content.dtype)
                 writer.place(box).copy_(content[first:last])
                 yield box
 
@@ -147,8 +149,8 @@ def test_every_worker_gets_the_checkpoint_that_the_trainer_ranks_hold(
 ) -> None:
     model = save_model(tmp_path, family, tied, seed=0)
     shape, rollout = ModelShape.from_directory(model), RolloutLayout(tensor=2)
-    plan, expected = checkpoint_plan(shape, layout, rollout), dict(checkpoint(model))
-    assert plan.hash == checkpoint_plan(shape, layout, rollout).hash
+    plan, expected = sync_plan(shape, layout, rollout, "checkpoint"), dict(checkpoint(model))
+    assert plan.hash == sync_plan.__wrapped__(shape, layout, rollout, "checkpoint").hash
     for worker in range(rollout.workers):
         writer = WholeTensors(checkpoint_sizes(shape), torch.device("cpu"))
         got = list(writer.complete(write(writer, plan, megatron_shards(model, layout), worker)))
@@ -158,7 +160,7 @@ def test_every_worker_gets_the_checkpoint_that_the_trainer_ranks_hold(
 
 def test_a_tensor_with_a_gap_is_not_given() -> None:
     writer = WholeTensors({"whole": (2, 3), "gap": (2, 3)}, torch.device("cpu"))
-    boxes = [Box("whole", 0, 0, 2, 3, torch.float32), Box("gap", 0, 0, 1, 3, torch.float32)]
+    boxes = [LocalBox("whole", 0, 0, 2, 3, torch.float32), LocalBox("gap", 0, 0, 1, 3, torch.float32)]
     for box in boxes:
         writer.place(box).fill_(1)
     [(name, tensor)] = writer.complete(iter(boxes))

@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.models import ModelShape
-from megarl.models.layout import Layout, RolloutLayout, Segment
-from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, worker_segments
+from megarl.models.layout import Box, Layout, RolloutLayout
+from megarl.models.vllm_weights import fixed_parameters, idle_parameters, parameter_sizes, worker_boxes
 from megarl.recipe.rollout_section import known_engine_args
 from megarl.weight_sync.codec import quantise_blocks
-from megarl.weight_sync.plan import engine_plan
+from megarl.weight_sync.plan import sync_plan
 from tests.rollout_cases import save_model
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ def vllm_view(model: Path, rollout: RolloutLayout, worker: int) -> Parameters:
     return {name: as_matrix(parameter.data) for name, parameter in built.named_parameters()}
 
 
-def table_view(model: Path, segments: Iterable[Segment], sizes: dict[str, tuple[int, int]]) -> Parameters:
+def table_view(model: Path, boxes: Iterable[Box], sizes: dict[str, tuple[int, int]]) -> Parameters:
     """The same by megarl's table: the boxes of one worker and the sizes of its parameters."""
     checkpoint = {name: as_matrix(tensor) for name, tensor in numbered_checkpoint(model).items()}
     view = {name: torch.full(size, PADDING) for name, size in sizes.items()}
-    for box in segments:
+    for box in boxes:
         content = checkpoint[box.name][box.row0 : box.row1, box.col0 : box.col1]
         rows, cols = content.shape
         target = view[box.parameter][box.local_row : box.local_row + rows, box.local_col : box.local_col + cols]
@@ -183,9 +183,9 @@ def differences(loader: Parameters, table: Parameters) -> Iterator[str]:
             yield f"{name}: {int((mine != its).sum())} elements stand elsewhere"
 
 
-def table_of(model: Path, rollout: RolloutLayout, worker: int) -> tuple[list[Segment], dict[str, tuple[int, int]]]:
+def table_of(model: Path, rollout: RolloutLayout, worker: int) -> tuple[list[Box], dict[str, tuple[int, int]]]:
     shape = ModelShape.from_directory(model)
-    return list(worker_segments(shape, rollout, worker)), parameter_sizes(shape, rollout, worker)
+    return list(worker_boxes(shape, rollout, worker)), parameter_sizes(shape, rollout, worker)
 
 
 def assert_the_same(model: Path, rollout: RolloutLayout) -> None:
@@ -280,7 +280,7 @@ def test_after_a_sleep_every_tensor_of_an_engine_is_sent_or_was_kept(
     from vllm.model_executor.layers.attention import MLAAttention
 
     shape = ModelShape.from_directory(models(family, tied))
-    plan = engine_plan(shape, Layout(), RolloutLayout())
+    plan = sync_plan(shape, Layout(), RolloutLayout())
     sent = {plan.destination_parameters[number] for number in set(plan.destination_parameter.tolist())}
     with vllm_model(models(family, tied), RolloutLayout(), 0) as built:
         parameters = {name for name, _ in built.named_parameters()}

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.weight_sync import copies
-from megarl.weight_sync.copies import Box, SpareMemory, Works, divide, in_threads, num_threads, shared_cores
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads, shared_cores
 
 pytestmark = pytest.mark.sync
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
     } | {"embed.weight": (5000, 600)}
     halves = [(name, half, rows) for name, (rows, _) in sizes.items() for half in (0, 1)]
     boxes = [
-        Box(name, rows // 2 if half else 0, 0, rows - rows // 2 if half else rows // 2, sizes[name][1], dtype)
+        LocalBox(name, rows // 2 if half else 0, 0, rows - rows // 2 if half else rows // 2, sizes[name][1], dtype)
         for name, half, rows in halves
         if half or rows > 1
     ]

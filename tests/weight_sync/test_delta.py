@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import megatron_segments
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.megatron_weights import megatron_boxes
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.codec import TakenParts
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 from tests.ranks import run_ranks
 from tests.rollout_cases import checkpoint, corrupt, cut
 from tests.sync_cases import Parameters, ThreadEngines
@@ -37,7 +38,7 @@ class Trainer:
         grouped = dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.shape, self.layout = ModelShape.from_directory(model), layout
-        settings = SyncSettings(torch.bfloat16, ROLLOUT, 2, BUCKET_BYTES, TIMEOUT_S, transport="group", wire="delta")
+        settings = SyncSettings("bf16", ROLLOUT, 2, BUCKET_BYTES, TIMEOUT_S, transport="group", wire="delta")
         group = dist.group.WORLD if grouped else None
         self.sync = WeightSync(self.shape, layout, settings, self.rank, group)
         self.engines = ThreadEngines(self.shape, ROLLOUT, engines=2, retries=3) if self.rank == 0 else None
@@ -53,8 +54,8 @@ class Trainer:
             words = tensor.bfloat16().view(torch.int16).clone()
             moved = torch.from_numpy(self.random.random(tuple(words.shape)) < CHANGED)
             self.tensors[name] = (words + moved.to(torch.int16)).view(torch.bfloat16).float()
-        self.expected[self.version] = cut(vllm_segments(self.shape, ROLLOUT), self.tensors)
-        parameters = cut(megatron_segments(self.shape, self.layout), self.tensors)[self.rank]
+        self.expected[self.version] = cut(vllm_boxes(self.shape, ROLLOUT), self.tensors)
+        parameters = cut(megatron_boxes(self.shape, self.layout), self.tensors)[self.rank]
         return self.sync.publish(self.version, parameters, self.engines, chosen)
 
     def check(self) -> None:

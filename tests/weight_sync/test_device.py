@@ -15,12 +15,11 @@ import torch
 from megarl.cluster.engine_nodes import servers_of
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
-from megarl.planner.placement import EnginePlace, PlacementError
+from megarl.planner.placement import EnginePlace, PlacementError, choose_transport
 from megarl.platform import Platform, cuda_stub
 from megarl.recipe.weight_sync_section import WeightSyncSection
+from megarl.weight_sync.buckets import LocalBox
 from megarl.weight_sync.checks import device_checksum
-from megarl.weight_sync.copies import Box
-from megarl.weight_sync.transport import choose_transport
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import BoxWriter, ThreadEngines
 
@@ -76,7 +75,7 @@ class UnthreadedWriter(BoxWriter):
     def __init__(self, before: Any) -> None:
         super().__init__(before, parameters={})
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> None:  # type: ignore[override]
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> None:  # type: ignore[override]
         return None
 
 

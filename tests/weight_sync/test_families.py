@@ -17,10 +17,11 @@ import torch.distributed as dist
 from megarl.cluster.ray_cluster import start_cluster, stop_cluster
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import megatron_segments
+from megarl.models.megatron_weights import megatron_boxes
 from megarl.models.model_files import copy_model_files
 from megarl.rollout.pool import EnginePool
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 from tests.engine_cases import save_boxes
 from tests.in_process_engine import Receiving, answers, close_engines, open_engine, open_receiver
 from tests.ranks import run_ranks
@@ -91,7 +92,7 @@ def export(model: Path, exported: Path, layout: Layout, shards: dict[str, torch.
     if rank == 0:
         exported.mkdir()
         copy_model_files(model, exported)
-    save_boxes(exported, shape, [box for box in megatron_segments(shape, layout) if box.rank == rank], shards)
+    save_boxes(exported, shape, [box for box in megatron_boxes(shape, layout) if box.rank == rank], shards)
 
 
 def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollout: RolloutLayout) -> None:
@@ -105,7 +106,7 @@ def brings_versions(old: Path, new: Path, exported: Path, layout: Layout, rollou
     forms: list[dict[str, Any]] = [{}, {"transport": "group"}, {"transport": "group", "servers": servers}]
     syncs = []
     for form in forms:
-        settings = SyncSettings(torch.float32, rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0, **form)
+        settings = SyncSettings("fp32", rollout, num_engines=1, bucket_bytes=1 << 16, timeout_s=60.0, **form)
         syncs.append(WeightSync(shape, layout, settings, rank, dist.group.WORLD))
 
     def publish(version: int, engines: EnginePool | None) -> Path:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.vllm_weights import vllm_segments
+from megarl.models.vllm_weights import vllm_boxes
 from megarl.platform.messages import peer_lost
 from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.group import Written
-from megarl.weight_sync.manifest import SyncError, WeightManifest
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncError, SyncSettings, WeightManifest
+from megarl.weight_sync.publish import WeightSync
 from tests.engine_processes import ANSWER_S, STATES, Answer, ProcessEngines
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
@@ -119,7 +119,7 @@ def form_of(transport: str, ranks: int) -> dict[str, Any]:
 def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
     assert not isinstance(answer, str), answer
     assert answer[0] == version
-    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    expected = cut(vllm_boxes(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
     for name, content in of_version(expected, version).items():
         rows, cols = content.shape
         assert torch.equal(answer[1][name][:rows, :cols], content), name
@@ -312,7 +312,7 @@ def publish_beside_one_that_dies(
     torch.set_num_threads(1)
     address, patient = f"file://{store}", timedelta(seconds=PATIENT_S)
     dist.init_process_group("gloo", address, rank=rank, world_size=layout.ranks, timeout=patient)
-    settings = SyncSettings(torch.float32, RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, **form_of(transport, 2))
+    settings = SyncSettings("fp32", RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, **form_of(transport, 2))
     sync = WeightSync(ModelShape.from_directory(model), layout, settings, rank, dist.group.WORLD)
     if rank == 1:
         dies_at(sync, "middle")
@@ -390,7 +390,7 @@ def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> Non
 
     for engine in range(3):
         stay_away_once(engines.readers[engine, 0])
-    expected = cut(vllm_segments(shape, RolloutLayout()), checkpoint(model))[0]
+    expected = cut(vllm_boxes(shape, RolloutLayout()), checkpoint(model))[0]
     try:
         for version in (1, 2):
             publisher.publish_shards(version, of_version(publisher.shards(model), version), engines)

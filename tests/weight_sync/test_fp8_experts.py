@@ -14,12 +14,13 @@ import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import checkpoint_sizes, megatron_segments
+from megarl.models.megatron_weights import checkpoint_sizes, megatron_boxes
 from megarl.models.quantised_blocks import quantised_tensors
-from megarl.models.vllm_weights import parameter_sizes, vllm_segments
+from megarl.models.vllm_weights import parameter_sizes, vllm_boxes
 from megarl.rollout import RolloutError
-from megarl.weight_sync.codec import FP8
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.buckets import FP8
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
 from tests.recipe.test_wire import MOE
 from tests.rollout_cases import cut
 from tests.sync_cases import Parameters, ThreadEngines
@@ -49,7 +50,7 @@ class Worker:
     """A worker's modules with the parameters that vLLM would have after it loaded a checkpoint's tensors."""
 
     def __init__(self, shape: ModelShape, rollout: RolloutLayout, number: int, tensors: Parameters) -> None:
-        boxes = [box for box in vllm_segments(shape, rollout) if box.rank == number]
+        boxes = [box for box in vllm_boxes(shape, rollout) if box.rank == number]
         loaded, quantised = cut(boxes, tensors)[number], quantised_tensors(shape)
         self.modules: dict[str, Any] = {}
         for name, size in parameter_sizes(shape, rollout, number).items():
@@ -171,7 +172,7 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
         if name.endswith("e_score_correction_bias"):
             old[name] = new[name]  # no sync sends it
     workers = [Worker(shape, rollout, number, old) for number in range(2)]
-    settings = SyncSettings(torch.bfloat16, rollout, 1, 1 << 17, 60.0, transport="group", quantization="fp8")
+    settings = SyncSettings("bf16", rollout, 1, 1 << 17, 60.0, transport="group", quantization="fp8")
     sync, engines = WeightSync(shape, Layout(), settings, 0, None), Engines(shape, rollout)
     engines.receivers = [
         one.receiver(shape, rollout, number, engines.readers[0, number], captures_graphs=True)
@@ -180,7 +181,7 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
     before = [addresses(one) for one in workers]
     try:
         for version, tensors in ((1, new), (2, old), (3, new)):
-            sync.publish(version, cut(megatron_segments(shape, Layout()), tensors)[0], engines)
+            sync.publish(version, cut(megatron_boxes(shape, Layout()), tensors)[0], engines)
     finally:
         engines.close()
         sync.close()

@@ -20,9 +20,8 @@ from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
 from megarl.weight_sync import mapped, publish
-from megarl.weight_sync.buckets import Piece
 from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.mapped import Mapped, needs_of, obstacle_of, share
+from megarl.weight_sync.mapped import map_parameters, needs_of, obstacle_of, share
 from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines, assert_has_shard
 
@@ -103,7 +102,7 @@ def test_workers_map_the_trainers_memory_once(case: Case) -> None:
 def test_a_bit_that_flips_on_the_way_is_seen(case: Case, data: Any) -> None:
     """The ranks hash the right weights, and the workers copy a wrong bit."""
     sync = case.publisher.sync
-    place = data.draw(st.sampled_from(sync._pieces[0]))
+    place = data.draw(st.sampled_from(sync._pieces[0])).box
     row = place.row + data.draw(st.integers(0, place.rows - 1))
     col = place.col + data.draw(st.integers(0, place.cols - 1))
     bit = 1 << data.draw(st.integers(0, 30))
@@ -181,11 +180,6 @@ def test_an_engine_that_was_given_up_takes_nothing_of_what_it_copied(models: tup
     publisher.close()
 
 
-def at(parameter: str, row: int, col: int, rows: int, cols: int) -> Piece:
-    """A piece of a parameter; where the piece lies in a bucket does not count."""
-    return Piece(0, parameter, row, col, rows, cols, start=0, end=0, scale_bytes=0)
-
-
 def shared(parameters: Mapping[str, torch.Tensor]) -> str:
     return share(parameters, list(parameters))
 
@@ -197,10 +191,9 @@ def test_what_lies_on_top_of_a_storage_stays_what_it_was_when_it_moves() -> None
     assert buffer.data_ptr() != place and buffer.is_shared()
     assert torch.equal(buffer, torch.arange(64.0)) and torch.equal(parameters["a"], torch.arange(32.0).view(4, 8))
     assert shared(parameters) == said, "it moves once"
-    home = Mapped(said, 0)
+    home = map_parameters(said, 0)
     buffer[9] = -1.0
-    assert torch.equal(home.box(at("a", 1, 1, 2, 3)), parameters["a"][1:3, 1:4])
-    assert torch.equal(home.box(at("b", 2, 0, 6, 1)), buffer[34:40, None])
+    assert torch.equal(home["a"], parameters["a"]) and torch.equal(home["b"], buffer[32:40, None])
 
 
 def test_too_many_files_and_too_little_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +213,7 @@ def test_a_parameter_anywhere_in_an_allocation_is_reached_at_its_place(monkeypat
     allocation[512:640] = weight.view(-1).view(torch.uint8)
     address = shared({"a": weight})
     monkeypatch.setattr(Platform, "reach_bytes", lambda platform, handle: allocation[512:640])
-    assert torch.equal(Mapped(address, 0).box(at("a", 1, 2, 3, 4)), weight[1:4, 2:6])
+    assert torch.equal(map_parameters(address, 0)["a"], weight)
 
 
 def test_what_leaves_the_device_between_phases_is_not_in_shared_memory() -> None:
@@ -246,19 +239,19 @@ def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> Non
     process = multiprocessing.get_context("forkserver").Process(target=hold, args=(theirs,))
     process.start()
     said = ours.recv()
-    home = Mapped(said, 3)
-    assert bool((home.box(at("a", 0, 0, 4, 8)) == 1).all())
+    home = map_parameters(said, 3)
+    assert home["a"].shape == (4, 8) and bool((home["a"] == 1).all())
     with pytest.raises(SyncError, match="trainer rank 3.* is another file"):
-        Mapped(re.sub(r"(/fd/\d+', )(\d+)", r"\g<1>1\2", said), 3)
+        map_parameters(re.sub(r"(/fd/\d+', )(\d+)", r"\g<1>1\2", said), 3)
     ours.send("let go")
     assert ours.recv() == "gone"
     with pytest.raises(SyncError, match="weights of trainer rank 3"):
-        Mapped(said, 3)
+        map_parameters(said, 3)
     ours.send("end")
     process.join(60)
     with pytest.raises(SyncError, match="no way to the weights of trainer rank 3.*weight_sync.transport = group"):
-        Mapped(said, 3)
-    assert bool((home.box(at("a", 0, 0, 4, 8)) == 1).all()), "what is mapped stays"
+        map_parameters(said, 3)
+    assert bool((home["a"] == 1).all()), "what is mapped stays"
 
 
 def test_weights_that_moved_are_looked_up_anew(case: Case) -> None:

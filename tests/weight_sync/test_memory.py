@@ -26,9 +26,11 @@ from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.role_sections import LoraSection
-from megarl.weight_sync.copies import Box, SpareMemory, Works, divide
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import SpareMemory, Works, divide
+from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.mapped import share
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.publish import WeightSync
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 
@@ -98,10 +100,10 @@ class Worker:
         self._spares: list[SpareMemory] = []
         self._targets: dict[int, Parameters] = {}  # by spare memory
 
-    def works(self, boxes: Sequence[Box], bucket_bytes: int) -> Works:
+    def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works:
         return divide(boxes, self.sizes, lambda owner: owner in ("model.embed_tokens", "lm_head"), bucket_bytes)
 
-    def place(self, box: Box, spare: SpareMemory | None = None) -> torch.Tensor:
+    def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         if spare is not None:
             return box.within(self._target(box, spare))
         if box.owner not in self._open:
@@ -109,7 +111,7 @@ class Worker:
             self._open[box.owner] = self._spares.pop() if self._spares else SpareMemory(), missing
         return box.within(self._target(box, self._open[box.owner][0]))
 
-    def arrived(self, box: Box) -> None:
+    def arrived(self, box: LocalBox) -> None:
         spare, missing = self._open.pop(box.owner)
         missing -= box.rows * box.cols
         if missing:
@@ -128,7 +130,7 @@ class Worker:
         assert not self._open, "every module is complete"
         self._spares = []
 
-    def _target(self, box: Box, spare: SpareMemory) -> torch.Tensor:
+    def _target(self, box: LocalBox, spare: SpareMemory) -> torch.Tensor:
         live = self.weights[box.parameter]
         if "_proj." not in box.parameter:
             return live
@@ -154,9 +156,7 @@ def publish_twice(
 ) -> Peaks:
     parameters = trainer_weights(shape, layout, rank, way)
     engines = Writing(shape, rollout) if rank == 0 else None
-    settings = SyncSettings(
-        torch.bfloat16, rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters"
-    )
+    settings = SyncSettings("bf16", rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # earlier freed memory would hide as much
     rest, found = resident("VmRSS"), []

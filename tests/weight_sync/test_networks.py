@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.vllm_weights import vllm_segments
-from megarl.weight_sync.manifest import SyncError
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.models.vllm_weights import vllm_boxes
+from megarl.weight_sync.manifest import SyncError, SyncSettings
+from megarl.weight_sync.publish import WeightSync
 from tests.engine_processes import CUT, Answer, ProcessEngines
 from tests.networks import CABLE, Network, two_networks
 from tests.ranks import RankPool
@@ -60,7 +60,7 @@ def publish_over_a_cable(first: str, second: str, near: Network, far: Network) -
         Path("/proc/sys/net/ipv4", name).write_text(SOCKET_BYTES)
     dist.init_process_group("gloo")
     rank, shape = dist.get_rank(), ModelShape.from_directory(first)
-    settings = SyncSettings(torch.float32, RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address)
+    settings = SyncSettings("fp32", RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address)
     engines = OneTry(shape, 1, [far]) if rank == 0 else None
     sync = WeightSync(shape, LAYOUT, settings, rank, dist.group.WORLD)
     told = Told([])
@@ -105,7 +105,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
     assert not isinstance(answer, str), answer
-    expected = cut(vllm_segments(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    expected = cut(vllm_boxes(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
     assert answer[0] == version
     for name, content in expected.items():
         rows, cols = content.shape
@@ -146,7 +146,7 @@ def publish_in_two_legs(model: str, near: Network, far: Network) -> tuple[list[A
         dist.init_process_group("gloo")
     shape, servers = ModelShape.from_directory(model), ((0,), (1,))
     settings = SyncSettings(
-        torch.float32, RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address, servers=servers
+        "fp32", RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address, servers=servers
     )
     engines = ProcessEngines(shape, 2, [near, far]) if rank == 0 else None
     sync = WeightSync(shape, LAYOUT, settings, rank, dist.group.WORLD)

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.models import FAMILIES, ModelShape
-from megarl.models.layout import Layout, RolloutLayout, Segment
-from megarl.models.megatron_weights import megatron_segments, rank_segments
+from megarl.models.layout import Box, Layout, RolloutLayout
+from megarl.models.megatron_weights import megatron_boxes, rank_boxes
 from megarl.models.vllm_weights import (
     fixed_tensors,
     held_experts,
     idle_parameters,
     parameter_sizes,
     stage_layers,
-    vllm_segments,
+    vllm_boxes,
 )
-from megarl.weight_sync.boxes import Boxes, megatron_boxes, shard_bytes, vllm_boxes
-from megarl.weight_sync.plan import ReshardPlan, engine_plan, plan_reshard
+from megarl.weight_sync.boxes import Boxes, megatron_columns, shard_bytes, vllm_columns
+from megarl.weight_sync.plan import ReshardPlan, plan_reshard, sync_plan
 from tests.models.test_table import fill, layouts, shape_of
 
 Parameters = dict[tuple[int, str], np.ndarray]
@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout, RolloutLayout]:
 def checkpoint(shape: ModelShape) -> dict[str, np.ndarray]:
     """A checkpoint in which no two elements are equal."""
     start, tensors = 1, dict[str, np.ndarray]()
-    for s in megatron_segments(shape, Layout()):
+    for s in megatron_boxes(shape, Layout()):
         rows, columns = tensors[s.name].shape if s.name in tensors else (0, 0)
         tensors[s.name] = np.empty((max(rows, s.row1), max(columns, s.col1)), dtype=np.int64)
     for tensor in tensors.values():
@@ -75,15 +75,15 @@ def checkpoint(shape: ModelShape) -> dict[str, np.ndarray]:
     return tensors
 
 
-def cut(segments: list[Segment], tensors: dict[str, np.ndarray]) -> Parameters:
-    """The local parameters that segments describe; what no segment covers stays 0."""
+def cut(boxes: list[Box], tensors: dict[str, np.ndarray]) -> Parameters:
+    """The local parameters that boxes describe; what no box covers stays 0."""
     sizes: dict[tuple[int, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for s in segments:
+    for s in boxes:
         rows, cols = sizes[s.rank, s.parameter]
         end_row, end_col = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
         sizes[s.rank, s.parameter] = (max(rows, end_row), max(cols, end_col))
     parameters = {key: np.zeros(size, dtype=np.int64) for key, size in sizes.items()}
-    for s in segments:
+    for s in boxes:
         end_row, end_col = s.local_row + s.row1 - s.row0, s.local_col + s.col1 - s.col0
         parameters[s.rank, s.parameter][s.local_row : end_row, s.local_col : end_col] = tensors[s.name][
             s.row0 : s.row1, s.col0 : s.col1
@@ -91,12 +91,12 @@ def cut(segments: list[Segment], tensors: dict[str, np.ndarray]) -> Parameters:
     return parameters
 
 
-def trainer_segments(layout: Layout, shape: ModelShape, ranks: set[int]) -> list[Segment]:
+def trainer_boxes(layout: Layout, shape: ModelShape, ranks: set[int]) -> list[Box]:
     """What some of the trainer's ranks hold."""
-    found: list[Segment] = []
+    found: list[Box] = []
     for rank in ranks:
         tensor_rank, pipeline_rank, data_rank, context_rank = layout.coordinates(rank)
-        found += rank_segments(shape, layout, tensor_rank, pipeline_rank, data_rank, context_rank=context_rank)
+        found += rank_boxes(shape, layout, tensor_rank, pipeline_rank, data_rank, context_rank=context_rank)
     return found
 
 
@@ -117,17 +117,17 @@ def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Paramet
 @given(st.data())
 def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject) -> None:
     shape, layout, rollout = data.draw(cases())
-    plan = engine_plan(shape, layout, rollout)
+    plan = sync_plan(shape, layout, rollout)
     fixed, tensors = fixed_tensors(shape), checkpoint(shape)
-    destinations = [segment for segment in vllm_segments(shape, rollout) if segment.name not in fixed]
+    destinations = [box for box in vllm_boxes(shape, rollout) if box.name not in fixed]
     for worker in range(rollout.workers):
         own = [s for s in destinations if s.rank == worker]
         bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in own)
         assert int(plan.sizes[plan.to_destination(worker)].sum()) == bound
     assert shard_bytes(shape, rollout, 2) == 2 * int(plan.sizes.sum()), "what a sync is measured by"
-    assert engine_plan.__wrapped__(shape, layout, rollout).hash == plan.hash, "both ends compute the same plan"
+    assert sync_plan.__wrapped__(shape, layout, rollout).hash == plan.hash, "both ends compute the same plan"
     held, expected = (
-        cut(trainer_segments(layout, shape, set(plan.source_rank.tolist())), tensors),
+        cut(trainer_boxes(layout, shape, set(plan.source_rank.tolist())), tensors),
         cut(destinations, tensors),
     )
     for key, parameter in replay(plan, held, expected).items():
@@ -139,27 +139,27 @@ def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject
 def test_boxes_of_workers_fill_their_parameters(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     rollout = data.draw(rollouts(shape))
-    segments = vllm_segments(shape, rollout)
+    boxes = vllm_boxes(shape, rollout)
     for worker in range(rollout.workers):
         sizes = parameter_sizes(shape, rollout, worker)
-        fill([segment for segment in segments if segment.rank == worker], sizes)
+        fill([box for box in boxes if box.rank == worker], sizes)
         assert not idle_parameters(shape, rollout, worker) & sizes.keys()
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_columns_hold_the_same_boxes_as_segments(data: st.DataObject) -> None:
+def test_columns_hold_the_same_boxes_as_lists(data: st.DataObject) -> None:
     shape, layout, rollout = data.draw(cases())
-    for boxes, segments in (
-        (megatron_boxes(shape, layout), megatron_segments(shape, layout)),
-        (vllm_boxes(shape, rollout), vllm_segments(shape, rollout)),
+    for columns, boxes in (
+        (megatron_columns(shape, layout), megatron_boxes(shape, layout)),
+        (vllm_columns(shape, rollout), vllm_boxes(shape, rollout)),
     ):
-        held = [boxes.segment(box) for box in range(len(boxes))]
-        assert sorted(held) == sorted(segments)
+        held = [columns.box(number) for number in range(len(columns))]
+        assert sorted(held) == sorted(boxes)
     # A worker takes its boxes in this order.
-    assert held == segments
-    again = Boxes.of(segments)
-    assert [again.segment(box) for box in range(len(again))] == segments
+    assert held == boxes
+    again = Boxes.of(boxes)
+    assert [again.box(number) for number in range(len(again))] == boxes
 
 
 @settings(max_examples=200)
@@ -192,7 +192,7 @@ def test_a_stage_holds_what_it_reads() -> None:
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(2, 2, virtual_pipeline=2)])
 def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> None:
     shape = shape_of("qwen3", tie_word_embeddings=True)
-    plan = engine_plan(shape, layout, RolloutLayout(2, pipeline=2))
+    plan = sync_plan(shape, layout, RolloutLayout(2, pipeline=2))
     embedding = plan.name == plan.names.index("model.embed_tokens.weight")
     parameters = {plan.source_parameters[number] for number in plan.source_parameter[embedding]}
     assert len(parameters) == 1 and parameters.pop().endswith("embedding.word_embeddings.weight")
@@ -213,14 +213,14 @@ def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> N
 )
 def test_an_engine_that_cuts_nothing_is_named(family: str, rollout: RolloutLayout, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine_plan(shape_of(family), Layout(), rollout)
+        sync_plan(shape_of(family), Layout(), rollout)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_heads_of_critics_and_layers_for_several_tokens_are_in_no_plan(family: str) -> None:
     """A plan names the tensors of the decoder, whatever else the checkpoint or the trainer has."""
     shape = shape_of(family, num_nextn_predict_layers=1)
-    plan = engine_plan(shape, Layout(pipeline=2), RolloutLayout())
+    plan = sync_plan(shape, Layout(pipeline=2), RolloutLayout())
     for name in (*plan.names, *plan.source_parameters, *plan.destination_parameters):
         assert not any(part in name for part in ("value_head", "score", "mtp", "nextn", "eh_proj", "enorm", "layers.4."))
     layers = {name.split(".")[2] for name in plan.names if name.startswith("model.layers.")}
@@ -235,7 +235,7 @@ def test_ranks_and_workers_have_coordinates_that_lead_back(tensor: int, pipeline
 
 
 def test_the_replicas_share_the_sending() -> None:
-    plan = engine_plan(shape_of("llama"), Layout(data=4), RolloutLayout())
+    plan = sync_plan(shape_of("llama"), Layout(data=4), RolloutLayout())
     elements = np.bincount(plan.source_rank, plan.sizes, 4)
     assert max(elements) - min(elements) <= int(plan.sizes.max())
 
@@ -256,17 +256,17 @@ def test_a_model_of_a_trillion_weights_is_planned_like_a_small_one() -> None:
     shard, and the rest; the ranks of a stage send the same, within a hundredth."""
     layout = Layout(8, 8, 8, expert=32, expert_tensor=1, stages=(7, 8, 8, 8, 8, 8, 7, 7))
     rollout = RolloutLayout(8, data=4, expert_parallel=True)
-    boxes = vllm_boxes(KIMI_K2, rollout, lambda weight: not weight.fixed)
+    boxes = vllm_columns(KIMI_K2, rollout, lambda weight: not weight.fixed)
     bound = np.bincount(boxes.rank, boxes.sizes)
     assert bound.min() == bound.max() > 60 * 12 * 3 * 2048 * 7168
-    plan = engine_plan(KIMI_K2, layout, rollout)
+    plan = sync_plan(KIMI_K2, layout, rollout)
     assert (np.bincount(plan.destination_rank, plan.sizes) == bound).all()
     stages = np.bincount(plan.source_rank, plan.sizes, layout.ranks).reshape(8, 64)
     assert (stages.max(axis=1) < 1.01 * stages.mean(axis=1)).all()
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    box = Segment("a", 0, 4, 0, 2, 0, "p", 0, 0)
+    box = Box("a", 0, 4, 0, 2, 0, "p", 0, 0)
     with pytest.raises(ValueError, match="only one end knows"):
         plan_reshard([box], [box._replace(name="b")])
     with pytest.raises(ValueError, match="only one end knows"):

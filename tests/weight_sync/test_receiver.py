@@ -17,7 +17,8 @@ import torch
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
-from megarl.weight_sync.copies import Box, SpareMemory, in_threads
+from megarl.weight_sync.buckets import LocalBox
+from megarl.weight_sync.copies import SpareMemory, in_threads
 from megarl.weight_sync.manifest import SyncError
 from tests.rollout.test_pool import MANIFEST
 from tests.rollout_cases import save_model
@@ -37,9 +38,9 @@ class Reader:
 
     closed = False
 
-    def read(self, *arguments: Any) -> Generator[Box, None, None]:
+    def read(self, *arguments: Any) -> Generator[LocalBox, None, None]:
         try:
-            yield Box("no.such.weight", 0, 0, 1, 1, torch.float32)
+            yield LocalBox("no.such.weight", 0, 0, 1, 1, torch.float32)
             raise ValueError("no such parameter")
         finally:
             self.closed = True
@@ -96,7 +97,7 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
 
 def take(receiver: Any, contents: Mapping[str, torch.Tensor], threads: int) -> None:
     """Give the worker a version as a reader does: box after box without threads."""
-    boxes = [Box(name, 0, 0, content.shape[0], content.shape[1], content.dtype) for name, content in contents.items()]
+    boxes = [LocalBox(name, 0, 0, content.shape[0], content.shape[1], content.dtype) for name, content in contents.items()]
 
     def do(numbers: Sequence[int], spare: SpareMemory) -> None:
         for number in numbers:
@@ -185,7 +186,7 @@ def test_modules_whose_boxes_take_turns_are_packed_when_they_are_complete() -> N
     names = ["a", "b", "c"]
     receiver = receiver_of({name: linear(0, Packing()) for name in names}, {f"{name}.weight": 32 for name in names})
     for number, rows in ((1, 0), (2, 0), (1, 2), (3, 0), (2, 2), (3, 2)):
-        box = Box(f"{names[number - 1]}.weight", rows, 0, 2, 8, torch.float32)
+        box = LocalBox(f"{names[number - 1]}.weight", rows, 0, 2, 8, torch.float32)
         receiver.place(box).fill_(10 * number + rows)
         receiver._arrived(box)
     receiver.finish()

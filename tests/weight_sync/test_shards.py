@@ -17,8 +17,8 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.telemetry.clock import PhaseClock, recording
 from megarl.weight_sync import publish
-from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, WeightManifest
-from megarl.weight_sync.publish import SyncSettings, WeightSync
+from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, SyncSettings, WeightManifest
+from megarl.weight_sync.publish import WeightSync
 from tests.ranks import run_ranks
 from tests.rollout_cases import Publisher, checkpoint, corrupt, megatron_shards, save_model
 from tests.sync_cases import BoxWriter, ThreadEngines, assert_has_shard
@@ -27,7 +27,6 @@ from tests.weight_sync.test_buckets import BLOCKS
 
 pytestmark = pytest.mark.sync
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 8192  # a tiny model is many buckets, and most boxes are cut
 
 
@@ -63,7 +62,7 @@ def settings_of(
             tuple((engine + worker) % ranks for worker in range(rollout.workers)) for engine in range(engines)
         )
     form.pop("ranks", None)
-    return SyncSettings(PRECISIONS[precision], rollout, engines, form.pop("bucket_bytes", BUCKET_BYTES), 60.0, **form)
+    return SyncSettings(precision, rollout, engines, form.pop("bucket_bytes", BUCKET_BYTES), 60.0, **form)
 
 
 def two_models(folder: Path, family: str = "qwen3", tied: bool = True) -> list[str]:
@@ -134,7 +133,7 @@ def test_fp8_blocks_of_all_ranks_make_the_blocks_of_the_worker(tmp_path: Path, t
 def publish_with_a_missing_parameter(model: str, layout: Layout) -> str:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    settings = SyncSettings(torch.float32, RolloutLayout(), 1, BUCKET_BYTES, timeout_s=60.0)
+    settings = SyncSettings("fp32", RolloutLayout(), 1, BUCKET_BYTES, timeout_s=60.0)
     sync = WeightSync(ModelShape.from_directory(model), layout, settings, rank, dist.group.WORLD)
     parameters: dict[str, Any] = dict(megatron_shards(Path(model), layout)[rank])
     if rank == 1:

@@ -14,7 +14,7 @@ from megarl.models.layout import Layout, RolloutLayout
 from megarl.weight_sync.buckets import sync_rounds, sync_stream
 from megarl.weight_sync.group import BucketSender
 from megarl.weight_sync.manifest import WeightManifest
-from megarl.weight_sync.plan import engine_plan
+from megarl.weight_sync.plan import sync_plan
 from tests.weight_sync.test_buckets import SHAPE
 
 pytestmark = pytest.mark.sync
@@ -64,14 +64,13 @@ class Engines(Recorder):
 
 
 def batches_of(rank: int, layout: Layout, manifest: WeightManifest, by_layer: bool) -> deque[Batch]:
-    plan = engine_plan(SHAPE, layout, manifest.rollout)
-    form = torch.float32, 8192, None
-    streams = [sync_stream(SHAPE, plan, worker, by_layer, *form) for worker in range(manifest.rollout.workers)]
+    plan = sync_plan(SHAPE, layout, manifest.rollout)
+    streams = [sync_stream(SHAPE, plan, worker, manifest) for worker in range(manifest.rollout.workers)]
     group = Recorder()
     engines: Any = Engines()
     store: Any = None
     rounds = sync_rounds(plan, streams, by_layer)
-    sender = BucketSender(streams, rounds, rank, engines, store, None, manifest)
+    sender = BucketSender(streams, rounds, rank, engines, store, manifest)
     sender._ranks = group  # type: ignore[assignment]
     sender.begin(manifest)
     for entries in rounds:
@@ -97,8 +96,8 @@ def test_no_two_ranks_wait_for_each_other(
     engines = tuple(range(len(servers)))
     manifest = WeightManifest(
         version=1, attempt=1, plan_hash="", layout=layout, rollout=rollout, mode="reshard", precision="fp32",
-        bucket_bytes=8192, timeout_s=60.0, engines=engines, transport="group", on_device=False,
-        store=("", 0), groups=engines, by_layer=by_layer, servers=servers,
+        bucket_bytes=8192, timeout_s=60.0, num_engines=len(servers), engines=engines, transport="group", port=0,
+        groups=engines, merges=by_layer, servers=servers,
     )  # fmt: skip
     queues = [batches_of(rank, layout, manifest, by_layer) for rank in range(layout.ranks)]
     total = sum(map(len, queues))
