@@ -41,8 +41,8 @@ NOTES = (
     "lengths and with every micro-batch as full as its rule allows"
 )
 STALENESS_NOTES = (
-    "simulated with these lengths; engines: their tokens / those with all slots busy; trainer: share of the time at work; "
-    "staleness: mean of a trained token and largest; without rewards, environments and the network of a weight sync"
+    "by these lengths; engines: their tokens / those with all slots busy; trainer: share of the time at work; without "
+    "rewards, environments and the network of a weight sync"
 )
 
 
@@ -234,12 +234,10 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
 
 def _staleness_table(rows: list[StalenessRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps by staleness", title_justify="left", title_style="")
-    for title in ("max_staleness", "seconds a step", "engines", "trainer", "staleness of a token", "at most"):
+    for title in ("max_staleness", "seconds a step", "engines", "trainer"):
         table.add_column(title, justify="right")
     for row in rows:
-        shares = f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}"
-        staleness = f"{row.mean_staleness:.2f}", str(row.largest_staleness)
-        table.add_row(str(row.max_staleness), _short(row.step_s), *shares, *staleness)
+        table.add_row(str(row.max_staleness), _short(row.step_s), f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}")
     return table
 
 
