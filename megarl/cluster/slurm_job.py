@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed, nodes_with
+from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed
 from megarl.recipe.recipe import Recipe
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -46,12 +46,9 @@ def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, m
     Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic if no job fits, or
     if the job needs more than `max_nodes`.
     """
-    if ranks_per_node is not None:
-        needed = nodes_with(recipe, devices_per_node, ranks_per_node)
-    elif devices_per_node == 0:
+    if ranks_per_node is None and devices_per_node == 0:
         raise PlacementError("--devices-per-node = 0: on CPUs say how many ranks a node takes: --ranks-per-node 2")
-    else:
-        needed = nodes_needed(recipe, devices_per_node)
+    needed = nodes_needed(recipe, devices_per_node, ranks_per_node)
     job = SlurmJob(needed, devices_per_node)
     if max_nodes is not None and job.num_nodes > max_nodes:
         raise PlacementError(
