@@ -12,8 +12,7 @@ import yaml
 
 from megarl.planner.check import suggestion_lines
 from megarl.planner.forecast import job_of
-from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of
-from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
+from megarl.planner.suggest import NODE_RANKS, NoDevice, NothingFits, Suggestion, layout_values, layouts_of, suggest
 from megarl.recipe import load_recipe
 from tests.planner_cases import forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
