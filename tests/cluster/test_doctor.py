@@ -65,7 +65,7 @@ def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple
 def test_a_node_without_faults_is_fit() -> None:
     code, findings = doctor("recipes/quickstart.yaml", "--master", f"127.0.0.1:{unused_port()}")
     assert code == 0 and not [finding for finding in findings if finding.severity == Severity.FAIL]
-    assert {"packages", "torch build", "shared memory", "open files", "clock", "model", "precision"} <= {
+    assert {"packages", "torch build", "shared memory", "open files", "model", "precision"} <= {
         finding.check for finding in findings
     }
 
