@@ -144,7 +144,7 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="Hand the file to sbatch; without this it is printed.")] = False,
 ) -> None:
     """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
-    from megarl.cluster.slurm_job import check_time, describe, fill, fit_job, submit_job
+    from megarl.cluster.slurm_job import describe, fill, fit_job, submit_job
     from megarl.recipe.model_section import fetch_config
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
@@ -157,7 +157,6 @@ def launch(
         job = fit_job(loaded, devices_per_node, ranks_per_node, nodes)
         variables = {} if container is None else {"CONTAINER": container}
         text = fill(job, options, variables, [recipe, *(overrides or [])])
-        check_time(loaded, text)
         # As the job does when it starts, if the directory is visible from here.
         RunDirectory.of(loaded).check(loaded, Resume.IF_SAVED)
         typer.echo(f"{describe(loaded, job)}: {job.file}", err=True)

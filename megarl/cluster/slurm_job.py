@@ -16,8 +16,6 @@ from megarl.recipe.recipe import Recipe
 CHECKOUT = Path(__file__).resolve().parents[2]
 FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
-# sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]].
-_TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
 # sbatch and a shell read such a text as one word without quotes.
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
@@ -95,34 +93,6 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
     return _replace(f"^{END_OF_SETTINGS}$", f"set -- {shlex.join(arguments)}\n{END_OF_SETTINGS}", text)
 
 
-def check_time(recipe: Recipe, text: str) -> None:
-    """Check that the time limit leaves time to train before Slurm's signal and `run.grace_s`. Raises ValueError."""
-    limit, lead_s = _setting("time", text), int(_setting("signal", text).partition("@")[2])
-    limit_s = time_limit_s(limit)
-    if limit_s is not None and limit_s <= lead_s + recipe.run.grace_s:
-        raise ValueError(
-            f"--time = {limit}, {limit_s} s: must be longer than the {lead_s} s of --signal, by which a signal comes before "
-            f"the end, and run.grace_s = {recipe.run.grace_s:g} together, {lead_s + recipe.run.grace_s:g} s: a start would "
-            "leave when it has hardly begun"
-        )
-
-
-def time_limit_s(limit: str) -> int | None:
-    """Return the seconds of a time limit as sbatch reads it; None for no limit. Raises ValueError for a malformed limit."""
-    if limit.upper() in ("UNLIMITED", "INFINITE", "0"):
-        return None
-    match = _TIME.fullmatch(limit)
-    if match is None:
-        ways = "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]"
-        raise ValueError(f"--time = {limit!r}: must be {ways}, as 24:00:00")
-    days, *texts = match.groups()
-    numbers = [int(text) for text in texts if text is not None]
-    if days is None and len(numbers) < 3:  # minutes, or minutes and seconds
-        numbers = [0, *numbers]
-    hours, minutes, seconds = (numbers + [0, 0])[:3]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
 def submit_job(text: str) -> int:
     """Submit a file's text; sbatch prints the job's number. Return sbatch's exit status. Raises ValueError without
     sbatch."""
@@ -131,12 +101,6 @@ def submit_job(text: str) -> int:
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is sbatch"
         )
     return subprocess.run(["sbatch"], input=text, encoding="utf-8", check=False).returncode
-
-
-def _setting(name: str, text: str) -> str:
-    values = re.findall(rf"^#SBATCH --{name}=(\S+)", text, flags=re.MULTILINE)
-    assert len(values) == 1, f"--{name} is {len(values)} times in the sbatch file, and belongs there once"
-    return str(values[0])
 
 
 def _replace(pattern: str, new: str, text: str) -> str:
