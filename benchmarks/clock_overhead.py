@@ -99,7 +99,7 @@ def trace_seconds(step: dict[str, Any]) -> float:
 
 def measure(run: Path) -> dict[str, Any]:
     """Raises ValueError for a run without the spans of two steps."""
-    ranks, _ = read_ranks(run)
+    ranks = read_ranks(run)
     if not ranks or any(len(rank.steps) < 2 for rank in ranks):
         raise ValueError(f"{run} has no trace of two steps; give the directory of a run with run.trace: spans")
     steps = [step for rank in ranks for step in rank.steps[1:]]  # the first one warms up

@@ -32,7 +32,7 @@ from megarl.telemetry.report_run import Run, read_run, show_curve, smooth
 from megarl.telemetry.samples import conversations
 
 MOST_SAMPLES = 6  # best and worst
-MOST_TEXT = 1500  # characters of a prompt or completion
+MOST_TEXT = 6000  # characters of a conversation
 # Metrics of a schedule that are planned and executed, and their heads in the table.
 SHAPES = (("micro_batches", "micro-batches"), ("tokens", "tokens"), ("slots", "slots"), ("max_tokens", "largest"))
 # Recipe keys that only name a run.
@@ -69,9 +69,6 @@ class PageSection:
 def run_page(run: Run) -> str:
     """Return the page as HTML. Raises ValueError where plotly is not installed."""
     findings = find(run)
-    was_off = run.at("run.trace") == "none"
-    reason = "`run.trace: phases`, the default, keeps one" if was_off else "it has none of a finished step yet"
-    last = charts.timeline(run)
     tag = Markup('<span class="tag {0}">{0}</span>')
     warnings = [(tag.format(item.kind), capitalized(item.says), item.do, f"`{item.metric}`") for item in findings]
     details = {"Every metric of the last step": json.dumps(run.steps[-1], indent=1)}
@@ -82,7 +79,6 @@ def run_page(run: Run) -> str:
     sections = [
         PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
         PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
-        PageSection("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
         _batches(run),
         PageSection("Weight sync", charts.sync_split(run), note=_transport(run)),
         PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
@@ -126,21 +122,17 @@ def _batches(run: Run) -> PageSection:
 
 
 def _samples(run: Run) -> PageSection:
-    """Show the best and the worst completions of the last step with samples."""
-
-    def text(value: Any) -> str:
-        full = str(value or "")
-        cut = full[:MOST_TEXT] + ("…" if len(full) > MOST_TEXT else "")
-        return Markup('<div class="text">{}</div>').format(cut)
-
-    kept = sorted((row for row in run.samples if isinstance(row.get("reward"), int | float)), key=lambda row: -row["reward"])
+    """Show the conversations of the best and the worst rollouts of the last step with samples."""
+    kept = {row["rollout"]: row["reward"] for row in run.samples}  # the last segment's reward
+    ranked = sorted((rollout for rollout, reward in kept.items() if reward is not None), key=lambda rollout: -kept[rollout])
     half = MOST_SAMPLES // 2
-    chosen = kept if len(kept) <= MOST_SAMPLES else kept[:half] + kept[-half:]
-    shown = [Text.from_markup(text).plain for text in conversations([row for row in run.samples if "turns" in row])]
-    folded = {text.partition("\n")[0]: text for text in shown}
-    rows = [(f"{row['reward']:.3g}", text(row.get("prompt")), text(row.get("completion"))) for row in chosen]
-    note = f"Step {kept[0].get('step')}: the best and the worst of {len(kept)} that were kept." if kept else ""
-    return PageSection("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note, folded)
+    chosen = ranked if len(ranked) <= MOST_SAMPLES else ranked[:half] + ranked[-half:]
+    chosen += [rollout for rollout, reward in kept.items() if reward is None][:1]
+    shown = [conversations([row for row in run.samples if row["rollout"] == rollout]) for rollout in chosen]
+    texts = [Text.from_markup(text).plain for texts in shown for text in texts]
+    folded = {text.partition("\n")[0]: text[:MOST_TEXT] for text in texts}
+    note = f"The best and the worst of {len(kept)} that step {run.samples[0]['step']} kept." if kept else ""
+    return PageSection("Completions", note=note, folded=folded)
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,8 @@ from megarl.telemetry.exit_status import starts_summary
 from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
 from megarl.telemetry.run_directory import TRANSPORT
 from megarl.telemetry.time_metrics import run_totals, totals_lines
-from megarl.telemetry.trace import TraceFile, read_ranks
 
 RECENT = 10  # steps whose means describe the run now
-TRACED_STEPS, TRACED_RANKS = 3, 16  # in the timeline
 ENDS = 3  # steps at each end of the curve that the summary compares
 PLOT_HEIGHT, PLOT_WIDTH = 10, 72
 EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -29,8 +27,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 @dataclass(frozen=True)
 class Run:
     """The files of a run. `steps` are the lines of metrics.jsonl, `evaluations` those of evaluations.jsonl; `transport` is
-    that of weight syncs at the last start, with its reason; `ranks` are the last steps of the first of `num_traced` ranks
-    with a trace."""
+    that of weight syncs at the last start, with its reason."""
 
     path: Path
     name: str
@@ -40,8 +37,6 @@ class Run:
     starts: list[str] = field(default_factory=list)
     transport: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    ranks: list[TraceFile] = field(default_factory=list)
-    num_traced: int = 0
 
     @cached_property
     def keys(self) -> list[str]:
@@ -105,7 +100,6 @@ def read_run(path: str | Path) -> Run:
     except yaml.YAMLError as error:
         raise ValueError(f"{recipe}: not YAML: {error}") from error
     tables = sorted((path / "samples").glob("step-*.jsonl"), reverse=True)
-    ranks, num_traced = read_ranks(path, TRACED_STEPS, TRACED_RANKS)
     return Run(
         path=path,
         name=path.resolve().name,
@@ -115,8 +109,6 @@ def read_run(path: str | Path) -> Run:
         starts=starts_summary(path),
         transport=transport.read_text(encoding="utf-8") if transport.is_file() else "",
         samples=next((rows for table in tables if (rows := read_lines(table))), []),
-        ranks=ranks,
-        num_traced=num_traced,
     )
 
 
