@@ -292,7 +292,6 @@ def doctor(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; run this on each of them at the same time.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Which of them this is, from 0.")] = 0,
     master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as the others reach it.")] = "127.0.0.1:29500",
-    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The head of the Ray cluster to join.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the other nodes.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON document.")] = False,
 ) -> None:
@@ -306,7 +305,7 @@ def doctor(
         _fail(f"--master = {master!r}: must be HOST:PORT, as node0:29500")
     if node_rank >= nodes:
         _fail(f"--node-rank = {node_rank}: must be below --nodes = {nodes}")
-    options = DoctorOptions(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray=ray, timeout_s=timeout_s)
+    options = DoctorOptions(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), timeout_s=timeout_s)
     if recipe is not None:
         loaded = _load(recipe, overrides or [])
         options = replace(

@@ -1,4 +1,4 @@
-"""Check one node for `megarl doctor`: Python packages, the machine, the network, Ray and Slurm."""
+"""Check one node for `megarl doctor`: Python packages, the machine, the network and Slurm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.cluster import job_environment
 from megarl.reward.sandbox import refusal
 
 MIB, GIB = 1 << 20, 1 << 30
-IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 30.0, 5.0
+IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S = 120.0, 30.0
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 SHARED_MEMORY = Path("/dev/shm")
 # Ray's object store takes 256 MiB; weight-sync buckets and vLLM's messages come on top.
@@ -35,9 +35,6 @@ DISK_BYTES = 10 * GIB
 CPU_INFO = Path("/proc/cpuinfo")
 # Other CPUs emulate bf16 products: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
-# A site may have moved munged's socket; Slurm's configuration names the path.
-MUNGE = """socket=$(scontrol show config | sed -n 's/^AuthInfo *=.*socket=\\([^,]*\\).*/\\1/p')
-munge --no-input ${socket:+"--socket=$socket"} | unmunge ${socket:+"--socket=$socket"}"""
 
 
 class Severity(StrEnum):
@@ -62,8 +59,8 @@ class Finding:
 class DoctorOptions:
     """The checks to make on node `node_rank` of `num_nodes`. The nodes meet at `master` (host and port) within `timeout_s`.
 
-    `run_dir` is the directory of runs; `model` and `precision` are the recipe's model.path and trainer.precision; `ray` is
-    the address of a Ray head; `code` is set if a reward runs code.
+    `run_dir` is the directory of runs; `model` and `precision` are the recipe's model.path and trainer.precision; `code`
+    is set if a reward runs code.
     """
 
     run_dir: Path = Path("runs")
@@ -72,7 +69,6 @@ class DoctorOptions:
     num_nodes: int = 1
     node_rank: int = 0
     master: tuple[str, int] = ("127.0.0.1", 29500)
-    ray: str | None = None
     code: bool = False
     timeout_s: float = 60.0
 
@@ -98,8 +94,6 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
     if options.code:
         yield check_sandbox()
     yield from check_network({"torchrun": options.master[1]} if options.node_rank == 0 else {})
-    if options.ray is not None:
-        yield from check_ray(options.ray)
     yield from check_slurm()
     if options.model is not None:
         # A model directory must exist on every node. The run itself fetches a hub name.
@@ -285,38 +279,13 @@ def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding
             yield fail(variable, f"{value}, but this node has {', '.join(present)}", f"export {variable}=one of these")
 
 
-def check_ray(address: str) -> Iterator[Finding]:
-    """Check that the head of a Ray cluster, as HOST:PORT, answers and has this node's version."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        fix = f"start it there: ray start --head --port {port or 6379}; or correct --ray, HOST:PORT of the head"
-        yield fail("ray head", f"{address} does not answer: {error}", fix)
-        return
-    error_line = _command_error([sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address])
-    if error_line is None:
-        yield ok("ray head", f"{address} is healthy")
-    else:
-        message = f"{address} answers, but is no healthy head of this Ray: {error_line}"
-        yield fail("ray head", message, "run ray stop there, and start it again")
-
-
 def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Check Slurm's controller and the authentication between nodes, inside a job only."""
-    if "SLURM_JOB_ID" not in environment:
-        return
-    controller_fix = "is slurmctld up, and SlurmctldHost of slurm.conf reachable?"
-    for check, program, command, fix in (
-        ("slurm controller", "scontrol", ["scontrol", "ping"], controller_fix),
-        ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
-    ):
-        # A container may lack Slurm's programs; the job outside of the container calls them.
-        if shutil.which(program) is None:
-            yield ok(check, f"not checked: no program {program} here, as in a container")
-            continue
-        error_line = _command_error(command)
-        yield ok(check, "answers") if error_line is None else fail(check, error_line, fix)
+    """Check Slurm's controller, inside a job only."""
+    # A container may lack Slurm's programs; the job outside of the container calls them.
+    if "SLURM_JOB_ID" in environment and shutil.which("scontrol") is not None:
+        error_line = _command_error(["scontrol", "ping"])
+        fix = "is slurmctld up, and SlurmctldHost of slurm.conf reachable?"
+        yield ok("slurm controller", "answers") if error_line is None else fail("slurm controller", error_line, fix)
 
 
 def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:

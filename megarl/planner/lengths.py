@@ -11,11 +11,12 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megarl.planner.memory_estimate import BatchLimits
 
@@ -99,11 +100,7 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
         prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
     generator, completions = random.Random(f"{seed}/completions"), []
     for _ in range(limits.num_sequences):
-        percent = 100 * generator.random()
-        above = min(bisect_right(QUANTILES, percent), len(QUANTILES) - 1)
-        low, high = QUANTILES[above - 1], QUANTILES[above]
-        length = means[above - 1] + (means[above] - means[above - 1]) * (percent - low) / (high - low)
-        completions.append(max(1, round(length)))
+        completions.append(max(1, round(float(np.interp(100 * generator.random(), QUANTILES, means)))))
     kind = "sequences" if whole else "completions"
     origin = f"{kind} drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}"
     return Lengths((prompt,) * limits.num_sequences, tuple(completions), origin)

@@ -67,7 +67,7 @@ class NoDevice(ValueError):
 
 
 class NothingFits(ValueError):
-    """No layout on these ranks holds the model; the message says what the best one would take."""
+    """No layout on these ranks holds the model; whatever it saves."""
 
 
 def suggest(job: Job) -> list[Suggestion]:
@@ -80,10 +80,14 @@ def suggest(job: Job) -> list[Suggestion]:
     roomy = _search(job, roomy=True)
     chosen = roomy or _search(job, roomy=False)
     if chosen is None:
-        saving_jobs = [_saving_job(job, settings) for settings in SAVINGS]
+        saving_jobs = (_saving_job(job, settings) for settings in SAVINGS)
         chosen = next((fitting for saving in saving_jobs if (fitting := _search(saving, roomy=False)) is not None), None)
         if chosen is None:
-            raise NothingFits(_what_is_missing(saving_jobs[-1]))
+            raise NothingFits(
+                f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks, with any layout that "
+                "divides the model and the batch, and with all of `memory`: more trainer.ranks, a shorter "
+                "rollout.max_new_tokens, or a larger device"
+            )
     # The other roles under the simplest layout that still fits.
     for role in chosen.roles[1:]:
         # A reference that borrows the actor's weights would need its own under another layout.
@@ -179,17 +183,12 @@ def _saving_job(job: Job, settings: dict[str, str | bool]) -> Job:
 def _search(job: Job, roomy: bool) -> Job | None:
     """The job under the layout, the same for all roles, and the engines that shard the model least and fit together."""
     for layout, engines in _pairs(job, roomy):
-        tried = _tried(job, layout, engines, roomy)
+        tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
+        schedules = tuple(with_cap(schedule, _least_cap(tried, schedule, roomy)) for schedule in job.schedules)
+        tried = replace(tried, schedules=schedules)
         if _fits(tried):
             return tried
     return None
-
-
-def _tried(job: Job, layout: Layout, engines: PlannedEngines | None, roomy: bool) -> Job:
-    """The job under one layout of all roles, with engines, and with the least caps."""
-    tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
-    schedules = tuple(with_cap(schedule, _least_cap(tried, schedule, roomy)) for schedule in job.schedules)
-    return replace(tried, schedules=schedules)
 
 
 def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, PlannedEngines | None]]:
@@ -287,25 +286,6 @@ def _with_kv_cache(job: Job) -> Job:
     wanted = _concurrent(job, job.engines) * job.limits.longest * job.engines.token_bytes
     cache = max(job.engines.kv_cache_bytes, min(wanted, room - without_cache) // MIB * MIB)
     return replace(job, engines=_with_utilization(job, replace(job.engines, kv_cache_bytes=cache)))
-
-
-def _what_is_missing(job: Job) -> str:
-    """The least that any layout would take, for the longest sequence."""
-    tried = [_tried(job, *pair, roomy=False) for pair in _pairs(job, roomy=False)]
-    if not tried:
-        return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
-    peaks = []
-    for candidate in tried:
-        worst = {schedule.phase: worst_memory(candidate, schedule) for schedule in candidate.schedules}
-        peaks.append(max(memory.total for memory in on_devices(candidate, worst).values()))
-    least = min(peaks)
-    best = tried[peaks.index(least)].roles[0].layout
-    expert = f" x EP{best.expert}" if best.expert > 1 else ""
-    return (
-        f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks: the least, "
-        f"{gib(least)}, takes TP{best.tensor} x PP{best.pipeline}{expert}; more trainer.ranks, a shorter "
-        "rollout.max_new_tokens or a larger device"
-    )
 
 
 def _layout_keys(job: Job, plan: Forecast, roomy: bool) -> Iterator[Suggestion]:

@@ -33,8 +33,6 @@ from megarl.telemetry.samples import conversations
 
 MOST_SAMPLES = 6  # best and worst
 MOST_TEXT = 6000  # characters of a conversation
-# Metrics of a schedule that are planned and executed, and their heads in the table.
-SHAPES = (("micro_batches", "micro-batches"), ("tokens", "tokens"), ("slots", "slots"), ("max_tokens", "largest"))
 # Recipe keys that only name a run.
 NAMES = ("run.name", "run.dir")
 MISSING = "–"
@@ -79,7 +77,7 @@ def run_page(run: Run) -> str:
     sections = [
         PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
         PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
-        _batches(run),
+        PageSection("Batches", charts.useful_shares(run)),
         PageSection("Weight sync", charts.sync_split(run), note=_transport(run)),
         PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
         _samples(run),
@@ -108,17 +106,6 @@ def _transport(run: Run) -> str:
     if run.transport.startswith("mapped") and run.recent().get("sync/mapped") == 0:
         return f"Transport: group, because shared memory was too small at the first sync (before: {run.transport})."
     return f"Transport: {run.transport}." if run.transport else ""
-
-
-def _batches(run: Run) -> PageSection:
-    """Show the batches of each phase: the useful share over the run, and the shapes of the last step."""
-    last = run.steps[-1]
-    phases = dict.fromkeys(key.split("/")[1] for key in run.keys if key.startswith("schedule/") and "/planned_" in key)
-    shapes = {phase: [last.get(f"schedule/{phase}/{name}") for name, _ in SHAPES] for phase in phases}
-    rows = [(phase, *(MISSING if size is None else f"{size:,.0f}" for size in sizes)) for phase, sizes in shapes.items()]
-    note = "What every rank ran in the last step." if rows else ""
-    heads = ("phase", *(head for _, head in SHAPES))
-    return PageSection("Batches", charts.useful_shares(run), heads, rows, (1, 2, 3, 4), note)
 
 
 def _samples(run: Run) -> PageSection:
@@ -237,22 +224,14 @@ def _phases(first: dict[str, float], second: dict[str, float]) -> list[str]:
 
 
 def differs(a: Run, b: Run) -> Answer:
-    """Count the recipe keys that differ, and name the first ones."""
+    """Count the recipe keys that differ."""
     question = "What did I change?"
     if not a.recipe or not b.recipe:
         return Answer(question, "Unknown", ["A run directory has no recipe.yaml."], "open")
-    changed = differences(a.recipe, b.recipe)
-    if not changed:
+    keys = [f"`{key}`" for key, _, _ in differences(a.recipe, b.recipe)]
+    if not keys:
         return Answer(question, "Nothing", ["The recipes are the same but for the run's name."], "open")
-
-    def short(value: Any) -> str:
-        text = str(value)
-        return text if len(text) <= 60 else text[:57] + "…"
-
-    says = [f"`{key}`: {short(before)} against {short(after)}." for key, before, after in changed[:4]]
-    if len(changed) > 4:
-        says.append(f"{len(changed) - 4} more below.")
-    return Answer(question, plural(len(changed), "key"), says, "open")
+    return Answer(question, plural(len(keys), "key"), [f"{', '.join(keys[:4])}: all are below, with both values."], "open")
 
 
 def differences(a: Any, b: Any, under: str = "") -> list[tuple[str, Any, Any]]:

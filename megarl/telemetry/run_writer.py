@@ -35,13 +35,6 @@ class Evaluation(Protocol):
     def write(self, file: Path) -> None: ...
 
 
-class EngineReport(EngineTimes, Protocol):
-    """What an engine did in a step, from `megarl/rollout/pool.py`."""
-
-    @property
-    def busy_s(self) -> float: ...
-
-
 class RunWriter:
     """Writes the files of one rank; rank 0 has most of them. Opening the files drops the steps that a resumed run
     repeats."""
@@ -106,7 +99,7 @@ class RunWriter:
         self,
         number: int,
         times: StepTimes,
-        engines: Sequence[EngineReport],
+        engines: Sequence[EngineTimes],
         sizes: Sizes,
         metrics: Mapping[str, Any],
         rows: Sequence[Row],

@@ -62,7 +62,7 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
 
 
 class EngineTimes(Protocol):
-    """An engine's requests on its own clock: `EngineReport` of the rollout room."""
+    """What an engine did in a step, on its own clock: `EngineReport` of the rollout room."""
 
     @property
     def engine(self) -> int: ...
@@ -72,6 +72,8 @@ class EngineTimes(Protocol):
     def offset_s(self) -> float: ...
     @property
     def busy(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def busy_s(self) -> float: ...
     @property
     def requests(self) -> Sequence[tuple[str, int, float, float, float, float, int, int]]: ...
 
