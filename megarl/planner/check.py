@@ -25,7 +25,7 @@ from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.phase_table import concurrency, engine_lines, engine_name, layout_name, phase_table, stream_line
+from megarl.recipe.phase_table import engine_lines, engine_name, phase_table, stream_line
 
 # Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -267,22 +267,19 @@ def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
     for title in NUMBER_COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     phases = {phase.phase: phase for phase in plan.phases}
-    for name in recipe.running_phases:
-        if name in phases:
-            table.add_row(*_role_cells(phases[name]))
-        else:
-            cells = _other_cells(recipe, plan, name)
-            table.add_row(*(cells.get(column, "") for column in (*PHASE_COLUMNS, *NUMBER_COLUMNS)))
+    for row in phase_table(recipe):
+        layout = f"{row.layout} x DP{row.data_parallel}" if row.data_parallel else row.layout
+        numbers = _numbers(phases[row.phase]) if row.phase in phases else [""] * len(NUMBER_COLUMNS)
+        if row.phase == "rollout":
+            numbers[NUMBER_COLUMNS.index("TFLOP")] = _short(plan.rollout_flops / 1e12)
+        table.add_row(row.phase, layout, "" if row.phase == "weight_sync" else row.micro_batch, *numbers)
     return table
 
 
-def _role_cells(phase: PhaseForecast) -> list[str]:
-    schedule, layout, quality = phase.schedule, phase.role.layout, phase.quality
+def _numbers(phase: PhaseForecast) -> list[str]:
+    quality = phase.quality
     return [
-        phase.phase,
-        f"{layout_name(layout)} x DP{layout.data}",
-        f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}",
-        str(phase.num_mini_batches) if schedule.mini_batch is not None else "",
+        str(phase.num_mini_batches) if phase.schedule.mini_batch is not None else "",
         str(quality.num_micro_batches),
         f"{quality.useful_share:.3f}",
         f"{quality.imbalance:.3f}",
@@ -293,21 +290,6 @@ def _role_cells(phase: PhaseForecast) -> list[str]:
         _short(phase.flops / 1e12),
         "" if phase.seconds is None else _short(phase.seconds),
     ]
-
-
-def _other_cells(recipe: Recipe, plan: Forecast, phase: str) -> dict[str, str]:
-    """The cells of a phase that no Megatron role runs."""
-    engines, cells = plan.job.engines, {"phase": phase}
-    if phase == "rollout":
-        cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
-        cells["micro-batch"] = concurrency(recipe)
-        cells["TFLOP"] = _short(plan.rollout_flops / 1e12)
-    if phase == "reward":
-        cells["micro-batch"] = f"{recipe.phases.reward.sequences} a task"
-    if phase == "weight_sync" and engines is not None:
-        cells["layout"] = "actor to engines"
-        cells["micro-batch"] = gib(engines.count * engines.layout.workers * engines.memory.weights)
-    return cells
 
 
 def _short(number: float) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ class PlacedRun:
     size: NodeSize
     needed: NodesNeeded
     engines: tuple[EnginePlace, ...]
-    host: HostMemory | None = None
+    host: dict[str, int] | None = None
 
 
 def local_gpus(directory: Path = Path("/dev")) -> int:
@@ -249,7 +250,7 @@ def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
     if placed.host is not None and recipe.device is not None:
         room = recipe.device.host_memory_gib
         verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
-        lines.append(f"host memory of a node: up to {placed.host.text}; {verdict}")
+        lines.append(f"host memory of a node: up to {host_text(placed.host)}; {verdict}")
     return lines
 
 
@@ -260,45 +261,24 @@ def document(placed: PlacedRun) -> dict[str, Any]:
         "ranks_per_node": placed.needed.ranks_per_node,
         "trainer_nodes": placed.needed.trainer_nodes,
         "rollout_nodes": placed.needed.rollout_nodes,
-        "host_memory": None if placed.host is None else asdict(placed.host) | {"total": placed.host.total},
+        "host_memory": None if placed.host is None else placed.host | {"total": sum(placed.host.values())},
         "engines": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.engines],
     }
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """Bytes of one node's host by what holds them.
+def host_text(parts: Mapping[str, int]) -> str:
+    """The total of a node's host memory and its parts in words."""
+    named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
+    return f"{gib(sum(parts.values()))} ({named})"
+
+
+def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> dict[str, int] | None:
+    """Bytes of the fullest node's host by what holds them; None without a device, whose kind says what lies there.
 
     `devices` is what trainer ranks and engines hold, where their device is a CPU; `offloaded` what roles keep there between
     their phases; `teacher_rows` what teachers gave for each token of a step; `activations` what an update offloads, pinned
-    copies as large as torch makes them; `checkpoint` the optimizer states that each rank gathers to save them; `processes`
-    what each process takes before it holds anything; `weight_sync`
-    the weights that `wire: delta` compares with.
-    """
-
-    devices: int
-    offloaded: int
-    activations: int
-    checkpoint: int
-    weight_sync: int
-    teacher_rows: int
-    ray: int
-    processes: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def text(self) -> str:
-        """The total and its parts in words."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
-        return f"{gib(self.total)} ({named})"
-
-
-def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> HostMemory | None:
-    """Host memory of the fullest node; None without a device, whose kind says what lies there.
+    copies as large as torch makes them; `checkpoint` the optimizer states that each rank gathers to save them; `weight_sync`
+    the weights that `wire: delta` compares with; `processes` what each process takes before it holds anything.
 
     Raises PlacementError where it is more than `device.host_memory_gib`.
     """
@@ -307,26 +287,19 @@ def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace,
     job, ranks = job_of(recipe), needed.ranks_per_node
     on_node = Counter(place.node for place in engines)
     trainer = max((number for node, number in on_node.items() if node < needed.trainer_nodes), default=0)
-    first = _host_memory_of(recipe, job, ranks, trainer)
     others = [_host_memory_of(recipe, job, 0, number) for node, number in on_node.items() if node >= needed.trainer_nodes]
-    fullest = max([first, *others], key=lambda node: node.total)
+    fullest = max([_host_memory_of(recipe, job, ranks, trainer), *others], key=lambda parts: sum(parts.values()))
     room = recipe.device.host_memory_gib
-    if room is not None and fullest.total > room * 2**30:
-        ways = {
-            "offloaded": "memory.offload: none for a role",
-            "activations": "memory.offload_activations: false, or recompute",
-            "checkpoint": "more trainer ranks, which save less each",
-        }
-        largest = max(fields(fullest), key=lambda field: getattr(fullest, field.name)).name
-        fewer = f", fewer than {ranks} trainer ranks a node (--ranks-per-node)" if ranks > 1 else ""
+    if room is not None and sum(fullest.values()) > room * 2**30:
         raise PlacementError(
-            f"device.host_memory_gib = {room:g}: a node takes up to {fullest.text}; "
-            f"{ways.get(largest, 'smaller engines or roles')}{fewer}, or a larger host"
+            f"device.host_memory_gib = {room:g}: a node takes up to {host_text(fullest)}: a smaller memory.offload or "
+            "memory.offload_activations, smaller engines or roles, fewer trainer ranks a node (--ranks-per-node), or a "
+            "larger host"
         )
     return fullest
 
 
-def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
+def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> dict[str, int]:
     """A node with so many trainer ranks and engines."""
     assert recipe.device is not None, "host memory is that of a device"
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
@@ -345,16 +318,16 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostM
         actor = job.roles[0]
         sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
         weight_sync = sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
-    return HostMemory(
-        devices=devices,
-        offloaded=int(rounding * moved_away(job.roles)) * ranks,
-        activations=int(rounding * activations) * ranks,
-        checkpoint=saved * ranks,
-        weight_sync=weight_sync,
-        teacher_rows=_teacher_row_bytes(recipe, job) * ranks,
-        ray=OBJECT_STORE_BYTES,
-        processes=PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
-    )
+    return {
+        "devices": devices,
+        "offloaded": int(rounding * moved_away(job.roles)) * ranks,
+        "activations": int(rounding * activations) * ranks,
+        "checkpoint": saved * ranks,
+        "weight_sync": weight_sync,
+        "teacher_rows": _teacher_row_bytes(recipe, job) * ranks,
+        "ray": OBJECT_STORE_BYTES,
+        "processes": PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
+    }
 
 
 def _teacher_row_bytes(recipe: Recipe, job: Job) -> int:

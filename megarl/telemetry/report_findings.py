@@ -253,22 +253,6 @@ def answers(run: Run, findings: Sequence[Finding]) -> list[Answer]:
     return [learning(run, findings), time(run), change(findings)]
 
 
-@dataclass(frozen=True)
-class Trend:
-    """The change of a metric from the first third of its steps to the last third, and its noise: twice the standard error
-    of the change, from differences of neighboring steps, where a trend hardly shows."""
-
-    first: float
-    last: float
-    num_ends: int  # steps of a third
-    noise: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Trend:
-        ends = max(1, len(values) // 3)
-        return cls(fmean(values[:ends]), fmean(values[-ends:]), ends, 2 * sqrt(2 * variance(values) / ends))
-
-
 def variance(values: Sequence[float]) -> float:
     """Return the variance of a value around a slow trend, from the differences of neighbors."""
     pairs = list(zip(values, values[1:], strict=False))
@@ -281,22 +265,23 @@ def learning(run: Run, findings: Sequence[Finding]) -> Answer:
     if len(values) < FEWEST_STEPS:
         says = f"{len(values)} steps have a {run.goal} so far; {FEWEST_STEPS} or more can say something."
         return Answer(question, "Too early", [says], "open")
-    trend = Trend.of(values)
-    gain = trend.last - trend.first
-    first, last = (
-        ("first step", "last") if trend.num_ends == 1 else (f"first {trend.num_ends} steps", f"last {trend.num_ends}")
-    )
+    # From the first third to the last; the noise is twice the standard error of the change, from differences of neighboring
+    # steps, where a trend hardly shows.
+    ends = len(values) // 3
+    before, after = fmean(values[:ends]), fmean(values[-ends:])
+    gain, noise = after - before, 2 * sqrt(2 * variance(values) / ends)
+    first, last = ("first step", "last") if ends == 1 else (f"first {ends} steps", f"last {ends}")
     says = (
-        f"{capitalized(run.goal)} went from {trend.first:.3f} in the {first} to {trend.last:.3f} in the {last}: "
-        f"{gain:+.3f}, where chance alone gives about ±{trend.noise:.3f}."
+        f"{capitalized(run.goal)} went from {before:.3f} in the {first} to {after:.3f} in the {last}: "
+        f"{gain:+.3f}, where chance alone gives about ±{noise:.3f}."
     )
     causes = [f"{capitalized(finding.says)}." for finding in findings if finding.kind in ("fault", "learning")][:2]
-    if abs(gain) <= trend.noise or gain == 0.0:
+    if abs(gain) <= noise or gain == 0.0:
         return Answer(question, "Not so far", [says, *causes], "open")
     if gain < 0:
         return Answer(question, "No: it gets worse", [says, *causes], "bad")
-    best = max(smooth(values, trend.num_ends)[trend.num_ends - 1 :])
-    if trend.last < trend.first + 0.5 * (best - trend.first):
+    best = max(smooth(values, ends)[ends - 1 :])
+    if after < before + 0.5 * (best - before):
         fell = f"It was at {best:.3f} once, and has lost more than half of what it gained."
         return Answer(question, "It did, and fell back", [says, fell, *causes], "bad")
     return Answer(question, "Yes", [says], "good")

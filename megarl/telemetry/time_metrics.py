@@ -6,7 +6,7 @@ A rank's time is given as seconds by (phase, span) that sum to the rank's step (
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,11 +151,6 @@ class TimeMetrics:
         seconds = dict(phases) | ({"rollout": step_s} if samples_ahead else {})
         per_s = sizes.useful / step_s
         line |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
-        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in self._recipe.engine_phases}
-        # The engines also sampled tokens that no update trains on; observations are not sampled.
-        untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
-        passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)
-        line |= {f"tokens/{phase}/per_s": n / seconds[phase] for phase, n in passed.items() if n and phase in phases}
         if any(self._peaks.values()):
             for phase, flops in step_flops(self._recipe, self._shapes, sizes).items():
                 num_devices = self._engine_devices if phase == "rollout" else self._recipe.trainer.ranks
@@ -198,59 +193,39 @@ def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -
 # The run ----------------------------------------------------------------------------------------------------------------
 
 
-def run_totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a run's totals from its lines of `metrics.jsonl`, which survive a resume. Raises ValueError without lines.
-
-    - `steps`, `seconds` (of all steps), `start_s` (of all starts), `tokens_per_s` (useful tokens)
-    - `phases`: seconds by phase, longest first; `shares`: of all ranks' time by cause; `mfu` by phase
-    """
+def totals_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a run's totals as a few lines of text, from its lines of `metrics.jsonl`, which survive a resume. Raises
+    ValueError without a step."""
     # NaN is null in a line.
     lines = [{key: value for key, value in line.items() if value is not None} for line in lines if line.get("time/step")]
     if not lines:
         raise ValueError("no step has time/step")
-    seconds = sum(line["time/step"] for line in lines)
-    times: Counter[str] = Counter()
-    shares: dict[str, float] = defaultdict(float)
-    flops: dict[str, float] = defaultdict(float)
+    seconds, start_s = (sum(line.get(key, 0.0) for line in lines) for key in ("time/step", "run/start_s"))
+    times, shares, flops = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[str, float](float)
     for line in lines:
         for key, value in line.items():
-            if key.startswith("time/") and key != "time/step":
-                times[key.removeprefix("time/")] += value
-            elif key.startswith("mfu/"):  # a mean over the phase's time
-                flops[key.removeprefix("mfu/")] += value * line.get(f"time/{key.removeprefix('mfu/')}", 0.0)
-            elif match := re.fullmatch(r"(?:idle|offload)/((?:\w+_)?share)", key):  # a mean over the steps' time
-                name = "offload_share" if key == "offload/share" else match[1]
-                shares[name] += value * line["time/step"] / seconds
-    return {
-        "steps": len(lines),
-        "seconds": seconds,
-        "start_s": sum(line.get("run/start_s", 0.0) for line in lines),
-        "tokens_per_s": sum(line.get("tokens/useful", 0) for line in lines) / seconds,
-        "phases": dict(times.most_common()),
-        "shares": dict(shares),
-        "mfu": {phase: product / times[phase] for phase, product in flops.items() if times[phase]},
-    }
-
-
-def totals_lines(totals: Mapping[str, Any]) -> list[str]:
-    """Return the totals of a run as a few lines of text."""
-    seconds, rate = totals["seconds"], totals["tokens_per_s"]
-    text = f"{totals['steps']} steps in {duration(seconds)}"
-    if totals["start_s"]:
-        text += f", and {duration(totals['start_s'])} to start"
-    if rate:
+            area, _, name = key.partition("/")
+            if area == "time" and name != "step":
+                times[name] += value
+            elif area == "mfu":  # a mean over the phase's time
+                flops[name] += value * line.get(f"time/{name}", 0.0)
+            elif area in ("idle", "offload") and re.fullmatch(r"(\w+_)?share", name):  # a mean over the steps' time
+                shares[OFFLOAD if area == OFFLOAD else name.removesuffix("_share")] += value * line["time/step"] / seconds
+    text = f"{len(lines)} steps in {duration(seconds)}"
+    if start_s:
+        text += f", and {duration(start_s)} to start"
+    if rate := sum(line.get("tokens/useful", 0) for line in lines) / seconds:
         text += f"; {rate:,.0f} useful tokens a second, {3600 * rate:,.0f} an hour"
-    lines = [text]
-    shares = {cause.removesuffix("_share"): share for cause, share in totals["shares"].items()}
+    result = [text]
     if "share" in shares:
         idle, unaccounted, offload = (shares.pop(name, 0.0) for name in ("share", UNACCOUNTED, OFFLOAD))
         waits = ", ".join(f"{name} {share:.0%}" for name, share in _largest(shares))
-        lines.append(f"ranks: {1 - idle - unaccounted - offload:.0%} busy, {idle:.0%} waiting ({waits})")
-    phases = {phase: spent / seconds for phase, spent in totals["phases"].items()}
-    lines.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in _largest(phases)))
-    if totals["mfu"]:
-        lines.append("model FLOPs utilization: " + ", ".join(f"{phase} {mfu:.1%}" for phase, mfu in totals["mfu"].items()))
-    return lines
+        result.append(f"ranks: {1 - idle - unaccounted - offload:.0%} busy, {idle:.0%} waiting ({waits})")
+    phases = _largest({phase: spent / seconds for phase, spent in times.items()})
+    result.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in phases))
+    if utilization := [f"{phase} {product / times[phase]:.1%}" for phase, product in flops.items() if times[phase]]:
+        result.append("model FLOPs utilization: " + ", ".join(utilization))
+    return result
 
 
 def _largest(shares: Mapping[str, float], most: int = 4) -> list[tuple[str, float]]:
