@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from megarl.telemetry.exit_status import BAD_INPUT, REQUEUE
-from megarl.telemetry.output import endure_closed_pipes
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
     from megarl.telemetry.run_directory import Resume
 
 app = typer.Typer(
+    help="Train language models by reinforcement learning, Megatron-first.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback(help="Train language models by reinforcement learning, Megatron-first.")
-def _start() -> None:
-    endure_closed_pipes()
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]

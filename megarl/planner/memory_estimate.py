@@ -289,10 +289,8 @@ def resting(roles: Sequence[PlannedRole], present: str | None = None) -> DeviceM
     device whatever its `offload` says: a weight sync sends the actor's."""
     totals = []
     for stages in _stages(roles):
-        held = DeviceMemory()
-        for role, pipeline_rank in zip(roles, stages, strict=True):
-            held += resident(role, pipeline_rank, "forward" if role.name == present else "between")
-        totals.append(held)
+        during = ("forward" if role.name == present else "between" for role in roles)
+        totals.append(sum(map(resident, roles, stages, during), DeviceMemory()))
     return max(totals, key=lambda memory: memory.total)
 
 

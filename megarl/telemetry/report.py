@@ -92,12 +92,8 @@ def subtitle(run: Run) -> str:
     parts = [f"{done} of {run.at('run.steps') or done} steps"]
     if isinstance(model := run.at("model.path"), str):
         parts.append(Path(model).name)
-    if run.at("algorithm.advantage"):
-        parts.append(str(run.at("algorithm.advantage")))
     if run.at("trainer.ranks"):
-        parts.append(f"{run.at('trainer.ranks')} trainer ranks, {run.at('trainer.precision')}")
-    if run.at("rollout.engines") and not run.at("rollout.replay") and run.goal == "mean reward":
-        parts.append(f"{run.at('rollout.engines')} rollout engines")
+        parts.append(f"{run.at('algorithm.advantage')} on {run.at('trainer.ranks')} ranks, {run.at('trainer.precision')}")
     return " · ".join(parts)
 
 

@@ -76,9 +76,6 @@ ADVICE = (
     Advice("schedule/<phase>/useful_share", 0.10, "time", "{value} of the slots of {phase} are padding",
            "a `max_tokens` micro-batch in place of `sequences`, and one that the lengths fill: `megarl check --plan`",
            lambda share: 1 - share),
-    Advice("schedule/<phase>/bubble_share", 0.15, "time", "pipeline stages idle {value} of {phase}, by its plan",
-           "more micro-batches a mini-batch: a smaller `max_tokens` or fewer `sequences`; else a smaller `pipeline`, or "
-           "`virtual_pipeline`", _itself),
     Advice("schedule/<phase>/imbalance", 0.10, "time", "ranks idle {value} of {phase} for the one with the most work",
            "a `max_tokens` micro-batch: the balancer needs smaller pieces", lambda ratio: 1 - 1 / ratio),
     Advice("rollout/truncated_share", 0.30, "learning", "{value} of the completions were cut at `rollout.max_new_tokens`",
@@ -187,19 +184,13 @@ def _judge(advice: Advice, key: str, phase: str, value: float, recent: Mapping[s
 
 
 def _sync(recent: Mapping[str, float]) -> list[Finding]:
-    findings = []
     share = recent.get("time/weight_sync", 0.0) / recent.get("time/step", 1.0)
     parts = [(recent[key], name, do) for key, name, do in SYNC_PARTS if key in recent]
-    if share > SYNC_LIMIT and parts:
-        longest_s, name, do = max(parts)
-        says = f"weight sync takes {share:.0%} of a step, and {name} is its longest part ({duration(longest_s)})"
-        findings.append(Finding("time/weight_sync", "time", says, do, share))
-    received, bound = recent.get("sync/received_bytes", 0.0), recent.get("sync/bound_bytes", 0.0)
-    if bound and received > 1.01 * bound:
-        says = f"workers receive {received / bound:.2f} times the bytes that they need"
-        lost = share * (1 - bound / received)
-        findings.append(Finding("sync/received_bytes", "time", says, "`weight_sync.mode: reshard`", lost))
-    return findings
+    if share <= SYNC_LIMIT or not parts:
+        return []
+    longest_s, name, do = max(parts)
+    says = f"weight sync takes {share:.0%} of a step, and {name} is its longest part ({duration(longest_s)})"
+    return [Finding("time/weight_sync", "time", says, do, share)]
 
 
 def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:

@@ -73,29 +73,27 @@ def bubble_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
 
 
 def engine_metrics(busy_s: Sequence[float], step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
-    """Return how the rollout engines spent a step: means over the engines that sum to 1.
+    """Return how the rollout engines spent a step: means over the engines that sum to 1. An engine without requests waits
+    for other engines in phase rollout (`tail`), receives weights, or waits for the trainer (`training`).
 
     `busy_s` are the seconds in which each engine had requests; `rollout_s` and `sync_s` are the lengths of these phases.
     `idle/slowest_engine` had requests longest: `idle/slowest_engine_s` seconds longer than the median engine.
     """
     if not busy_s:
         return {}
-    parts = [engine_causes(busy, step_s, rollout_s, sync_s) for busy in busy_s]
+    causes = dict.fromkeys((BUSY, "tail", "weight_sync", "training"), 0.0)
+    for seconds in busy_s:
+        busy = min(seconds, step_s)
+        tail = min(max(rollout_s - busy, 0.0), step_s - busy)
+        sync = min(sync_s, step_s - busy - tail)
+        for cause, spent in zip(causes, (busy, tail, sync, step_s - busy - tail - sync), strict=True):
+            causes[cause] += spent
     slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
     return {
-        **{f"idle/engines/{cause}_share": sum(part[cause] for part in parts) / len(parts) / step_s for cause in parts[0]},
+        **{f"idle/engines/{cause}_share": spent / len(busy_s) / step_s for cause, spent in causes.items()},
         "idle/slowest_engine": slowest,
         "idle/slowest_engine_s": busy_s[slowest] - median(busy_s),
     }
-
-
-def engine_causes(busy_s: float, step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
-    """Return one engine's seconds by cause; they sum to the step. An engine without requests waits for other engines in
-    phase rollout (`tail`), receives weights, or waits for the trainer (`training`)."""
-    busy_s = min(busy_s, step_s)
-    tail = min(max(rollout_s - busy_s, 0.0), step_s - busy_s)
-    sync = min(sync_s, step_s - busy_s - tail)
-    return {BUSY: busy_s, "tail": tail, "weight_sync": sync, "training": step_s - busy_s - tail - sync}
 
 
 # One step ---------------------------------------------------------------------------------------------------------------

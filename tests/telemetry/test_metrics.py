@@ -113,6 +113,7 @@ def test_a_terminal_shows_the_running_phase_its_progress_and_the_end(columns):
                     begin_work("micro-batches", 4, parts=2)
                     for _ in range(5):
                         advance_work()
+                assert progress._live is not None
                 progress._live.refresh()
                 progress.step(
                     step, {"reward/mean": 0.25 * step, "time/step": 60.0, "tokens/prompt": 6000, "tokens/completion": 0}
