@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import ipaddress
@@ -130,11 +129,6 @@ def check_packages() -> Iterator[Finding]:
     if importlib.util.find_spec("torchvision") is not None:
         fix = "pip uninstall torchvision: megarl does not need it, and a torchvision for another torch breaks transformers"
         yield _check_import("torchvision", "import torchvision, transformers", fix)
-    try:
-        ctypes.CDLL("libnuma.so.1")
-        yield ok("libnuma", "loads")
-    except OSError:
-        yield fail("libnuma", "libnuma.so.1 does not load; vLLM's CPU kernels need it", "apt-get install libnuma1")
 
 
 def _check_pins(extra: str) -> Iterator[Finding]:
@@ -211,9 +205,7 @@ def _check_shared_memory(root: Path) -> Finding:
     if usage.total < SHARED_MEMORY_BYTES:
         fix = f"{wanted}: docker run --shm-size=8g, or mount -o remount,size=8g {root}"
         return fail("shared memory", message, fix)
-    leftovers = sorted(file.name for file in root.glob("megarl-*"))[:3]
-    names = f" (of megarl: {', '.join(leftovers)})" if leftovers else ""
-    return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}{names}")
+    return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}")
 
 
 def check_writable(check: str, directory: Path) -> Finding:

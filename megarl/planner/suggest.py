@@ -289,19 +289,13 @@ def _with_kv_cache(job: Job) -> Job:
 
 
 def _layout_keys(job: Job, plan: Forecast, roomy: bool) -> Iterator[Suggestion]:
-    actor, engines = plan.job.roles[0].layout, plan.job.engines
-    fits = f"{gib(plan.device_peak)} at worst of {gib(job.usable_bytes or 0)} usable, engines included"
-    with_engines = "" if engines is None else f" with engines of TP{engines.layout.tensor}"
+    actor = plan.job.roles[0].layout
+    simplest = f"the simplest that {'has room' if roomy else 'fits'}: {gib(plan.device_peak)} at worst of "
+    simplest += f"{gib(job.usable_bytes or 0)} usable, engines included"
     for role in plan.job.roles:
-        if role.name != "actor" and role.layout == actor:
-            reason = "as the actor"
-        elif role.layout.tensor * role.layout.pipeline == 1:
-            reason = f"no model parallelism is needed: {fits}"
-        else:
-            reason = f"the simplest that {'has room' if roomy else 'fits'}{with_engines}: {fits}"
-        yield Suggestion(
-            f"{role.name}.layout", layout_values(role.layout), f"{reason}; {role.layout.data} data-parallel ranks"
-        )
+        reason = "as the actor" if role.name != "actor" and role.layout == actor else simplest
+        reason += f"; {role.layout.data} data-parallel ranks"
+        yield Suggestion(f"{role.name}.layout", layout_values(role.layout), reason)
 
 
 def _memory_keys(job: Job, plan: Forecast) -> Iterator[Suggestion]:

@@ -113,7 +113,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_small_and_full_shared_memory(tmp_path: Path) -> None:
     small = tmp_path / "shm"
     small.mkdir()
-    for options, texts in (("size=64m", ["of 64 MiB", "--shm-size"]), ("size=1100m", ["megarl-left"])):
+    for options, texts in (("size=64m", ["of 64 MiB", "--shm-size"]), ("size=1100m", ["remove what dead programs left"])):
         mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(small)], capture_output=True, text=True)
         if mount.returncode:
             pytest.skip(f"this container may not mount: {mount.stderr.strip()}")
