@@ -300,10 +300,30 @@ class RewardWorkers:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""
         queue = self._evaluation if is_evaluation else self._training
         tasks, queue.done = queue.done, []
-        result = self._join(scores, tuple(sorted((len(task.scores) for task in tasks), reverse=True)))
-        if answers and reads_answers(self._terms):
-            result = replace(result, answers=[score.answer for score in scores])
-        return replace(result, busy_s=sum(task.busy_s for task in tasks), num_workers=max(1, len(self._actors)))
+        rewards = np.array([self.total(score) for score in scores], dtype=np.float32)
+        given = [dict.fromkeys((term.name for term in self._terms), np.nan) | (score.parts or {}) for score in scores]
+        parts = {term.name: np.array([of_one[term.name] for of_one in given], dtype=np.float32) for term in self._terms}
+        failures = {sample: score.failure for sample, score in enumerate(scores) if score.parts is None}
+        num_timeouts = sum(score.timed_out for score in scores)
+        counts = {
+            f"{term.name}_num_{reason}": sum(score.reasons.get(term.name) == reason for score in scores)
+            for term in self._terms
+            for reason in REASONS.get(term.kind, ())
+        }
+        causes = Counter(score.cause for score in scores)
+        counts |= {f"num_zero_{cause}": causes[cause] for cause in ZERO_CAUSES}
+        counts |= {f"num_masked_{cause}": causes[cause] for cause in MASK_CAUSES}
+        judged = [sample for sample, score in enumerate(scores) if score.failure and score.parts is not None]
+        for outcome, has_cause in (("scored 0", True), ("judged once more", False)):
+            chosen = [sample for sample in judged if bool(scores[sample].cause) == has_cause]
+            for sample in chosen[:1]:
+                failure = scores[sample].failure
+                logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
+        sizes = tuple(sorted((len(task.scores) for task in tasks), reverse=True))
+        busy_s, num_workers = sum(task.busy_s for task in tasks), max(1, len(self._actors))
+        read = [score.answer for score in scores] if answers and reads_answers(self._terms) else None
+        valid = ~np.isnan(rewards)
+        return RewardResult(rewards, valid, parts, failures, num_timeouts, sizes, busy_s, num_workers, counts, answers=read)
 
     def total(self, score: TextScore) -> float:
         """Return the reward of a sample, NaN if it is masked."""
@@ -365,36 +385,6 @@ class RewardWorkers:
                 "phase reward: the process %d of reward worker %d was lost; process %d took its place and did its tasks "
                 "(at most %d times)", before, worker, process, MAX_WORKER_RESTARTS,
             )  # fmt: skip
-
-    def _join(self, scores: list[TextScore], task_sequences: tuple[int, ...]) -> RewardResult:
-        num = len(scores)
-        rewards = np.full(num, np.nan, dtype=np.float32)
-        parts = {term.name: np.full(num, np.nan, dtype=np.float32) for term in self._terms}
-        failures: dict[int, str] = {}
-        for sample, score in enumerate(scores):
-            if score.parts is None:
-                failures[sample] = score.failure
-                continue
-            rewards[sample] = weighted_sum(self._terms, score.parts)
-            for name, value in score.parts.items():
-                parts[name][sample] = value
-        num_timeouts = sum(score.timed_out for score in scores)
-        counts = {
-            f"{term.name}_num_{reason}": sum(score.reasons.get(term.name) == reason for score in scores)
-            for term in self._terms
-            for reason in REASONS.get(term.kind, ())
-        }
-        causes = Counter(score.cause for score in scores)
-        counts |= {f"num_zero_{cause}": causes[cause] for cause in ZERO_CAUSES}
-        counts |= {f"num_masked_{cause}": causes[cause] for cause in MASK_CAUSES}
-        judged = [sample for sample, score in enumerate(scores) if score.failure and score.parts is not None]
-        for outcome, has_cause in (("scored 0", True), ("judged once more", False)):
-            chosen = [sample for sample in judged if bool(scores[sample].cause) == has_cause]
-            for sample in chosen[:1]:
-                failure = scores[sample].failure
-                logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
-        valid = ~np.isnan(rewards)
-        return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
 def _named(task: str, error: Exception) -> Exception:
