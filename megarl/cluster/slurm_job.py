@@ -28,13 +28,9 @@ class SlurmJob:
     devices_per_node: int  # GPUs to ask for on each node; 0 on CPUs
 
     @property
-    def num_nodes(self) -> int:
-        return self.needed.num_nodes
-
-    @property
     def file(self) -> Path:
         """The sbatch file in the checkout."""
-        kind = "separate" if self.needed.rollout_nodes else "colocated" if self.num_nodes > 1 else "one_node"
+        kind = "separate" if self.needed.rollout_nodes else "colocated" if self.needed.num_nodes > 1 else "one_node"
         return FILES / f"{kind}.sbatch"
 
 
@@ -48,7 +44,7 @@ def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, m
         raise PlacementError("--devices-per-node = 0: on CPUs say how many ranks a node takes: --ranks-per-node 2")
     needed = nodes_needed(recipe, devices_per_node, ranks_per_node)
     job = SlurmJob(needed, devices_per_node)
-    if max_nodes is not None and job.num_nodes > max_nodes:
+    if max_nodes is not None and job.needed.num_nodes > max_nodes:
         raise PlacementError(
             f"{describe(recipe, job)}, and --nodes = {max_nodes} is fewer: allow more nodes, or lower the recipe's numbers"
         )
@@ -64,7 +60,7 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
     if recipe.has_engines:
         where = f"{needed.rollout_nodes} more" if needed.rollout_nodes else "on the same"
         text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each: {where}"
-    return f"{text}; {count(job.num_nodes, 'node')} in all"
+    return f"{text}; {count(job.needed.num_nodes, 'node')} in all"
 
 
 def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str], arguments: Sequence[str]) -> str:
@@ -73,7 +69,7 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
     if not job.file.is_file():
         raise ValueError(f"{job.file} is missing: jobs start from a checkout of megarl, not from an installed package alone")
     text = job.file.read_text(encoding="utf-8")
-    options = {"nodes": str(job.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
+    options = {"nodes": str(job.needed.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
     for name, value in options.items():
         if not _WORD.fullmatch(value):
             raise ValueError(f"--{name} = {value!r}: must be one word of letters, digits and .,:@/+=%-")
