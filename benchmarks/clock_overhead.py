@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.telemetry.clock import Event, PhaseClock, StepTimes, recording, span
-from megarl.telemetry.time_metrics import Devices, Spans, bubble_metrics, idle_metrics, role_metrics
+from megarl.telemetry.time_metrics import Spans, bubble_metrics, idle_metrics
 from megarl.telemetry.trace import TraceWriter, read_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,12 +78,7 @@ def spans_of(step: dict[str, Any]) -> Spans:
 
 def metrics_seconds(ranks: list[Spans]) -> float:
     """Processor time of rank 0's metrics of a step."""
-    devices = Devices.of(len(ranks), len(ranks), (), shared=False)
-
-    def work() -> None:
-        idle_metrics(ranks), role_metrics(ranks), bubble_metrics(ranks), devices.metrics(ranks, [], {})
-
-    return processor_seconds(work, 10)
+    return processor_seconds(lambda: idle_metrics(ranks) | bubble_metrics(ranks), 10)
 
 
 def trace_seconds(step: dict[str, Any]) -> float:
@@ -99,7 +94,7 @@ def trace_seconds(step: dict[str, Any]) -> float:
 
 def measure(run: Path) -> dict[str, Any]:
     """Raises ValueError for a run without the spans of two steps."""
-    ranks, _ = read_ranks(run)
+    ranks = read_ranks(run)
     if not ranks or any(len(rank.steps) < 2 for rank in ranks):
         raise ValueError(f"{run} has no trace of two steps; give the directory of a run with run.trace: spans")
     steps = [step for rank in ranks for step in rank.steps[1:]]  # the first one warms up

@@ -1,7 +1,7 @@
 """Makes docs/report.png, the README's picture of `megarl report`: the upper half of a real run's page, in a real browser.
 
     python benchmarks/report_picture.py               trains the quickstart for a few steps first (in fp32, 15 minutes)
-    python benchmarks/report_picture.py --run DIR     takes a run that is there, made with run.trace: spans
+    python benchmarks/report_picture.py --run DIR     takes a run that is there
 
 Needs chromium (bash launch/setup.sh --tests). Nothing is measured here, so there is nothing to --check.
 """
@@ -25,24 +25,23 @@ from megarl.telemetry.report_run import Run, read_run
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "report.png"
-STEPS, WIDTH, HEIGHT = 12, 1240, 1670
+STEPS, WIDTH, HEIGHT = 12, 1240, 1290
 LARGEST_BYTES = 200_000
 
 
 def train() -> Path:
     """A run of the quickstart's recipe; its directory."""
     name = f"report-picture-{time.strftime('%Y%m%d-%H%M%S')}"
-    keys = [f"run.name={name}", f"run.steps={STEPS}", "run.trace=spans", "trainer.precision=fp32"]
+    keys = [f"run.name={name}", f"run.steps={STEPS}", "trainer.precision=fp32"]
     subprocess.run([sys.executable, "-m", "megarl.cli", "train", "recipes/quickstart.yaml", *keys], check=True, cwd=ROOT)
     return ROOT / "runs" / name
 
 
 def excerpt(run: Run) -> str:
-    """The page's answers and three of its charts."""
+    """The page's answers and two of its charts."""
     sections = [
         ("Is it learning?", charts.reward(run), ""),
         ("Where the time goes", charts.ranks_time(run), ""),
-        ("The last steps", charts.timeline(run), ""),
     ]
     return page(run.name, subtitle(run), answers(run, find(run)), sections)
 

@@ -53,7 +53,7 @@ from megarl.rollout.pool import EnginePool, takes_turns
 from megarl.rollout.replay import ReplayPool, ReplayStream, dump_rollout
 from megarl.rollout.stream import open_stream
 from megarl.telemetry import exit_status
-from megarl.telemetry.clock import DeviceSync, PhaseClock, recording
+from megarl.telemetry.clock import PhaseClock, recording
 from megarl.telemetry.disk import describe_full, is_full, write_whole
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.progress import ProgressLine, watching_work
@@ -61,7 +61,7 @@ from megarl.telemetry.records import SampleTable, recorded
 from megarl.telemetry.run_directory import TRANSPORT, Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
 from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.sinks import missing_on_machine
-from megarl.telemetry.time_metrics import Devices, TimeMetrics
+from megarl.telemetry.time_metrics import TimeMetrics
 from megarl.trainer import RunParts, Trainer
 from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.manifest import REPORT_WAITS, SyncError, SyncSettings
@@ -97,12 +97,12 @@ def train(recipe: Recipe, resume: Resume) -> None:
             stack.callback(directory.unlock)
         progress = stack.enter_context(ProgressLine(recipe.run.steps, enabled=rank == 0))
         trace = recipe.run.trace
-        settled = DeviceSync(recipe.telemetry, platform.synchronize)
         nodes = nodes_without_ranks(int(os.environ.get("GROUP_WORLD_SIZE", "1"))) if rank == 0 else []
         deadlines = Deadlines.of(recipe, *waits_s)
         watch = stack.enter_context(watched(deadlines, directory.path, places[layouts["actor"]], nodes))
-        clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans", on_end=settled,
-                           beat=watch.beat)  # fmt: skip
+        synchronize = platform.synchronize if recipe.telemetry.device_sync == "always" else None
+        clock = PhaseClock(rank, progress.phase, keep_phases=trace != "none", keep_spans=trace == "spans",
+                           synchronize=synchronize, beat=watch.beat)  # fmt: skip
         stack.enter_context(recording(clock))
         stack.enter_context(watching_work(progress.work))
         stack.enter_context(timed_waits(clock))
@@ -120,9 +120,8 @@ def train(recipe: Recipe, resume: Resume) -> None:
         preemption = Preemption(recipe.run.preemption == "abandon", recipe.run.grace_s, gather_to_all)
         trainer = Trainer(recipe, rank, parts, clock, preemption.boundary)
         shapes = {name: role.shape for name, role in parts.roles.items()}
-        each = int(os.environ["LOCAL_WORLD_SIZE"])
-        devices = Devices.of(recipe.trainer.ranks, each, stage.engines, shared=platform.num_devices is None)
-        measures = TimeMetrics(recipe, shapes, devices, platform.peak_tflops)
+        engine_devices = sum(len(place.devices) for place in stage.engines)
+        measures = TimeMetrics(recipe, shapes, engine_devices, platform.peak_tflops)
         with watch.deadlines(clock.place_of):
             if checkpoint is not None:
                 done = preemption.saved = trainer.load(checkpoint)
@@ -131,7 +130,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
                 start_metrics = trainer.sync(trainer.version)
             resumed = None if checkpoint is None else done
             writer = RunWriter(recipe, directory, rank, resumed, gather_to_all, progress, records, measures)
-            trainer.run(done, start_metrics, directory, writer, preemption, watch, settled)
+            trainer.run(done, start_metrics, directory, writer, preemption, watch)
     if rank == 0:
         exit_status.record_end(directory.path, COMPLETE, f"all {recipe.run.steps} steps")
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from megarl.telemetry.exit_status import BAD_INPUT, REQUEUE
-from megarl.telemetry.output import endure_closed_pipes
 
 if TYPE_CHECKING:
     from megarl.recipe import Recipe, RecipeError
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
     from megarl.telemetry.run_directory import Resume
 
 app = typer.Typer(
+    help="Train language models by reinforcement learning, Megatron-first.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback(help="Train language models by reinforcement learning, Megatron-first.")
-def _start() -> None:
-    endure_closed_pipes()
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
@@ -144,7 +139,7 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="Hand the file to sbatch; without this it is printed.")] = False,
 ) -> None:
     """Fill the sbatch file of launch/slurm that fits a recipe, and print or submit it."""
-    from megarl.cluster.slurm_job import check_time, describe, fill, fit_job, submit_job
+    from megarl.cluster.slurm_job import describe, fill, fit_job, submit_job
     from megarl.recipe.model_section import fetch_config
     from megarl.telemetry.run_directory import Resume, RunDirectory
 
@@ -157,7 +152,6 @@ def launch(
         job = fit_job(loaded, devices_per_node, ranks_per_node, nodes)
         variables = {} if container is None else {"CONTAINER": container}
         text = fill(job, options, variables, [recipe, *(overrides or [])])
-        check_time(loaded, text)
         # As the job does when it starts, if the directory is visible from here.
         RunDirectory.of(loaded).check(loaded, Resume.IF_SAVED)
         typer.echo(f"{describe(loaded, job)}: {job.file}", err=True)
@@ -293,7 +287,6 @@ def doctor(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; run this on each of them at the same time.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Which of them this is, from 0.")] = 0,
     master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as the others reach it.")] = "127.0.0.1:29500",
-    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The head of the Ray cluster to join.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the other nodes.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON document.")] = False,
 ) -> None:
@@ -307,7 +300,7 @@ def doctor(
         _fail(f"--master = {master!r}: must be HOST:PORT, as node0:29500")
     if node_rank >= nodes:
         _fail(f"--node-rank = {node_rank}: must be below --nodes = {nodes}")
-    options = DoctorOptions(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray=ray, timeout_s=timeout_s)
+    options = DoctorOptions(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), timeout_s=timeout_s)
     if recipe is not None:
         loaded = _load(recipe, overrides or [])
         options = replace(

@@ -47,7 +47,7 @@ from megarl.rollout.taken import Taken
 from megarl.schedule import Executed, MiniBatch, PhaseStart, Plan, PlanMismatch, Summary, compare, plan_phase, refuse_unlike
 from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
-from megarl.telemetry.clock import DeviceSync, PhaseClock, span
+from megarl.telemetry.clock import PhaseClock, span
 from megarl.telemetry.exit_status import Preempted
 from megarl.telemetry.records import SampleTable
 from megarl.telemetry.run_directory import RunDirectory
@@ -513,7 +513,6 @@ class Trainer:
         writer: RunWriter,
         preemption: Preemption,
         watch: Watch,
-        device_sync: DeviceSync,
     ) -> None:
         """Run all steps after step `done`. Raises Preempted if the run is preempted."""
         recipe, clock = self.recipe, self.clock
@@ -527,7 +526,6 @@ class Trainer:
             if leaves:
                 raise self._leave(done, self.state(done) if 0 < done != preemption.saved else None, run, preemption)
             preemption.begin(number)
-            device_sync.begin(number)
             before = self.state(done) if preemption.abandons else None
             try:
                 with writer.profiled(number):

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from megarl.telemetry.clock import Event, StepTimes
 from megarl.telemetry.metrics_file import MetricsWriter
-from megarl.telemetry.trace import TraceWriter
 
 RECIPE = {
     "run": {"name": "made", "steps": 20, "trace": "spans"},
@@ -61,32 +60,27 @@ def metrics_of(step: int, **others: float | None) -> dict[str, float | None]:
     return found | others
 
 
-def make_run(path: Path, lines: list[dict], recipe: dict | None = RECIPE, ranks: int = 2, sampled: bool = True) -> Path:
-    """A run directory with these metrics_of, a line a step, and a trace of so many ranks."""
+def sampled_row(rollout: int, own: list[str], **changes: Any) -> dict[str, Any]:
+    """A segment of a sampled rollout; `own` are the texts that both sides said in turn."""
+    turns = [{"own": n % 2 == 0, "tokens": len(text), "text": text, "versions": [3, 3 + n]} for n, text in enumerate(own)]
+    row = {"step": 2, "sample": rollout, "rollout": rollout, "group": 1, "prompt": "[bold]1+1=", "completion": "",
+           "reward": 0.75, "parts": {"environment": 0.75}, "advantage": -0.5, "valid": True, "reason": None,
+           "prompt_tokens": 4, "completion_tokens": 9, "finish_reason": "stop", "version": 3, "first_version": 3,
+           "turns": turns, "turn_rewards": [0.5, 0.25, 0.0]}  # fmt: skip
+    return row | changes
+
+
+def make_run(path: Path, lines: list[dict], recipe: dict | None = RECIPE, sampled: bool = True) -> Path:
+    """A run directory with these metrics_of, a line a step."""
     writer = MetricsWriter(path / "metrics.jsonl")
     for step, line in enumerate(lines, 1):
         writer.write(step, line)
     writer.close()
     if recipe is not None:
         (path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    for rank in range(ranks):
-        trace = TraceWriter(path, rank, "node0", 0.0)
-        for step in range(max(1, len(lines) - 4), len(lines) + 1):
-            trace.write(step, step_times(step))
-        trace.close()
     if sampled:
         (path / "samples").mkdir()
-        kept = [{"step": len(lines), "prompt": f"{n} +\u2028 1?", "completion": HOSTILE, "reward": n / 10} for n in range(9)]
+        kept = [sampled_row(n, [HOSTILE], step=len(lines), prompt=f"{n} +\u2028 1?", reward=n / 10) for n in range(9)]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept) + '{"step": 1, "cut'
         (path / "samples" / f"step-{len(lines):06d}.jsonl").write_text(text)
     return path
-
-
-def step_times(step: int) -> StepTimes:
-    """The phases of a step one after the other; each waits for its first quarter."""
-    events, at = [], 0.0
-    for phase, seconds in PHASES.items():
-        events += [Event("wait_ranks", 1, at, seconds / 4), Event("forward", 1, at + seconds / 4, seconds / 2)]
-        events.append(Event(phase, 0, at, seconds))
-        at += seconds
-    return StepTimes(1000.0 + 10 * step, 10.0, {}, {}, events, 0)

@@ -1,13 +1,12 @@
 """`megarl doctor`: check one node, then compare all nodes of a job.
 
-Node 0 serves HTTP at the port of torchrun's rendezvous, so the comparison also tests the network. Every other node posts a
+Node 0 listens at the port of torchrun's rendezvous, so the comparison also tests the network. Every other node sends a
 `NodeReport` with its time and the name of a file that it wrote into the run directory. Node 0 compares the clocks, looks for
 the file, and answers with the findings.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import socket
@@ -17,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +94,7 @@ def compare_nodes(
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Collects the reports of the other nodes and holds the findings once they are `decided`.
-
-    `http.server.HTTPServer` does not fit: it looks up this machine's name, which takes long on a broken network.
-    """
+    """Collects the reports of the other nodes, a line of JSON each, and holds the findings once they are `decided`."""
 
     allow_reuse_address = True
     request_queue_size = 128
@@ -114,40 +108,31 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(*arguments)
 
     def handle_error(self, *arguments: Any) -> None:
-        """Ignore a client that disconnects: a node tries again, and a port scan is harmless."""
+        """Ignore a client that disconnects or sends something else: a node tries again, and a port scan is harmless."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(socketserver.StreamRequestHandler):
     """Takes the report of one node and answers with the findings."""
 
     timeout = REQUEST_TIMEOUT_S
     server: _Server
 
-    def do_POST(self) -> None:
+    def handle(self) -> None:
         server = self.server
-        try:
-            fields = json.loads(self.rfile.read(min(int(self.headers["Content-Length"]), MAX_REPORT_BYTES)))
-            shares = None
-            if fields.get("token") is not None and server.run_dir is not None:
-                name, level = fields["token"]
-                directories = [server.run_dir.absolute(), *server.run_dir.absolute().parents]
-                shares = level < len(directories) and (directories[level] / name).is_file()
-            # Another version of megarl may send fewer fields; then the difference of versions is the finding.
-            failures, ahead_s = fields.get("failures", ()), fields.get("time", server.clock()) - server.clock()
-            report = NodeReport(fields["rank"], fields["name"], dict(fields["versions"]), failures, ahead_s, shares)
-        except (ValueError, KeyError, TypeError) as error:
-            self.send_error(400, str(error))
-            return
+        fields = json.loads(self.rfile.readline(MAX_REPORT_BYTES))
+        shares = None
+        if fields.get("token") is not None and server.run_dir is not None:
+            name, level = fields["token"]
+            directories = [server.run_dir.absolute(), *server.run_dir.absolute().parents]
+            shares = level < len(directories) and (directories[level] / name).is_file()
+        # Another version of megarl may send fewer fields; then the difference of versions is the finding.
+        failures, ahead_s = fields.get("failures", ()), fields.get("time", server.clock()) - server.clock()
+        report = NodeReport(fields["rank"], fields["name"], dict(fields["versions"]), failures, ahead_s, shares)
         with server.arrived:
             server.reports[report.rank] = report
             server.arrived.notify()
         server.decided.wait()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps([asdict(finding) for finding in server.findings]).encode())
-
-    def log_message(self, *arguments: Any) -> None:
-        """Print nothing: the command prints findings only."""
+        self.wfile.write(json.dumps([asdict(finding) for finding in server.findings]).encode() + b"\n")
 
 
 def _report_to_first_node(
@@ -155,16 +140,15 @@ def _report_to_first_node(
 ) -> list[Finding]:
     end, reason = time.monotonic() + timeout_s, "nobody listens"
     while time.monotonic() < end:
-        with contextlib.closing(HTTPConnection(*master, timeout=max(0.1, end - time.monotonic()))) as connection:
-            try:
-                connection.connect()
-                connection.sock.settimeout(2 * timeout_s)  # node 0 answers after the last report
-                connection.request("POST", "/", json.dumps(asdict(report) | {"time": clock(), "token": token}))
-                rows = json.loads(connection.getresponse().read())
+        try:
+            with socket.create_connection(master, max(0.1, end - time.monotonic())) as connection:
+                connection.settimeout(2 * timeout_s)  # node 0 answers after the last report
+                connection.sendall(json.dumps(asdict(report) | {"time": clock(), "token": token}).encode() + b"\n")
+                rows = json.loads(connection.makefile("rb").readline())
                 return [Finding(row["check"], Severity(row["severity"]), row["message"], row["fix"]) for row in rows]
-            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-                reason = str(error)
-                time.sleep(RETRY_S)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error)
+            time.sleep(RETRY_S)
     fix = "is the name right, the port open between the nodes (firewall), and doctor running on node 0?"
     message = f"node {report.rank} does not reach {master[0]}:{master[1]} within {timeout_s:g} s: {reason}"
     return [fail("node 0", message, fix)]

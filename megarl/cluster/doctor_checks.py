@@ -1,8 +1,7 @@
-"""Check one node for `megarl doctor`: Python packages, the machine, the network, Ray and Slurm."""
+"""Check one node for `megarl doctor`: Python packages, the machine, the network and Slurm."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import ipaddress
@@ -14,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,23 +24,16 @@ from megarl.cluster import job_environment
 from megarl.reward.sandbox import refusal
 
 MIB, GIB = 1 << 20, 1 << 30
-TESTED_PYTHON = ((3, 11), (3, 12))
-IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S, CONNECT_TIMEOUT_S = 120.0, 30.0, 5.0
+IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S = 120.0, 30.0
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 SHARED_MEMORY = Path("/dev/shm")
 # Ray's object store takes 256 MiB; weight-sync buckets and vLLM's messages come on top.
 SHARED_MEMORY_BYTES = 1 * GIB
 OPEN_FILES, MIN_OPEN_FILES = 65536, 4096
-MIN_PROCESSES = 4096
-MIN_MEMORY_BYTES, DISK_BYTES = 4 * GIB, 10 * GIB
+DISK_BYTES = 10 * GIB
 CPU_INFO = Path("/proc/cpuinfo")
 # Other CPUs emulate bf16 products: 1.8 GFLOPS against 30 in fp32 on two AVX2 cores (torch 2.13).
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
-# adjtimex(2) returns TIME_ERROR for a clock that is not synchronized.
-TIME_ERROR = 5
-# A site may have moved munged's socket; Slurm's configuration names the path.
-MUNGE = """socket=$(scontrol show config | sed -n 's/^AuthInfo *=.*socket=\\([^,]*\\).*/\\1/p')
-munge --no-input ${socket:+"--socket=$socket"} | unmunge ${socket:+"--socket=$socket"}"""
 
 
 class Severity(StrEnum):
@@ -66,8 +58,8 @@ class Finding:
 class DoctorOptions:
     """The checks to make on node `node_rank` of `num_nodes`. The nodes meet at `master` (host and port) within `timeout_s`.
 
-    `run_dir` is the directory of runs; `model` and `precision` are the recipe's model.path and trainer.precision; `ray` is
-    the address of a Ray head; `code` is set if a reward runs code.
+    `run_dir` is the directory of runs; `model` and `precision` are the recipe's model.path and trainer.precision; `code`
+    is set if a reward runs code.
     """
 
     run_dir: Path = Path("runs")
@@ -76,7 +68,6 @@ class DoctorOptions:
     num_nodes: int = 1
     node_rank: int = 0
     master: tuple[str, int] = ("127.0.0.1", 29500)
-    ray: str | None = None
     code: bool = False
     timeout_s: float = 60.0
 
@@ -102,8 +93,6 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
     if options.code:
         yield check_sandbox()
     yield from check_network({"torchrun": options.master[1]} if options.node_rank == 0 else {})
-    if options.ray is not None:
-        yield from check_ray(options.ray)
     yield from check_slurm()
     if options.model is not None:
         # A model directory must exist on every node. The run itself fetches a hub name.
@@ -119,12 +108,7 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Compare Python and its packages with the tested versions, and import the fragile ones."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] in TESTED_PYTHON:
-        yield ok("python", f"{version} at {sys.executable}")
-    else:
-        yield warn("python", version, "megarl is tested with Python 3.11 and 3.12: make its environment with one of them")
+    """Compare Python packages with the tested versions, and import the fragile ones."""
     # The CUDA version of the installed torch, without an import of torch; None for a CPU build or no torch.
     spec = importlib.util.find_spec("torch")
     version_file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else Path()
@@ -145,11 +129,6 @@ def check_packages() -> Iterator[Finding]:
     if importlib.util.find_spec("torchvision") is not None:
         fix = "pip uninstall torchvision: megarl does not need it, and a torchvision for another torch breaks transformers"
         yield _check_import("torchvision", "import torchvision, transformers", fix)
-    try:
-        ctypes.CDLL("libnuma.so.1")
-        yield ok("libnuma", "loads")
-    except OSError:
-        yield fail("libnuma", "libnuma.so.1 does not load; vLLM's CPU kernels need it", "apt-get install libnuma1")
 
 
 def _check_pins(extra: str) -> Iterator[Finding]:
@@ -182,7 +161,7 @@ def _check_import(package: str, statement: str, fix: str) -> Finding:
 
 
 def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Check shared memory, limits, memory, directories and the clock. `run_dir` need not exist yet."""
+    """Check shared memory, open files and the run directory, which need not exist yet."""
     yield _check_shared_memory(shared_memory)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = f"{soft} (hard limit {hard})"
@@ -191,31 +170,7 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
         yield fail("open files", f"{limits}: Ray and torchrun need more", fix)
     else:
         yield ok("open files", limits) if soft >= OPEN_FILES else warn("open files", limits, fix)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and soft < MIN_PROCESSES:
-        fix = f"ulimit -u {MIN_PROCESSES}; every rank, engine and Ray worker has tens of threads"
-        yield fail("processes", f"{soft} processes and threads allowed", fix)
-    else:
-        yield ok("processes", "no limit" if soft == resource.RLIM_INFINITY else str(soft))
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    available = int(lines["MemAvailable"].split()[0]) << 10
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's limit does not show in /proc/meminfo
-    if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
-        available = min(available, int(text))
-    message = f"{available / GIB:.1f} GiB available"
-    fix = "the smallest recipe takes 4 GiB: end other programs, or ask the scheduler for more"
-    yield ok("memory", message) if available >= MIN_MEMORY_BYTES else fail("memory", message, fix)
     yield check_writable("run directory", run_dir)
-    yield check_temporary_directory(os.environ)
-    yield check_home(os.environ)
-    # With modes 0 the call only reads the clock's state. `compare_nodes` compares the clocks.
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
-    if state < 0:
-        yield warn("clock", f"adjtimex: {os.strerror(ctypes.get_errno())}", "compare the nodes' clocks by hand")
-    elif state == TIME_ERROR:
-        yield warn("clock", "not synchronized", "run chrony or systemd-timesyncd: traces of nodes are merged by time")
-    else:
-        yield ok("clock", "synchronized")
 
 
 def check_precision(precision: str, cpu_info: Path = CPU_INFO) -> Finding:
@@ -250,9 +205,7 @@ def _check_shared_memory(root: Path) -> Finding:
     if usage.total < SHARED_MEMORY_BYTES:
         fix = f"{wanted}: docker run --shm-size=8g, or mount -o remount,size=8g {root}"
         return fail("shared memory", message, fix)
-    leftovers = sorted(file.name for file in root.glob("megarl-*"))[:3]
-    names = f" (of megarl: {', '.join(leftovers)})" if leftovers else ""
-    return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}{names}")
+    return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}")
 
 
 def check_writable(check: str, directory: Path) -> Finding:
@@ -268,35 +221,6 @@ def check_writable(check: str, directory: Path) -> Finding:
     free_bytes = shutil.disk_usage(place).free
     message = f"{place}: {free_bytes / GIB:.1f} GiB free"
     return ok(check, message) if free_bytes >= DISK_BYTES else warn(check, message, "checkpoints may not fit: make room")
-
-
-def check_temporary_directory(environment: MutableMapping[str, str]) -> Finding:
-    """Check that the temporary directory takes files, and that its path is short enough for Ray's sockets."""
-    finding = check_writable("temporary directory", Path(job_environment.temporary_directory(environment)))
-    sockets = environment.get("RAY_TMPDIR") or job_environment.temporary_directory(environment)
-    if finding.severity == Severity.FAIL or not job_environment.is_too_long(sockets):
-        return finding
-    message = (
-        f"{sockets} has {len(os.fsencode(sockets))} bytes; Ray's sockets need at most {job_environment.LONGEST_TEMPORARY}"
-    )
-    if "RAY_TMPDIR" in environment:
-        return fail(finding.check, message, "set RAY_TMPDIR to a shorter path, or unset it")
-    if not job_environment.can_write(Path(job_environment.SHORT_TEMPORARY)):
-        return fail(finding.check, message, f"set TMPDIR to a shorter path: {job_environment.SHORT_TEMPORARY} takes no file")
-    message += f": a run takes {job_environment.SHORT_TEMPORARY} in its place"
-    return warn(finding.check, message, "set TMPDIR to a shorter path")
-
-
-def check_home(environment: MutableMapping[str, str]) -> Finding:
-    """Check that the home directory takes files; otherwise a run moves its caches."""
-    home = job_environment.home_directory(environment)
-    if job_environment.can_write(home):
-        return ok("home directory", str(home))
-    message = f"{home} takes no file: caches of vLLM and others go to {job_environment.temporary_directory(environment)}"
-    if job_environment.lacks_ray_token(environment):
-        message += ", and a run on one node makes its own token for Ray"
-    fix = "set HOME to a directory that can be written; on several nodes without one, set the same RAY_AUTH_TOKEN on all"
-    return warn("home directory", message, fix)
 
 
 def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -347,38 +271,13 @@ def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding
             yield fail(variable, f"{value}, but this node has {', '.join(present)}", f"export {variable}=one of these")
 
 
-def check_ray(address: str) -> Iterator[Finding]:
-    """Check that the head of a Ray cluster, as HOST:PORT, answers and has this node's version."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        fix = f"start it there: ray start --head --port {port or 6379}; or correct --ray, HOST:PORT of the head"
-        yield fail("ray head", f"{address} does not answer: {error}", fix)
-        return
-    error_line = _command_error([sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address])
-    if error_line is None:
-        yield ok("ray head", f"{address} is healthy")
-    else:
-        message = f"{address} answers, but is no healthy head of this Ray: {error_line}"
-        yield fail("ray head", message, "run ray stop there, and start it again")
-
-
 def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Check Slurm's controller and the authentication between nodes, inside a job only."""
-    if "SLURM_JOB_ID" not in environment:
-        return
-    controller_fix = "is slurmctld up, and SlurmctldHost of slurm.conf reachable?"
-    for check, program, command, fix in (
-        ("slurm controller", "scontrol", ["scontrol", "ping"], controller_fix),
-        ("munge", "munge", ["sh", "-c", MUNGE], "start munged; all nodes need the same /etc/munge/munge.key"),
-    ):
-        # A container may lack Slurm's programs; the job outside of the container calls them.
-        if shutil.which(program) is None:
-            yield ok(check, f"not checked: no program {program} here, as in a container")
-            continue
-        error_line = _command_error(command)
-        yield ok(check, "answers") if error_line is None else fail(check, error_line, fix)
+    """Check Slurm's controller, inside a job only."""
+    # A container may lack Slurm's programs; the job outside of the container calls them.
+    if "SLURM_JOB_ID" in environment and shutil.which("scontrol") is not None:
+        error_line = _command_error(["scontrol", "ping"])
+        fix = "is slurmctld up, and SlurmctldHost of slurm.conf reachable?"
+        yield ok("slurm controller", "answers") if error_line is None else fail("slurm controller", error_line, fix)
 
 
 def _command_error(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:

@@ -49,8 +49,8 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
         if "://" in environment.get(name, ""):
             del environment[name]
     environment.setdefault("PYTHONUTF8", "1")  # files are UTF-8 in every locale
-    temporary = temporary_directory(environment)
-    if is_too_long(temporary):
+    temporary = environment.get("TMPDIR") or SHORT_TEMPORARY
+    if len(os.fsencode(temporary)) > LONGEST_TEMPORARY:  # for the sockets of Ray and vLLM
         temporary = environment["TMPDIR"] = SHORT_TEMPORARY
     home = home_directory(environment)
     if not can_write(home):
@@ -81,16 +81,6 @@ def home_directory(environment: MutableMapping[str, str]) -> Path:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
         return Path("/")
-
-
-def temporary_directory(environment: MutableMapping[str, str]) -> str:
-    """Return the directory for temporary files."""
-    return environment.get("TMPDIR") or SHORT_TEMPORARY
-
-
-def is_too_long(directory: str) -> bool:
-    """Return whether the paths of Ray's and vLLM's sockets in this directory would be too long."""
-    return len(os.fsencode(directory)) > LONGEST_TEMPORARY
 
 
 def can_write(directory: Path) -> bool:

@@ -7,7 +7,6 @@ with `ray stop`, which also ends the Rays of other jobs on the machine.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -139,28 +138,19 @@ class Node:
         return self._wait_for_head(daemons)
 
     def _run_doctor(self) -> None:
-        """Run the doctor and print its warnings and failures. Raises NodeError if a node is unfit."""
+        """Run the doctor, which prints its findings. Raises NodeError if a node is unfit."""
         settings = self.settings
-        command = [sys.executable, "-m", "megarl.cli", "doctor", self.arguments[0], *self.overrides, "--json"]
+        command = [sys.executable, "-m", "megarl.cli", "doctor", self.arguments[0], *self.overrides]
         command += ["--nodes", str(settings.num_nodes), "--node-rank", str(settings.node_rank)]
         command += ["--master", f"{settings.master}:{settings.master_port}", "--timeout-s", f"{settings.join_timeout_s:g}"]
-        process = start_tied(command, os.environ, signal.SIGKILL, subprocess.PIPE, merge_errors=False)
         deadline_s = 3 * settings.join_timeout_s + EXAMINATION_S
         try:
-            output, _ = process.communicate(timeout=deadline_s)
+            status = start_tied(command, os.environ, signal.SIGKILL).wait(deadline_s)
         except subprocess.TimeoutExpired:
             rule = f"3 * JOIN_TIMEOUT_S + {EXAMINATION_S:g} = {deadline_s:g} s"
             raise NodeError(f"the doctor has not ended within {rule}") from None
-        try:
-            findings = json.loads(output)
-        except ValueError:
-            raise NodeError(f"the doctor ended with status {process.returncode}: {output.decode()[-3000:]}") from None
-        for finding in findings:
-            if finding["severity"] != "ok":
-                line = f"node {settings.node_rank}: {finding['severity']} {finding['check']}: {finding['message']}"
-                print(line + (f" -> {finding['fix']}" if finding["fix"] else ""), file=sys.stderr, flush=True)
-        if process.returncode:
-            raise NodeError("the doctor finds the nodes unfit; its findings stand above")
+        if status:
+            raise NodeError(f"the doctor finds the nodes unfit (exit status {status}); its findings stand above")
 
     def _run_agent(self, environment: Mapping[str, str], *other_children: int) -> int:
         """Run the agent of this node's ranks, forward signals to it, and return its exit status."""

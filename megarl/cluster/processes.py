@@ -34,13 +34,12 @@ def start_tied(
     environment: Mapping[str, str],
     death_signal: signal.Signals,
     output: IO[bytes] | int | None = None,
-    merge_errors: bool = True,
     block_signals: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a program that gets `death_signal` when this process dies.
 
-    The program leads its own session, so that a terminal signals only this process. `merge_errors` also sends its stderr to
-    `output`. `block_signals` blocks preemption signals in the program and its children: Slurm sends them to all processes.
+    The program leads its own session, so that a terminal signals only this process. Its stderr goes to `output`,
+    too. `block_signals` blocks preemption signals in the program and its children: Slurm sends them to all processes.
     """
     library = ctypes.CDLL(None)  # before the fork, because loading takes locks
 
@@ -56,7 +55,7 @@ def start_tied(
         preexec_fn=tie,
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=subprocess.STDOUT if output is not None and merge_errors else None,
+        stderr=subprocess.STDOUT if output is not None else None,
     )
 
 

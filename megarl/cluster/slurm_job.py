@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed, nodes_with
+from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed
 from megarl.recipe.recipe import Recipe
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FILES = CHECKOUT / "launch" / "slurm"
 END_OF_SETTINGS = "# ---- end of the settings ----"
-# sbatch's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]].
-_TIME = re.compile(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?")
 # sbatch and a shell read such a text as one word without quotes.
 _WORD = re.compile(r"[\w.,:@/+=%-]+")
 
@@ -30,13 +28,9 @@ class SlurmJob:
     devices_per_node: int  # GPUs to ask for on each node; 0 on CPUs
 
     @property
-    def num_nodes(self) -> int:
-        return self.needed.num_nodes
-
-    @property
     def file(self) -> Path:
         """The sbatch file in the checkout."""
-        kind = "separate" if self.needed.rollout_nodes else "colocated" if self.num_nodes > 1 else "one_node"
+        kind = "separate" if self.needed.rollout_nodes else "colocated" if self.needed.num_nodes > 1 else "one_node"
         return FILES / f"{kind}.sbatch"
 
 
@@ -46,14 +40,11 @@ def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, m
     Trainer nodes get `ranks_per_node` ranks, or as many as fit. Raises PlacementError with the arithmetic if no job fits, or
     if the job needs more than `max_nodes`.
     """
-    if ranks_per_node is not None:
-        needed = nodes_with(recipe, devices_per_node, ranks_per_node)
-    elif devices_per_node == 0:
+    if ranks_per_node is None and devices_per_node == 0:
         raise PlacementError("--devices-per-node = 0: on CPUs say how many ranks a node takes: --ranks-per-node 2")
-    else:
-        needed = nodes_needed(recipe, devices_per_node)
+    needed = nodes_needed(recipe, devices_per_node, ranks_per_node)
     job = SlurmJob(needed, devices_per_node)
-    if max_nodes is not None and job.num_nodes > max_nodes:
+    if max_nodes is not None and job.needed.num_nodes > max_nodes:
         raise PlacementError(
             f"{describe(recipe, job)}, and --nodes = {max_nodes} is fewer: allow more nodes, or lower the recipe's numbers"
         )
@@ -69,7 +60,7 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
     if recipe.has_engines:
         where = f"{needed.rollout_nodes} more" if needed.rollout_nodes else "on the same"
         text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each: {where}"
-    return f"{text}; {count(job.num_nodes, 'node')} in all"
+    return f"{text}; {count(job.needed.num_nodes, 'node')} in all"
 
 
 def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str], arguments: Sequence[str]) -> str:
@@ -78,7 +69,7 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
     if not job.file.is_file():
         raise ValueError(f"{job.file} is missing: jobs start from a checkout of megarl, not from an installed package alone")
     text = job.file.read_text(encoding="utf-8")
-    options = {"nodes": str(job.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
+    options = {"nodes": str(job.needed.num_nodes), "gpus-per-node": str(job.devices_per_node), **options}
     for name, value in options.items():
         if not _WORD.fullmatch(value):
             raise ValueError(f"--{name} = {value!r}: must be one word of letters, digits and .,:@/+=%-")
@@ -98,34 +89,6 @@ def fill(job: SlurmJob, options: Mapping[str, str], variables: Mapping[str, str]
     return _replace(f"^{END_OF_SETTINGS}$", f"set -- {shlex.join(arguments)}\n{END_OF_SETTINGS}", text)
 
 
-def check_time(recipe: Recipe, text: str) -> None:
-    """Check that the time limit leaves time to train before Slurm's signal and `run.grace_s`. Raises ValueError."""
-    limit, lead_s = _setting("time", text), int(_setting("signal", text).partition("@")[2])
-    limit_s = time_limit_s(limit)
-    if limit_s is not None and limit_s <= lead_s + recipe.run.grace_s:
-        raise ValueError(
-            f"--time = {limit}, {limit_s} s: must be longer than the {lead_s} s of --signal, by which a signal comes before "
-            f"the end, and run.grace_s = {recipe.run.grace_s:g} together, {lead_s + recipe.run.grace_s:g} s: a start would "
-            "leave when it has hardly begun"
-        )
-
-
-def time_limit_s(limit: str) -> int | None:
-    """Return the seconds of a time limit as sbatch reads it; None for no limit. Raises ValueError for a malformed limit."""
-    if limit.upper() in ("UNLIMITED", "INFINITE", "0"):
-        return None
-    match = _TIME.fullmatch(limit)
-    if match is None:
-        ways = "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]"
-        raise ValueError(f"--time = {limit!r}: must be {ways}, as 24:00:00")
-    days, *texts = match.groups()
-    numbers = [int(text) for text in texts if text is not None]
-    if days is None and len(numbers) < 3:  # minutes, or minutes and seconds
-        numbers = [0, *numbers]
-    hours, minutes, seconds = (numbers + [0, 0])[:3]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
 def submit_job(text: str) -> int:
     """Submit a file's text; sbatch prints the job's number. Return sbatch's exit status. Raises ValueError without
     sbatch."""
@@ -134,12 +97,6 @@ def submit_job(text: str) -> int:
             "--submit: there is no sbatch on PATH; print the file without --submit, and submit it where there is sbatch"
         )
     return subprocess.run(["sbatch"], input=text, encoding="utf-8", check=False).returncode
-
-
-def _setting(name: str, text: str) -> str:
-    values = re.findall(rf"^#SBATCH --{name}=(\S+)", text, flags=re.MULTILINE)
-    assert len(values) == 1, f"--{name} is {len(values)} times in the sbatch file, and belongs there once"
-    return str(values[0])
 
 
 def _replace(pattern: str, new: str, text: str) -> str:

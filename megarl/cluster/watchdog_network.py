@@ -142,19 +142,14 @@ class OtherWatchers:
 
     def _drop(self, node: int, watcher: _Watcher, error: EOFError | OSError) -> None:
         """Remove a watcher that has ended or whose machine is lost."""
-        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-            if watcher.has_ranks:
-                self.lost = (
-                    f"no way to the machine of {watcher.name} for {self._half_s:g} s, half of "
-                    f"trainer.collective_timeout_s = {2 * self._half_s:g} ({error.strerror})"
-                )
-        elif self._settings.master is not None:  # node 0's ranks have ended, or its watcher is being replaced
-            self._joining = threading.Thread(target=self._join, daemon=True)
-            self._joining.start()
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError) and watcher.has_ranks:
+            self.lost = (
+                f"no way to the machine of {watcher.name} for {self._half_s:g} s, half of "
+                f"trainer.collective_timeout_s = {2 * self._half_s:g} ({error.strerror})"
+            )
         watcher.connection.close()
         watcher.socket.close()
-        if self._watchers.get(node) is watcher:  # else the replacement has already connected
-            del self._watchers[node]
+        del self._watchers[node]
 
     def silent(self) -> list[str]:
         """Return the machines that have not answered the last keepalive probe."""

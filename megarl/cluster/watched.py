@@ -39,7 +39,6 @@ END_S = 30.0
 LOST_S = 3.0
 # The watcher notices within half a second that all ranks of its node have ended.
 WATCHER_S = 5.0
-MOST_WATCHERS = 3
 CLOSE = "close"
 
 
@@ -161,46 +160,33 @@ def watched(deadlines: Deadlines, run: Path, place: Place, nodes: Sequence[int] 
 
 
 class WatcherProcess:
-    """The process that watches this node's ranks, and outlives a rank that hangs. If the process ends too early, this rank
-    reports the end and starts another process."""
+    """The process that watches this node's ranks and outlives a rank that hangs. If it ends too early, this rank says so."""
 
     def __init__(self, settings: WatcherSettings) -> None:
-        self._settings = settings
+        self._node = settings.node
         self.may_end = False
         """Whether this rank is ending; the process ends with the last rank of its node."""
-        self._process = self._start()
-        threading.Thread(target=self._replace, name="watcher", daemon=True).start()
+        with open(os.memfd_create("megarl-watcher"), "w+b") as file:  # a file in memory, because the disk may be full
+            pickle.dump(settings, file)
+            file.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megarl.cluster.watchdog"], stdin=file, stdout=sys.stderr, start_new_session=True,
+                pass_fds=[] if settings.listener is None else [settings.listener],
+                env={name: value for name, value in os.environ.items() if name != MARK},
+            )  # fmt: skip
+        threading.Thread(target=self._report_end, name="watcher", daemon=True).start()
 
     def wait(self) -> None:
         """Wait for the process to end, unless it still watches other ranks of this node."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WATCHER_S)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        listener = self._settings.listener
-        with open(os.memfd_create("megarl-watcher"), "w+b") as settings:  # a file in memory, because the disk may be full
-            pickle.dump(self._settings, settings)
-            settings.seek(0)
-            return subprocess.Popen(
-                [sys.executable, "-m", "megarl.cluster.watchdog"], stdin=settings, stdout=sys.stderr,
-                start_new_session=True, pass_fds=[] if listener is None else [listener],
-                env={name: value for name, value in os.environ.items() if name != MARK},
-            )  # fmt: skip
-
-    def _replace(self) -> None:
-        """Wait for the process to end, and replace it; runs in a thread."""
-        for left in reversed(range(MOST_WATCHERS)):
-            status = self._process.wait()
-            if self.may_end or status == 0:
-                return
+    def _report_end(self) -> None:
+        status = self._process.wait()
+        if not self.may_end and status != 0:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-            then = "another one takes its place" if left else "nobody watches the ranks of this node from here on"
-            print(
-                f"watchdog: its process {self._process.pid} on node {self._settings.node} {how}; {then}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-            if left:
-                self._process = self._start()
+            text = f"watchdog: its process on node {self._node} {how}: nobody watches the ranks of this node from here on"
+            print(text, file=sys.stderr, flush=True)
 
 
 def nodes_without_ranks(num_trainer_nodes: int) -> list[int]:

@@ -20,12 +20,12 @@ from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecas
 from megarl.planner.lengths import LengthsError, ReadMetrics
 from megarl.planner.memory_estimate import RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
-from megarl.planner.staleness import StalenessRow, balanced_devices, sleeps, staleness_rows
+from megarl.planner.staleness import balanced_devices, sleeps, staleness_rows
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.phase_table import concurrency, engine_lines, engine_name, layout_name, phase_table, stream_line
+from megarl.recipe.phase_table import engine_lines, engine_name, phase_table, stream_line
 
 # Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -41,8 +41,8 @@ NOTES = (
     "lengths and with every micro-batch as full as its rule allows"
 )
 STALENESS_NOTES = (
-    "simulated with these lengths; engines: their tokens / those with all slots busy; trainer: share of the time at work; "
-    "staleness: mean of a trained token and largest; without rewards, environments and the network of a weight sync"
+    "by these lengths; engines: their tokens / those with all slots busy; trainer: share of the time at work; without "
+    "rewards, environments and the network of a weight sync"
 )
 
 
@@ -61,11 +61,6 @@ class CheckRequest:
     devices_per_node: int | None = None
     ranks_per_node: int | None = None
 
-    @property
-    def forecasts(self) -> bool:
-        """Whether an option asks for more than the table of phases and the placement."""
-        return self.plan or self.suggest or self.as_json
-
     def job(self, recipe: Recipe) -> Job:
         lengths = DEFAULT_LENGTHS if self.lengths is None else self.lengths
         return job_of(recipe, lengths, self.seed, self.tflops, self.read_metrics)
@@ -78,8 +73,10 @@ def check_recipes(
     console: Console,
     print_violations: Callable[[str, RecipeError], None],
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status and document of all recipes; an illegal one stops none of the others."""
+    """Exit status and document of all recipes; an illegal one stops none of the others. Prints nothing where JSON was asked
+    for, except errors."""
     status, entries = 0, []
+    console = Console(quiet=True) if request.as_json else console
     for path in paths:
         try:
             recipe = load_recipe(path, overrides, fetch_config)
@@ -102,37 +99,33 @@ def check_recipes(
 
 
 def _check(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
-    """Exit status and document entry of one legal recipe; prints unless JSON was asked for."""
-    status, unseen, lines = 0, not_checked(recipe), list[str]()
+    """Exit status and document entry of one legal recipe."""
+    status, lines, plan = 0, not_checked(recipe), None
     entry: dict[str, Any] = {"recipe": path, "legal": True}
-    if request.forecasts:
+    if request.plan or request.suggest or request.as_json:
         try:
-            job = request.job(recipe)
+            plan = forecast(request.job(recipe))
         except LengthsError as error:
-            _print_error(path, error)
-            return BAD_INPUT, entry | {"error": str(error)}
-        plan = forecast(job)
+            return BAD_INPUT, entry | _failed(path, error)
         entry |= _document(recipe, plan)
-        _print_name(path, recipe, request, console)
+        console.print(f"[bold]{escape(recipe.run.name)}[/] ({escape(path)})")
     else:
         _show_phases(console, recipe)
-        lines += engine_lines(recipe)
-    entry |= {"not_checked": unseen, "placement": None}
+        lines = [*lines, *engine_lines(recipe)]
+    entry |= {"not_checked": not_checked(recipe), "placement": None}
     try:
         placed = find_placement(recipe, request.devices_per_node, request.ranks_per_node)
         entry["placement"] = document(placed)
-        lines += placement_lines(recipe, placed)
+        lines = [*lines, *placement_lines(recipe, placed)]
     except PlacementError as error:
-        _print_error(path, error)
-        status, entry["error"] = BAD_INPUT, str(error)
-    if not request.as_json:
-        for line in [*unseen, *lines]:
-            console.print(line, markup=False, soft_wrap=True)
-    if request.plan and not request.as_json:
+        status, entry = BAD_INPUT, entry | _failed(path, error)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    if plan is not None and request.plan:
         _show_plan(console, recipe, plan)
-    if not request.suggest:
+    if plan is None or not request.suggest:
         return status, entry
-    suggest_status, suggested = _suggestions(path, job, request, console)
+    suggest_status, suggested = _suggestions(path, plan.job, console)
     return max(status, suggest_status), entry | suggested
 
 
@@ -159,37 +152,29 @@ def _suggestions_for_caps(path: str, overrides: list[str], request: CheckRequest
     except RecipeError:
         return {}
     except LengthsError as error:
-        _print_error(path, error)
-        return {"error": str(error)}
-    _print_name(path, recipe, request, console)
-    return _suggestions(path, job, request, console)[1]
+        return _failed(path, error)
+    console.print(f"[bold]{escape(recipe.run.name)}[/] ({escape(path)})")
+    return _suggestions(path, job, console)[1]
 
 
-def _suggestions(path: str, job: Job, request: CheckRequest, console: Console) -> tuple[int, dict[str, Any]]:
-    """Exit status, and the suggestions for the document; prints them unless JSON was asked for."""
+def _suggestions(path: str, job: Job, console: Console) -> tuple[int, dict[str, Any]]:
+    """Exit status, and the suggestions for the document; prints them."""
     try:
         suggestions = suggest(job)
     except NoDevice as error:
-        _print_error(path, error)
-        return BAD_INPUT, {"suggestions": [], "nothing_fits": None, "error": str(error)}
+        return BAD_INPUT, {"suggestions": [], "nothing_fits": None} | _failed(path, error)
     except NothingFits as error:
-        if not request.as_json:
-            console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
+        console.print(f"no suggestion: {error}", markup=False, soft_wrap=True)
         return NOTHING_FITS, {"suggestions": [], "nothing_fits": str(error)}
-    if not request.as_json:
-        # Not through markup or wrapping: these are words of a shell.
-        for line in ["suggested:", *suggestion_lines(suggestions)]:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in ["suggested:", *suggestion_lines(suggestions)]:  # words of a shell
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0, {"suggestions": [asdict(suggestion) for suggestion in suggestions], "nothing_fits": None}
 
 
-def _print_name(path: str, recipe: Recipe, request: CheckRequest, console: Console) -> None:
-    if not request.as_json:
-        console.print(f"[bold]{escape(recipe.run.name)}[/] ({escape(path)})")
-
-
-def _print_error(path: str, error: ValueError) -> None:
+def _failed(path: str, error: ValueError) -> dict[str, str]:
+    """Print an error; return it for the document."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{escape(path)}[/]: {escape(str(error))}")
+    return {"error": str(error)}
 
 
 def suggestion_lines(suggestions: list[Suggestion]) -> list[str]:
@@ -226,32 +211,25 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
         return
     show(stream_line(recipe))
     if rows := staleness_rows(plan, recipe.rollout.window):
-        console.print(_staleness_table(rows))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps by staleness", title_justify="left", title_style="")
+        for title in ("max_staleness", "seconds a step", "engines", "trainer"):
+            table.add_column(title, justify="right")
+        for row in rows:
+            table.add_row(str(row.max_staleness), _short(row.step_s), f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}")
+        console.print(table)
         show(STALENESS_NOTES, style="dim")
-    for line in balance_lines(plan):
-        show(line)
+    show(_balance(plan))
 
 
-def _staleness_table(rows: list[StalenessRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps by staleness", title_justify="left", title_style="")
-    for title in ("max_staleness", "seconds a step", "engines", "trainer", "staleness of a token", "at most"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        shares = f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}"
-        staleness = f"{row.mean_staleness:.2f}", str(row.largest_staleness)
-        table.add_row(str(row.max_staleness), _short(row.step_s), *shares, *staleness)
-    return table
-
-
-def balance_lines(plan: Forecast) -> list[str]:
+def _balance(plan: Forecast) -> str:
     """The ratio of engine devices to trainer devices that balances both sides, or what the forecast of it needs."""
     engines, balanced = plan.job.engines, balanced_devices(plan)
     if engines is None or balanced is None:
-        return ["steps by staleness: device.tflops is not stated"]
+        return "steps by staleness: device.tflops is not stated"
     if sleeps(plan.job):
-        return ["rollout.max_staleness above 0: needs rollout.placement: separate, as engines on the trainer's GPUs sleep"]
+        return "rollout.max_staleness above 0: needs rollout.placement: separate, as engines on the trainer's GPUs sleep"
     now = engines.workers / plan.job.ranks
-    return [f"balanced: {balanced:.2g} engine devices for each trainer device; the recipe has {now:.2g}"]
+    return f"balanced: {balanced:.2g} engine devices for each trainer device; the recipe has {now:.2g}"
 
 
 def memory_lines(plan: Forecast) -> list[str]:
@@ -289,22 +267,19 @@ def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
     for title in NUMBER_COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     phases = {phase.phase: phase for phase in plan.phases}
-    for name in recipe.running_phases:
-        if name in phases:
-            table.add_row(*_role_cells(phases[name]))
-        else:
-            cells = _other_cells(recipe, plan, name)
-            table.add_row(*(cells.get(column, "") for column in (*PHASE_COLUMNS, *NUMBER_COLUMNS)))
+    for row in phase_table(recipe):
+        layout = f"{row.layout} x DP{row.data_parallel}" if row.data_parallel else row.layout
+        numbers = _numbers(phases[row.phase]) if row.phase in phases else [""] * len(NUMBER_COLUMNS)
+        if row.phase == "rollout":
+            numbers[NUMBER_COLUMNS.index("TFLOP")] = _short(plan.rollout_flops / 1e12)
+        table.add_row(row.phase, layout, "" if row.phase == "weight_sync" else row.micro_batch, *numbers)
     return table
 
 
-def _role_cells(phase: PhaseForecast) -> list[str]:
-    schedule, layout, quality = phase.schedule, phase.role.layout, phase.quality
+def _numbers(phase: PhaseForecast) -> list[str]:
+    quality = phase.quality
     return [
-        phase.phase,
-        f"{layout_name(layout)} x DP{layout.data}",
-        f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}",
-        str(phase.num_mini_batches) if schedule.mini_batch is not None else "",
+        str(phase.num_mini_batches) if phase.schedule.mini_batch is not None else "",
         str(quality.num_micro_batches),
         f"{quality.useful_share:.3f}",
         f"{quality.imbalance:.3f}",
@@ -315,21 +290,6 @@ def _role_cells(phase: PhaseForecast) -> list[str]:
         _short(phase.flops / 1e12),
         "" if phase.seconds is None else _short(phase.seconds),
     ]
-
-
-def _other_cells(recipe: Recipe, plan: Forecast, phase: str) -> dict[str, str]:
-    """The cells of a phase that no Megatron role runs."""
-    engines, cells = plan.job.engines, {"phase": phase}
-    if phase == "rollout":
-        cells["layout"] = "replay" if engines is None else f"{engines.count} x {engine_name(engines.layout)} engines"
-        cells["micro-batch"] = concurrency(recipe)
-        cells["TFLOP"] = _short(plan.rollout_flops / 1e12)
-    if phase == "reward":
-        cells["micro-batch"] = f"{recipe.phases.reward.sequences} a task"
-    if phase == "weight_sync" and engines is not None:
-        cells["layout"] = "actor to engines"
-        cells["micro-batch"] = gib(engines.count * engines.layout.workers * engines.memory.weights)
-    return cells
 
 
 def _short(number: float) -> str:

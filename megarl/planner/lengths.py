@@ -11,11 +11,12 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megarl.planner.memory_estimate import BatchLimits
 
@@ -99,11 +100,7 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
         prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
     generator, completions = random.Random(f"{seed}/completions"), []
     for _ in range(limits.num_sequences):
-        percent = 100 * generator.random()
-        above = min(bisect_right(QUANTILES, percent), len(QUANTILES) - 1)
-        low, high = QUANTILES[above - 1], QUANTILES[above]
-        length = means[above - 1] + (means[above] - means[above - 1]) * (percent - low) / (high - low)
-        completions.append(max(1, round(length)))
+        completions.append(max(1, round(float(np.interp(100 * generator.random(), QUANTILES, means)))))
     kind = "sequences" if whole else "completions"
     origin = f"{kind} drawn by the quantiles of {len(steps)} steps of {directory}, seed {seed}"
     return Lengths((prompt,) * limits.num_sequences, tuple(completions), origin)
@@ -114,12 +111,8 @@ def draw(kind: str, count: int, longest: int, seed: int) -> list[int]:
 
     `uniform`: every length alike. `log-normal`: median a sixth of `longest`, sigma 0.7. `long-tail`: a Pareto law with
     exponent 1.2 that starts at 1/32 of `longest`. A draw above `longest` becomes `longest`, as a completion that meets
-    its limit is cut there. Raises ValueError for another `kind` and for sizes below 1.
+    its limit is cut there.
     """
-    if kind not in DISTRIBUTIONS:
-        raise ValueError(f"length distribution {kind!r} is not one of {', '.join(DISTRIBUTIONS)}")
-    if count < 1 or longest < 1:
-        raise ValueError(f"{count} lengths up to {longest} tokens: both numbers must be at least 1")
     generator = random.Random(f"{kind}/{seed}")
     if kind == "uniform":
         return [generator.randint(1, longest) for _ in range(count)]

@@ -177,7 +177,7 @@ def largest_cap(
     `budget_bytes`; None where not even one longest sequence fits.
 
     The schedule's cap does not count, and no cap is above all sequences of a mini-batch at full length on one data-parallel
-    rank. Raises what `peak` raises.
+    rank.
     """
 
     def fits(cap: int) -> bool:
@@ -195,10 +195,7 @@ def largest_cap(
 
 
 def working(role: PlannedRole, pipeline_rank: int, load: Load) -> DeviceMemory:
-    """What a phase holds on top of what is resident, at its peak. Raises ValueError for an update of a role that is not
-    trained."""
-    if load.update and not role.trained:
-        raise ValueError(f"the {role.name} is not trained: it has no update")
+    """What a phase holds on top of what is resident, at its peak."""
     tokens = -(-load.slots // role.layout.context)
     head_tokens = min(load.head_tokens, tokens)  # a context rank's chunks may be all completion
     moments = (_update_moments if load.update else _forward_moments)(role, pipeline_rank, tokens, head_tokens, load)
@@ -273,15 +270,7 @@ def _update_moments(role: PlannedRole, pipeline_rank: int, tokens: int, head_tok
 
 
 def peak(roles: Sequence[PlannedRole], running: PlannedRole, load: Load) -> DeviceMemory:
-    """Memory of the trainer rank that holds most while `running` works and the other `roles` are between their phases.
-
-    Raises ValueError where `running` is no member of `roles` or the roles lie on different numbers of ranks.
-    """
-    if running not in roles:
-        raise ValueError(f"the running role {running.name} is not one of {[role.name for role in roles]}")
-    counts = {role.name: role.layout.ranks for role in roles}
-    if len(set(counts.values())) != 1:
-        raise ValueError(f"the roles' layouts must have the same number of ranks, not {counts}")
+    """Memory of the trainer rank that holds most while `running` works and the other `roles` are between their phases."""
     at_work = [working(running, pipeline_rank, load) for pipeline_rank in range(running.layout.pipeline)]
     position = list(roles).index(running)
     totals = []
@@ -300,10 +289,8 @@ def resting(roles: Sequence[PlannedRole], present: str | None = None) -> DeviceM
     device whatever its `offload` says: a weight sync sends the actor's."""
     totals = []
     for stages in _stages(roles):
-        held = DeviceMemory()
-        for role, pipeline_rank in zip(roles, stages, strict=True):
-            held += resident(role, pipeline_rank, "forward" if role.name == present else "between")
-        totals.append(held)
+        during = ("forward" if role.name == present else "between" for role in roles)
+        totals.append(sum(map(resident, roles, stages, during), DeviceMemory()))
     return max(totals, key=lambda memory: memory.total)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import groupby
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.planner.forecast import NUM_BUCKETS, USUAL_DEVICES, Job, job_of, on_devices, worst_memory
+from megarl.planner.forecast import USUAL_DEVICES, Job, job_of, on_devices, worst_memory
 from megarl.planner.memory_estimate import gib, moved_away, optimizer_share
 from megarl.planner.roles import adapter_weights, stage_weights
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 
 # torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
 # likely in each octave grow by 1 / ln 2 on average.
@@ -150,32 +148,21 @@ def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
     return ",".join(names[device] for device in devices)
 
 
-def nodes_needed(recipe: Recipe, devices_per_node: int) -> NodesNeeded:
-    """The fewest nodes for a recipe, each of the trainer's with equally many ranks. `separate` takes devices of the
-    trainer's nodes where all engines fit there, else nodes for engines only. Raises PlacementError where no number of nodes
-    is enough."""
+def nodes_needed(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None = None) -> NodesNeeded:
+    """The fewest nodes for a recipe, each of the trainer's with `ranks_per_node` ranks, or as many as fit; of CPUs where
+    `devices_per_node` is 0. `separate` takes devices of the trainer's nodes where all engines fit there, else nodes for
+    engines only. Raises PlacementError where no number of nodes is enough."""
     ranks, failure = recipe.trainer.ranks, PlacementError("")
-    for nodes in (nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node):
-        try:
-            return nodes_with(recipe, devices_per_node, ranks // nodes)
-        except PlacementError as error:
-            failure = error
-    raise failure
-
-
-def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> NodesNeeded:
-    """The fewest nodes where each of the trainer's has `ranks_per_node` ranks; of CPUs where `devices_per_node` is 0. Raises
-    PlacementError where no number of nodes is enough."""
-    trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
     apart = recipe.has_engines and recipe.rollout.placement == "separate"
-    failure = PlacementError("")
-    for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
-        needed = NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
-        try:
-            place_engines(recipe, needed.cluster(devices_per_node))
-            return needed
-        except PlacementError as error:
-            failure = error
+    divisors = [ranks // nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
+    for each in divisors if ranks_per_node is None else [ranks_per_node]:
+        for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
+            needed = NodesNeeded(-(-ranks // each), rollout_nodes, each)
+            try:
+                place_engines(recipe, needed.cluster(devices_per_node))
+                return needed
+            except PlacementError as error:
+                failure = error
     raise failure
 
 
@@ -200,45 +187,27 @@ def _trainer_nodes(recipe: Recipe, cluster: Cluster) -> int:
 
 def _check_room(recipe: Recipe, cluster: Cluster, num_nodes: int, taken: int) -> None:
     """Raise PlacementError unless `num_nodes` nodes have devices for all engines; the first `taken` of each are not free."""
-    workers, free = recipe.rollout.layout.workers, cluster.devices_per_node - taken
-    if workers > cluster.devices_per_node:
-        raise PlacementError(_straddles(recipe, cluster.devices_per_node))
-    room = num_nodes * (free // workers)
-    if room >= recipe.rollout.engines:
-        return
-    nodes = f"{count(num_nodes, 'node')} with {count(free, 'device')}"
-    if taken:
-        nodes += f" that {count(taken, 'trainer rank')} leave of {cluster.devices_per_node}"
-    separate = recipe.rollout.placement == "separate"
-    ways = ["more nodes that have no trainer rank" if separate else "more nodes, with fewer trainer ranks each"]
-    ways += [f"rollout.engines: {room}"] if room else []
-    ways += [f"rollout.placement: {'colocated' if separate else 'separate'}"]
-    raise PlacementError(
-        f"{_demand(recipe)}, each engine on one node and on devices that no other engine has, and {nodes} "
-        f"{'has' if num_nodes == 1 else 'have'} room for {room}: {', or '.join(ways)}"
-    )
+    rollout, workers, devices = recipe.rollout, recipe.rollout.layout.workers, cluster.devices_per_node
+    if workers > devices:
+        raise PlacementError(
+            f"rollout.tensor x pipeline x data = {rollout.tensor} x {rollout.pipeline} x {rollout.data} = "
+            f"{count(workers, 'worker')} do not fit a node of {count(devices, 'device')}, and an engine lies on one node: "
+            "fewer workers, and more rollout.engines"
+        )
+    room = num_nodes * ((devices - taken) // workers)
+    if room < rollout.engines:
+        other = "colocated" if rollout.placement == "separate" else "separate"
+        raise PlacementError(
+            f"rollout.placement = {rollout.placement}: rollout.engines = {rollout.engines} of {count(workers, 'worker')}, "
+            f"each on one node and on devices that no other engine has, and {count(num_nodes, 'node')} with "
+            f"{count(devices - taken, 'free device')} each: room for {room}; fewer rollout.engines, more nodes, or "
+            f"rollout.placement: {other}"
+        )
 
 
 def count(number: int, noun: str) -> str:
     """As "1 node" or "2 nodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _demand(recipe: Recipe) -> str:
-    rollout, workers = recipe.rollout, recipe.rollout.layout.workers
-    return (
-        f"rollout.placement = {rollout.placement}: rollout.engines = {rollout.engines} of tensor x pipeline x data = "
-        f"{count(workers, 'worker')} need {count(rollout.engines * workers, 'device')}"
-    )
-
-
-def _straddles(recipe: Recipe, devices: int) -> str:
-    rollout = recipe.rollout
-    return (
-        f"rollout.tensor x pipeline x data = {rollout.tensor} x {rollout.pipeline} x {rollout.data} = "
-        f"{count(rollout.layout.workers, 'worker')} do not fit a node of {count(devices, 'device')}, and an engine lies "
-        f"on one node: at most {count(devices, 'worker')}, and more rollout.engines"
-    )
 
 
 @dataclass(frozen=True)
@@ -263,7 +232,7 @@ class PlacedRun:
     size: NodeSize
     needed: NodesNeeded
     engines: tuple[EnginePlace, ...]
-    host: HostMemory | None = None
+    host: dict[str, int] | None = None
 
 
 def local_gpus(directory: Path = Path("/dev")) -> int:
@@ -295,27 +264,28 @@ def place(recipe: Recipe, size: NodeSize) -> PlacedRun:
     """Raises PlacementError, with the arithmetic, where no number of such nodes is enough. On CPUs, where nothing says how
     many ranks a node takes, all ranks are on one node, as `megarl train` starts them."""
     try:
-        if size.ranks is None and size.devices:
-            needed = nodes_needed(recipe, size.devices)
-        else:
-            needed = nodes_with(recipe, size.devices, size.ranks or recipe.trainer.ranks)
+        ranks = size.ranks if size.devices else size.ranks or recipe.trainer.ranks
+        needed = nodes_needed(recipe, size.devices, ranks)
         return PlacedRun(size, needed, place_engines(recipe, needed.cluster(size.devices)))
     except PlacementError as error:
         raise PlacementError(f"on nodes {size.text} ({size.origin}): {error}") from error
 
 
 def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
-    """The placement in words: how many nodes, and a line for each run of equal nodes."""
-    needed, rollout = placed.needed, recipe.rollout
+    """The placement in words: how many nodes, the trainer ranks of each, and the place of each engine."""
+    needed, last = placed.needed, placed.needed.trainer_nodes - 1
     head = f"placement: {count(needed.num_nodes, 'node')} {placed.size.text} ({placed.size.origin})"
+    nodes = f"nodes 0-{last}, {needed.ranks_per_node} on each" if last else "node 0"
+    lines = [head, f"  {count(recipe.trainer.ranks, 'trainer rank')}: {nodes}"]
     if recipe.has_engines:
-        head += f", rollout.placement = {rollout.placement}"
-    alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _engines_on(placed, [node])[0]))
-    lines = [head, *(_node_line(placed, list(nodes)) for _, nodes in alike)]
+        lines[0] += f", rollout.placement = {recipe.rollout.placement}"
+    for number, engine in enumerate(placed.engines):
+        devices = f", devices {', '.join(map(str, engine.devices))}" if placed.size.devices else ""
+        lines.append(f"  engine {number}: node {engine.node}{devices}")
     if placed.host is not None and recipe.device is not None:
         room = recipe.device.host_memory_gib
         verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
-        lines.append(f"host memory of a node: up to {placed.host.text}; {verdict}")
+        lines.append(f"host memory of a node: up to {host_text(placed.host)}; {verdict}")
     return lines
 
 
@@ -326,73 +296,24 @@ def document(placed: PlacedRun) -> dict[str, Any]:
         "ranks_per_node": placed.needed.ranks_per_node,
         "trainer_nodes": placed.needed.trainer_nodes,
         "rollout_nodes": placed.needed.rollout_nodes,
-        "host_memory": None if placed.host is None else asdict(placed.host) | {"total": placed.host.total},
+        "host_memory": None if placed.host is None else placed.host | {"total": sum(placed.host.values())},
         "engines": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.engines],
     }
 
 
-def _node_line(placed: PlacedRun, nodes: Sequence[int]) -> str:
-    """The ranks of equal nodes, and their engines with the devices that these have on each node."""
-    parts, engine_parts = [], []
-    if nodes[0] < placed.needed.trainer_nodes:
-        ranks = placed.needed.ranks_per_node
-        devices = f", devices {_numbers(range(ranks))}" if placed.size.devices else ""
-        parts.append(f"{count(ranks, 'trainer rank')}{' each' if len(nodes) > 1 else ''}{devices}")
-    for slots, engines in zip(*_engines_on(placed, nodes), strict=True):
-        where = f" on {'device' if len(slots) == 1 else 'devices'} {_numbers(slots)}" if placed.size.devices else ""
-        engine_parts.append(f"{'engine' if len(engines) == 1 else 'engines'} {_numbers(engines)}{where}")
-    parts += [", ".join(engine_parts)] if engine_parts else []
-    return f"  {'node' if len(nodes) == 1 else 'nodes'} {_numbers(nodes)}: {'; '.join(parts) or 'nothing'}"
+def host_text(parts: Mapping[str, int]) -> str:
+    """The total of a node's host memory and its parts in words."""
+    named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
+    return f"{gib(sum(parts.values()))} ({named})"
 
 
-def _engines_on(placed: PlacedRun, nodes: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Devices of each engine of a node, the same on all `nodes`, and the engines that have them, node by node."""
-    by_node = [[number for number, engine in enumerate(placed.engines) if engine.node == node] for node in nodes]
-    devices = tuple(placed.engines[number].devices for number in by_node[0])
-    return devices, tuple(zip(*by_node, strict=True))
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """As "0-3" where they follow each other."""
-    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ", ".join(map(str, numbers))
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Bytes of one node's host by what holds them.
+def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> dict[str, int] | None:
+    """Bytes of the fullest node's host by what holds them; None without a device, whose kind says what lies there.
 
     `devices` is what trainer ranks and engines hold, where their device is a CPU; `offloaded` what roles keep there between
     their phases; `teacher_rows` what teachers gave for each token of a step; `activations` what an update offloads, pinned
-    copies as large as torch makes them; `checkpoint` the optimizer states that each rank gathers to save them; `processes`
-    what each process takes before it holds anything.
-    """
-
-    devices: int
-    offloaded: int
-    activations: int
-    checkpoint: int
-    weight_sync: int
-    routing: int
-    teacher_rows: int
-    ray: int
-    processes: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def text(self) -> str:
-        """The total and its parts in words."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        named = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size)
-        return f"{gib(self.total)} ({named})"
-
-
-def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace, ...]) -> HostMemory | None:
-    """Host memory of the fullest node; None without a device, whose kind says what lies there.
+    copies as large as torch makes them; `checkpoint` the optimizer states that each rank gathers to save them; `weight_sync`
+    the weights that `wire: delta` compares with; `processes` what each process takes before it holds anything.
 
     Raises PlacementError where it is more than `device.host_memory_gib`.
     """
@@ -401,64 +322,47 @@ def host_memory(recipe: Recipe, needed: NodesNeeded, engines: tuple[EnginePlace,
     job, ranks = job_of(recipe), needed.ranks_per_node
     on_node = Counter(place.node for place in engines)
     trainer = max((number for node, number in on_node.items() if node < needed.trainer_nodes), default=0)
-    first = _host_memory_of(recipe, job, ranks, trainer)
     others = [_host_memory_of(recipe, job, 0, number) for node, number in on_node.items() if node >= needed.trainer_nodes]
-    fullest = max([first, *others], key=lambda node: node.total)
+    fullest = max([_host_memory_of(recipe, job, ranks, trainer), *others], key=lambda parts: sum(parts.values()))
     room = recipe.device.host_memory_gib
-    if room is not None and fullest.total > room * 2**30:
-        ways = {
-            "offloaded": "memory.offload: none for a role",
-            "activations": "memory.offload_activations: false, or recompute",
-            "checkpoint": "more trainer ranks, which save less each",
-        }
-        largest = max(fields(fullest), key=lambda field: getattr(fullest, field.name)).name
-        fewer = f", fewer than {ranks} trainer ranks a node (--ranks-per-node)" if ranks > 1 else ""
+    if room is not None and sum(fullest.values()) > room * 2**30:
         raise PlacementError(
-            f"device.host_memory_gib = {room:g}: a node takes up to {fullest.text}; "
-            f"{ways.get(largest, 'smaller engines or roles')}{fewer}, or a larger host"
+            f"device.host_memory_gib = {room:g}: a node takes up to {host_text(fullest)}: a smaller memory.offload or "
+            "memory.offload_activations, smaller engines or roles, fewer trainer ranks a node (--ranks-per-node), or a "
+            "larger host"
         )
     return fullest
 
 
-def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostMemory:
+def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> dict[str, int]:
     """A node with so many trainer ranks and engines."""
     assert recipe.device is not None, "host memory is that of a device"
-    kind, workers, shape = recipe.device.kind, engines * recipe.rollout.layout.workers, job.roles[0].shape
+    kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
     update_roles = [replace(role, memory=role.memory.model_copy(update={"offload": "none"})) for role in job.roles]
     updates = [schedule for schedule in job.schedules if schedule.is_update]
     activations = max(worst_memory(replace(job, roles=tuple(update_roles)), schedule).host for schedule in updates)
     # fp32 weights and moments of the parameters that one rank saves (`megatron/checkpoint.py`, `_states_of_owned`).
     saved = max(3 * 4 * optimizer_share(role, stage) for role in job.roles for stage in range(role.layout.pipeline))
-    devices = weight_sync = routing = 0
+    devices = weight_sync = 0
     if kind == "cpu":
         worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
         trainer = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
         devices = ranks * trainer + (0 if job.engines is None else workers * job.engines.memory.total)
-    if job.engines is not None:
-        one_host = ranks == recipe.trainer.ranks and engines == recipe.rollout.engines
-        if not one_host or recipe.weight_sync.transport == "group" or obstacle_to_mapping(recipe, kind == "cpu") is not None:
-            weight_sync = NUM_BUCKETS * (recipe.weight_sync.bucket_bytes or BUCKET_BYTES["cpu"]) * (ranks + workers)
-        if recipe.weight_sync.wire == "delta":  # both ends keep a copy of the weights that were sent last
-            actor = job.roles[0]
-            sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
-            weight_sync += sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
-    if ranks and recipe.actor.router_replay and shape.experts is not None:
-        # The experts' choice of a whole batch, which the first node gets.
-        choices = sum(shape.has_experts(layer) for layer in range(shape.num_layers)) * shape.experts.per_token
-        width = 1 if shape.experts.count <= 256 else 2
-        routing = recipe.num_sequences * recipe.max_sequence_tokens * choices * width
-    return HostMemory(
-        devices=devices,
-        offloaded=int(rounding * moved_away(job.roles)) * ranks,
-        activations=int(rounding * activations) * ranks,
-        checkpoint=saved * ranks,
-        weight_sync=weight_sync,
-        routing=routing,
-        teacher_rows=_teacher_row_bytes(recipe, job) * ranks,
-        ray=OBJECT_STORE_BYTES,
-        processes=PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
-    )
+    if job.engines is not None and recipe.weight_sync.wire == "delta":  # both ends keep the weights that were sent last
+        actor = job.roles[0]
+        sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
+        weight_sync = sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
+    return {
+        "devices": devices,
+        "offloaded": int(rounding * moved_away(job.roles)) * ranks,
+        "activations": int(rounding * activations) * ranks,
+        "checkpoint": saved * ranks,
+        "weight_sync": weight_sync,
+        "teacher_rows": _teacher_row_bytes(recipe, job) * ranks,
+        "ray": OBJECT_STORE_BYTES,
+        "processes": PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
+    }
 
 
 def _teacher_row_bytes(recipe: Recipe, job: Job) -> int:

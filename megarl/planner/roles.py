@@ -53,12 +53,6 @@ class PlannedRole:
     on_cpu: bool = False
     scores: bool = False
 
-    def __post_init__(self) -> None:
-        if self.name not in ("actor", "reference", "critic", "reward_model") and not self.is_frozen_policy:
-            raise ValueError(f"role = {self.name!r}; one of actor, reference, teachers.NAME, critic and reward_model")
-        if self.precision not in BYTES:
-            raise ValueError(f"precision = {self.precision!r}; one of {sorted(BYTES)}")
-
     @property
     def is_frozen_policy(self) -> bool:
         """Whether the role gives log-probabilities and is never trained."""

@@ -10,7 +10,8 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,11 +29,14 @@ from megarl.planner.forecast import (
     on_devices,
     worst_memory,
 )
-from megarl.planner.layouts import NODE_RANKS, layout_values, layouts_of, longest_slots, with_layouts
 from megarl.planner.memory_estimate import MIB, gib
-from megarl.recipe import kind_of
+from megarl.recipe import kind_of, role_of
+from megarl.recipe.layout_section import divisors, tensor_divides
 from megarl.schedule import Schedule
+from megarl.schedule.schedule import in_micro_batch
 
+# Ranks of one machine. A tensor group communicates twice a layer, which only the links inside a machine carry.
+NODE_RANKS = 8
 # Mean sequences in a cap that leaves the packing free to fill it.
 ROOMY = 4
 # Caps this close to the best one are as good, and the smallest of them takes the least memory.
@@ -63,7 +67,7 @@ class NoDevice(ValueError):
 
 
 class NothingFits(ValueError):
-    """No layout on these ranks holds the model; the message says what the best one would take."""
+    """No layout on these ranks holds the model; whatever it saves."""
 
 
 def suggest(job: Job) -> list[Suggestion]:
@@ -76,15 +80,19 @@ def suggest(job: Job) -> list[Suggestion]:
     roomy = _search(job, roomy=True)
     chosen = roomy or _search(job, roomy=False)
     if chosen is None:
-        saving_jobs = [_saving_job(job, settings) for settings in SAVINGS]
+        saving_jobs = (_saving_job(job, settings) for settings in SAVINGS)
         chosen = next((fitting for saving in saving_jobs if (fitting := _search(saving, roomy=False)) is not None), None)
         if chosen is None:
-            raise NothingFits(_what_is_missing(saving_jobs[-1]))
+            raise NothingFits(
+                f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks, with any layout that "
+                "divides the model and the batch, and with all of `memory`: more trainer.ranks, a shorter "
+                "rollout.max_new_tokens, or a larger device"
+            )
     # The other roles under the simplest layout that still fits.
     for role in chosen.roles[1:]:
         # A reference that borrows the actor's weights would need its own under another layout.
         for layout in [] if role.borrows_weights else layouts_of(chosen, role.name):
-            moved, longest = with_layouts(chosen, {role.name: layout}), longest_slots(chosen, layout)
+            moved, longest = with_layouts(chosen, {role.name: layout}), in_micro_batch(job.limits.longest, layout)
             holds = all(schedule.max_tokens is None or schedule.max_tokens >= longest for schedule in chosen.schedules)
             if holds and _fits(moved):
                 chosen = moved
@@ -92,6 +100,51 @@ def suggest(job: Job) -> list[Suggestion]:
     plan = forecast(_with_caps(_with_kv_cache(chosen)))
     keys = [*_layout_keys(job, plan, roomy is not None), *_memory_keys(job, plan)]
     return [*keys, *_engine_keys(plan, job), *_phase_keys(plan)]
+
+
+def layouts_of(job: Job, role_name: str) -> list[Layout]:
+    """Legal layouts of a role: few ranks for a copy of the model first, then few pipeline stages.
+
+    Fewer ranks a copy leave more data-parallel ranks, which do not communicate inside a step; a tensor group waits less than
+    a pipeline of the same size, which idles while it fills. Sequence parallelism is always on: it costs nothing and saves
+    memory.
+    """
+    role = next(role for role in job.roles if role.name == role_name)
+    total, shape = job.limits.num_sequences, role.shape
+    sizes = [schedule.mini_batch or total for schedule in job.schedules if role_of(schedule.phase) == role_name]
+    layouts = []
+    for tensor in range(1, min(NODE_RANKS, job.ranks) + 1):
+        if not tensor_divides(shape, tensor):
+            continue
+        for pipeline in range(1, job.ranks // tensor + 1):
+            if job.ranks % (tensor * pipeline) or shape.num_layers % pipeline:
+                continue
+            layout = Layout(tensor, pipeline, job.ranks // (tensor * pipeline), tensor > 1)
+            if sizes and any(size % layout.data for size in (total, *sizes)):
+                continue
+            if shape.experts is None or shape.experts.ffn % tensor == 0:
+                layouts.append(layout)
+            if shape.experts is not None:  # experts that are spread over ranks are whole
+                expert_sizes = divisors(math.gcd(shape.experts.count, tensor * layout.data))[1:]
+                expert_tensor = None if tensor == 1 else 1
+                layouts += [replace(layout, expert=size, expert_tensor=expert_tensor) for size in expert_sizes]
+    return sorted(layouts, key=lambda layout: (layout.tensor * layout.pipeline, layout.pipeline, layout.expert))
+
+
+def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
+    """The job with other layouts, by role."""
+    return replace(job, roles=tuple(replace(role, layout=layouts.get(role.name, role.layout)) for role in job.roles))
+
+
+def layout_values(layout: Layout) -> dict[str, int]:
+    """The keys of a layout in a recipe; expert keys only where they are not the default."""
+    values: dict[str, int] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    values["sequence_parallel"] = layout.sequence_parallel
+    if layout.expert > 1:
+        values["expert"] = layout.expert
+    if layout.expert_tensor is not None:
+        values["expert_tensor"] = layout.expert_tensor
+    return values
 
 
 def with_cap(schedule: Schedule, cap: int) -> Schedule:
@@ -104,7 +157,7 @@ def best_cap(job: Job, schedule: Schedule, largest: int) -> PhaseForecast | None
 
     Tried are the length of a longest sequence, its doubles, and `largest`.
     """
-    caps, cap = [], longest_slots(job, job.role(schedule.phase).layout)
+    caps, cap = [], in_micro_batch(job.limits.longest, job.role(schedule.phase).layout)
     if cap > largest:
         return None
     while cap < largest:
@@ -130,17 +183,12 @@ def _saving_job(job: Job, settings: dict[str, str | bool]) -> Job:
 def _search(job: Job, roomy: bool) -> Job | None:
     """The job under the layout, the same for all roles, and the engines that shard the model least and fit together."""
     for layout, engines in _pairs(job, roomy):
-        tried = _tried(job, layout, engines, roomy)
+        tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
+        schedules = tuple(with_cap(schedule, _least_cap(tried, schedule, roomy)) for schedule in job.schedules)
+        tried = replace(tried, schedules=schedules)
         if _fits(tried):
             return tried
     return None
-
-
-def _tried(job: Job, layout: Layout, engines: PlannedEngines | None, roomy: bool) -> Job:
-    """The job under one layout of all roles, with engines, and with the least caps."""
-    tried = replace(with_layouts(job, {role.name: layout for role in job.roles}), engines=engines)
-    schedules = tuple(with_cap(schedule, _least_cap(tried, schedule, roomy)) for schedule in job.schedules)
-    return replace(tried, schedules=schedules)
 
 
 def _pairs(job: Job, roomy: bool) -> list[tuple[Layout, PlannedEngines | None]]:
@@ -192,7 +240,7 @@ def _with_utilization(job: Job, engines: PlannedEngines) -> PlannedEngines:
 def _least_cap(job: Job, schedule: Schedule, roomy: bool) -> int:
     """The cap below which a phase should not go: for mean sequences with room, always for one longest."""
     layout = job.role(schedule.phase).layout
-    longest = longest_slots(job, layout)
+    longest = in_micro_batch(job.limits.longest, layout)
     mean = sum(job.lengths.totals) // len(job.lengths.totals)
     share = (schedule.mini_batch or job.limits.num_sequences) // layout.data
     return max(longest, min(ROOMY, share) * mean) if roomy else longest
@@ -240,39 +288,14 @@ def _with_kv_cache(job: Job) -> Job:
     return replace(job, engines=_with_utilization(job, replace(job.engines, kv_cache_bytes=cache)))
 
 
-def _what_is_missing(job: Job) -> str:
-    """The least that any layout would take, for the longest sequence."""
-    tried = [_tried(job, *pair, roomy=False) for pair in _pairs(job, roomy=False)]
-    if not tried:
-        return f"no layout of {job.ranks} ranks divides the model, the batch and the mini-batches"
-    peaks = []
-    for candidate in tried:
-        worst = {schedule.phase: worst_memory(candidate, schedule) for schedule in candidate.schedules}
-        peaks.append(max(memory.total for memory in on_devices(candidate, worst).values()))
-    least = min(peaks)
-    best = tried[peaks.index(least)].roles[0].layout
-    expert = f" x EP{best.expert}" if best.expert > 1 else ""
-    return (
-        f"nothing fits {gib(job.usable_bytes or 0)} usable on each of {job.ranks} ranks: the least, "
-        f"{gib(least)}, takes TP{best.tensor} x PP{best.pipeline}{expert}; more trainer.ranks, a shorter "
-        "rollout.max_new_tokens or a larger device"
-    )
-
-
 def _layout_keys(job: Job, plan: Forecast, roomy: bool) -> Iterator[Suggestion]:
-    actor, engines = plan.job.roles[0].layout, plan.job.engines
-    fits = f"{gib(plan.device_peak)} at worst of {gib(job.usable_bytes or 0)} usable, engines included"
-    with_engines = "" if engines is None else f" with engines of TP{engines.layout.tensor}"
+    actor = plan.job.roles[0].layout
+    simplest = f"the simplest that {'has room' if roomy else 'fits'}: {gib(plan.device_peak)} at worst of "
+    simplest += f"{gib(job.usable_bytes or 0)} usable, engines included"
     for role in plan.job.roles:
-        if role.name != "actor" and role.layout == actor:
-            reason = "as the actor"
-        elif role.layout.tensor * role.layout.pipeline == 1:
-            reason = f"no model parallelism is needed: {fits}"
-        else:
-            reason = f"the simplest that {'has room' if roomy else 'fits'}{with_engines}: {fits}"
-        yield Suggestion(
-            f"{role.name}.layout", layout_values(role.layout), f"{reason}; {role.layout.data} data-parallel ranks"
-        )
+        reason = "as the actor" if role.name != "actor" and role.layout == actor else simplest
+        reason += f"; {role.layout.data} data-parallel ranks"
+        yield Suggestion(f"{role.name}.layout", layout_values(role.layout), reason)
 
 
 def _memory_keys(job: Job, plan: Forecast) -> Iterator[Suggestion]:

@@ -52,11 +52,9 @@ class ProfileSection(Section):
 
 
 class TelemetrySection(Section):
-    device_sync: Literal["always", "sampled", "never"] = "always"
-    """Whether a phase waits for the device before it ends, so that its seconds are correct: `always`; `sampled`, in every
-    `device_sync_every`-th step; `never`: the time counts in a later phase, where the host waits for the device."""
-    device_sync_every: Positive = 10
-    """With `device_sync: sampled`, every how many steps."""
+    device_sync: Literal["always", "never"] = "always"
+    """Whether a phase waits for the device before it ends, so that its seconds are correct; with `never` the time counts in
+    a later phase, where the host waits for the device."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of one device in 10**12 operations a second, for model FLOPs utilisation (`mfu/<phase>`). null takes the
     vendor's number for the precision of a known GPU, and gives no utilisation on a CPU."""
@@ -67,7 +65,7 @@ class TelemetrySection(Section):
     profile: ProfileSection | None = None
     """Profile some steps of some ranks; null for none."""
     memory_snapshot: bool = False
-    """If a rank runs out of memory, write what held it into `memory/` of the run directory."""
+    """If a rank runs out of memory on a GPU, write the allocator's history into `memory/` of the run directory."""
 
 
 # What pip calls the module of a kind of sink.

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
-import math
 import os
 import time
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -32,7 +29,6 @@ LARGEST = 3.4e38  # of float32, in which rewards are kept
 LARGEST_ANSWER_BYTES = 1 << 26
 MAX_QUOTED_BYTES = 300  # of an error's body, in the message
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
-MAX_REDIRECTS = 5
 
 
 class Busy(Exception):
@@ -50,7 +46,7 @@ class Unusable(Exception):
 class Service:
     """The service behind one part of the reward; `name` is the part's name in the metrics.
 
-    Raises ValueError for a header whose environment variable is not set, and for a proxy that is not a URL.
+    Raises ValueError for a header whose environment variable is not set.
     """
 
     def __init__(self, name: str, section: HttpRewardSection) -> None:
@@ -63,9 +59,7 @@ class Service:
                     "variable; set it wherever reward workers run, before Ray starts there"
                 )
             headers[header] = os.environ[variable]
-        self._proxy = _proxy(section.url)
-        # Do not use a proxy for a loopback address: the address would mean the proxy's machine.
-        self._client = httpx.AsyncClient(headers=headers, timeout=section.timeout_s, trust_env=not _is_loopback(section.url))
+        self._client = httpx.AsyncClient(headers=headers, timeout=section.timeout_s)
 
     async def score(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> list[TextScore]:
         """Score each text, in order, batch by batch. A text that is not scored after `timeout_s` is masked as late."""
@@ -89,7 +83,6 @@ class Service:
             {"prompt": prompt.question, "completion": text, "answer": prompt.answer, "metadata": prompt.row}
             for text, prompt in zip(texts, prompts, strict=True)
         ]
-        content = json.dumps(as_json({"samples": samples}), allow_nan=False).encode()
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(1 + self._section.retries)
             | tenacity.stop_before_delay(max(0.0, deadline - time.monotonic())),
@@ -98,7 +91,7 @@ class Service:
             reraise=True,
         )
         try:
-            values = _rewards(await retrying(self._post, content), len(texts))
+            values = _rewards(await retrying(self._post, as_json(samples)), len(texts))
         except (httpx.HTTPError, Busy, Refused, Unusable) as error:
             reason = {Refused: "refused", Unusable: "unusable"}.get(type(error), "unreachable")
             return [self._masked(reason, error, prompts)] * len(texts)
@@ -117,24 +110,15 @@ class Service:
         """Return the masked score of all completions of a request, with the names of the request's rows."""
         rows = list(dict.fromkeys(prompt.where or f"prompt {prompt.index}" for prompt in prompts))
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-        proxy = f" (through the proxy {self._proxy}; no_proxy={httpx.URL(self._section.url).host} goes past it)"
-        failure = f"{reason}: {self._section.url}: {error or type(error).__name__}{proxy if self._proxy else ''}"
-        failure += f"; the request held {', '.join(rows[:3])}{more}"
+        held = f"the request held {', '.join(rows[:3])}{more}"
+        failure = f"{reason}: {self._section.url}: {error or type(error).__name__}; {held}"
         return TextScore(None, failure, reasons={self._name: reason}, cause="service")
 
     async def _post(self, content: bytes) -> bytes:
-        """Send a request, follow redirections, and return the body of the answer. Raises Busy, Refused and Unusable."""
+        """Send a request and return the body of the answer. Raises Busy, Refused and Unusable."""
         headers = {"Content-Type": "application/json"}
-        request = self._client.build_request("POST", self._section.url, content=content, headers=headers)
-        for _ in range(MAX_REDIRECTS + 1):
-            response = await self._client.send(request, stream=True)
-            async with contextlib.aclosing(response):
-                # Only these two statuses repeat the same request, with its body, at the other place.
-                moved = response.status_code in (httpx.codes.TEMPORARY_REDIRECT, httpx.codes.PERMANENT_REDIRECT)
-                if not moved or response.next_request is None:
-                    return await _read(response)
-                request = response.next_request
-        raise Refused(f"more than {MAX_REDIRECTS} redirections, the last to {request.url}")
+        async with self._client.stream("POST", self._section.url, content=content, headers=headers) as response:
+            return await _read(response)
 
 
 def services_of(specs: Sequence[JudgeSection]) -> list[Service]:
@@ -143,28 +127,18 @@ def services_of(specs: Sequence[JudgeSection]) -> list[Service]:
     return [Service(name, spec) for name, spec in pairs if isinstance(spec, HttpRewardSection)]
 
 
-def as_json(value: Any) -> Any:
-    """Return the value in a form that every JSON parser reads: null for NaN and infinities, lists for arrays, and texts for
-    types that JSON lacks, such as bytes, dates, Decimals and integers of more than 64 bits."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:
-        return int(value)
-    if isinstance(value, Mapping):
-        return {as_text(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [as_json(item) for item in value]
-    return as_text(value)
+def as_json(samples: list[dict[str, Any]]) -> bytes:
+    """Return a request's document: null for NaN and infinities, lists for arrays and sets, texts for what JSON lacks."""
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.generic | np.ndarray):
+            return value.tolist()
+        if isinstance(value, bytes):
+            return value.decode(errors="replace")
+        return list(value) if isinstance(value, set | frozenset) else str(value)
 
-def as_text(value: Any) -> str:
-    """Return the value's text, in characters that UTF-8 can encode."""
-    text = value.decode(errors="replace") if isinstance(value, bytes | bytearray) else str(value)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    document = json.loads(json.dumps({"samples": samples}, default=plain), parse_constant=lambda constant: None)
+    return json.dumps(document).encode()
 
 
 async def _read(response: httpx.Response) -> bytes:
@@ -186,38 +160,6 @@ async def _read(response: httpx.Response) -> bytes:
         place = response.headers["location"]
         raise Refused(f"status {response.status_code}: it has moved to {place}; give that as the part's url")
     raise Refused(message)
-
-
-def _is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _proxy(url: str) -> str | None:
-    """Return the proxy that the environment names for a URL, without the password; None without a proxy.
-    Raises ValueError for a proxy of any scheme that is not a URL, because the client reads the proxies of all schemes."""
-    parsed, proxies = httpx.URL(url), urllib.request.getproxies()
-    if _is_loopback(url) or "*" in proxies.get("no", "").split(","):
-        return None
-    read: dict[str, httpx.Proxy] = {}
-    for key in ("http", "https", "all"):
-        if value := proxies.get(key):
-            try:
-                read[key] = httpx.Proxy(value if "://" in value else f"http://{value}")
-            except (httpx.InvalidURL, ValueError) as error:
-                name = next(name for name in (f"{key}_proxy", f"{key.upper()}_PROXY") if os.environ.get(name))
-                value = value.rpartition("@")[2]  # leave out a password
-                raise ValueError(
-                    f"the environment variable {name} is {value!r}, which is no URL of a proxy; write it as "
-                    "http://HOST:PORT, or unset it, wherever reward workers run and before Ray starts there"
-                ) from error
-    proxy = read.get(parsed.scheme) or read.get("all")
-    if proxy is None or urllib.request.proxy_bypass(parsed.host):
-        return None
-    return f"{proxy.url.scheme}://{proxy.url.host}" + (f":{proxy.url.port}" if proxy.url.port else "")
 
 
 def _rewards(body: bytes, number: int) -> list[Any]:

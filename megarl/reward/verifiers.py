@@ -368,9 +368,3 @@ def read_answer(terms: Sequence[Term], text: str) -> str | None:
 def weighted_sum(terms: Sequence[Term], parts: dict[str, float]) -> float:
     """Return the reward: the sum of weight * part."""
     return sum(term.weight * parts[term.name] for term in terms)
-
-
-def score(specs: Sequence[JudgeSection], text: str, prompt: Prompt) -> float:
-    """Return the reward of one text under the recipe's `reward` list, in this process and without a time limit."""
-    terms = load_terms(specs)
-    return weighted_sum(terms, score_terms(terms, text, prompt)[0])

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ Piece = tuple[Any, list[int]]
 
 @dataclass(eq=False)
 class _Group:
-    """Samples of a payload that wait for scores; the first `num_sent` are with workers."""
+    """Samples of a payload that are to be scored."""
 
     payload: Any
     samples: Sequence[int]
@@ -127,46 +128,32 @@ class _Group:
     answers: bool
     result: asyncio.Future[list[TextScore]]
     scores: dict[int, TextScore] = field(default_factory=dict)  # by place among the samples
-    num_sent: int = 0
-
-    @property
-    def num_left(self) -> int:
-        return len(self.samples) - self.num_sent
 
 
 @dataclass
 class _Queue:
-    """Groups of a training step or of an evaluation. With `sends_all` tasks may be smaller until nothing waits; `done` are
-    the tasks since the last `join`."""
+    """Samples of a training step or of an evaluation that wait: a group, and a place among its samples. With `sends_all`
+    tasks may be smaller until nothing waits; `done` are the tasks since the last `join`."""
 
-    waiting: deque[_Group] = field(default_factory=deque)
-    num_waiting: int = 0  # samples
+    waiting: deque[tuple[_Group, int]] = field(default_factory=deque)
     sends_all: bool = False
     done: list[TaskResult] = field(default_factory=list)
 
-    def take(self, size: int) -> list[tuple[_Group, range]]:
+    def take(self, size: int) -> list[tuple[_Group, list[int]]]:
         """Take up to `size` samples: the places of each group."""
-        taken = []
-        while size and self.waiting:
-            group = self.waiting[0]
-            places = range(group.num_sent, group.num_sent + min(size, group.num_left))
-            taken.append((group, places))
-            group.num_sent, size, self.num_waiting = places.stop, size - len(places), self.num_waiting - len(places)
-            if not group.num_left:
-                self.waiting.popleft()
+        taken = [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
         self.sends_all &= bool(self.waiting)
-        return taken
+        return [(group, [place for _, place in some]) for group, some in groupby(taken, lambda item: item[0])]
 
-    def fail(self, parts: Sequence[tuple[_Group, range]], error: Exception) -> None:
+    def fail(self, parts: Sequence[tuple[_Group, list[int]]], error: Exception) -> None:
         """Let the groups of a task raise an error. Their samples that wait are scored no more: another task with them would
         fail too, with its other groups."""
-        for group, _ in parts:
-            if group in self.waiting:
-                self.waiting.remove(group)
-                self.num_waiting -= group.num_left
+        failed = {group for group, _ in parts}
+        self.waiting = deque(item for item in self.waiting if item[0] not in failed)
+        self.sends_all &= bool(self.waiting)
+        for group in failed:
             if not group.result.done():
                 group.result.set_exception(error)
-        self.sends_all &= bool(self.waiting)
 
 
 def _fetch(pieces: Sequence[Piece]) -> list[np.ndarray]:
@@ -299,8 +286,7 @@ class RewardWorkers:
         check_answer(self._terms, prompt)
         group = _Group(payload, samples, prompt, answers, asyncio.get_running_loop().create_future())
         queue = self._evaluation if is_evaluation else self._training
-        queue.waiting.append(group)
-        queue.num_waiting += group.num_left
+        queue.waiting.extend((group, place) for place in range(len(samples)))
         self._send()
         return group.result
 
@@ -314,10 +300,30 @@ class RewardWorkers:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""
         queue = self._evaluation if is_evaluation else self._training
         tasks, queue.done = queue.done, []
-        result = self._join(scores, tuple(sorted((len(task.scores) for task in tasks), reverse=True)))
-        if answers and reads_answers(self._terms):
-            result = replace(result, answers=[score.answer for score in scores])
-        return replace(result, busy_s=sum(task.busy_s for task in tasks), num_workers=max(1, len(self._actors)))
+        rewards = np.array([self.total(score) for score in scores], dtype=np.float32)
+        given = [dict.fromkeys((term.name for term in self._terms), np.nan) | (score.parts or {}) for score in scores]
+        parts = {term.name: np.array([of_one[term.name] for of_one in given], dtype=np.float32) for term in self._terms}
+        failures = {sample: score.failure for sample, score in enumerate(scores) if score.parts is None}
+        num_timeouts = sum(score.timed_out for score in scores)
+        counts = {
+            f"{term.name}_num_{reason}": sum(score.reasons.get(term.name) == reason for score in scores)
+            for term in self._terms
+            for reason in REASONS.get(term.kind, ())
+        }
+        causes = Counter(score.cause for score in scores)
+        counts |= {f"num_zero_{cause}": causes[cause] for cause in ZERO_CAUSES}
+        counts |= {f"num_masked_{cause}": causes[cause] for cause in MASK_CAUSES}
+        judged = [sample for sample, score in enumerate(scores) if score.failure and score.parts is not None]
+        for outcome, has_cause in (("scored 0", True), ("judged once more", False)):
+            chosen = [sample for sample in judged if bool(scores[sample].cause) == has_cause]
+            for sample in chosen[:1]:
+                failure = scores[sample].failure
+                logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
+        sizes = tuple(sorted((len(task.scores) for task in tasks), reverse=True))
+        busy_s, num_workers = sum(task.busy_s for task in tasks), max(1, len(self._actors))
+        read = [score.answer for score in scores] if answers and reads_answers(self._terms) else None
+        valid = ~np.isnan(rewards)
+        return RewardResult(rewards, valid, parts, failures, num_timeouts, sizes, busy_s, num_workers, counts, answers=read)
 
     def total(self, score: TextScore) -> float:
         """Return the reward of a sample, NaN if it is masked."""
@@ -339,13 +345,13 @@ class RewardWorkers:
         """Give each idle worker a task."""
         size = self._section.sequences
         for queue in self._queues:
-            while self._idle and queue.num_waiting and (queue.sends_all or queue.num_waiting >= size):
+            while self._idle and queue.waiting and (queue.sends_all or len(queue.waiting) >= size):
                 task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), queue, queue.take(size)))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
 
-    async def _run(self, worker: int, queue: _Queue, parts: list[tuple[_Group, range]]) -> None:
-        pieces = [(group.payload, [*group.samples[places.start : places.stop]]) for group, places in parts]
+    async def _run(self, worker: int, queue: _Queue, parts: list[tuple[_Group, list[int]]]) -> None:
+        pieces = [(group.payload, [group.samples[place] for place in places]) for group, places in parts]
         prompts = pickle.dumps([group.prompt for group, _ in parts])  # Ray's own pickler takes ten times as long
         timeout_s, answers = self._section.timeout_s, any(group.answers for group, _ in parts)
         num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
@@ -379,36 +385,6 @@ class RewardWorkers:
                 "phase reward: the process %d of reward worker %d was lost; process %d took its place and did its tasks "
                 "(at most %d times)", before, worker, process, MAX_WORKER_RESTARTS,
             )  # fmt: skip
-
-    def _join(self, scores: list[TextScore], task_sequences: tuple[int, ...]) -> RewardResult:
-        num = len(scores)
-        rewards = np.full(num, np.nan, dtype=np.float32)
-        parts = {term.name: np.full(num, np.nan, dtype=np.float32) for term in self._terms}
-        failures: dict[int, str] = {}
-        for sample, score in enumerate(scores):
-            if score.parts is None:
-                failures[sample] = score.failure
-                continue
-            rewards[sample] = weighted_sum(self._terms, score.parts)
-            for name, value in score.parts.items():
-                parts[name][sample] = value
-        num_timeouts = sum(score.timed_out for score in scores)
-        counts = {
-            f"{term.name}_num_{reason}": sum(score.reasons.get(term.name) == reason for score in scores)
-            for term in self._terms
-            for reason in REASONS.get(term.kind, ())
-        }
-        causes = Counter(score.cause for score in scores)
-        counts |= {f"num_zero_{cause}": causes[cause] for cause in ZERO_CAUSES}
-        counts |= {f"num_masked_{cause}": causes[cause] for cause in MASK_CAUSES}
-        judged = [sample for sample, score in enumerate(scores) if score.failure and score.parts is not None]
-        for outcome, has_cause in (("scored 0", True), ("judged once more", False)):
-            chosen = [sample for sample in judged if bool(scores[sample].cause) == has_cause]
-            for sample in chosen[:1]:
-                failure = scores[sample].failure
-                logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
-        valid = ~np.isnan(rewards)
-        return RewardResult(rewards, valid, parts, failures, num_timeouts, task_sequences, counts=counts)
 
 
 def _named(task: str, error: Exception) -> Exception:

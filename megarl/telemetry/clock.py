@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from megarl.recipe.telemetry_section import TelemetrySection
+from typing import NamedTuple, Protocol
 
 UNACCOUNTED = "unaccounted"
 # In a span with this prefix a rank only waits; the rest of the name says for whom.
@@ -83,9 +80,10 @@ class _OpenSpan:
 class PhaseClock:
     """Times the phases of a step and the spans inside them. Other time is `unaccounted`, so that all parts sum to wall time.
 
-    `on_phase` gets a phase's name at the phase's start, and None at the end. `on_end` runs as the last part of a phase,
-    unless the phase raises; then the exception gets a note with rank and phase. `keep_phases` and `keep_spans` record
-    events. `beat` gets the phase and the innermost span (or None) whenever either changes.
+    `on_phase` gets a phase's name at the phase's start, and None at the end. `synchronize` waits for the device as the last
+    part of a phase, in span `device`, unless the phase raises; then the exception gets a note with rank and phase.
+    `keep_phases` and `keep_spans` record events. `beat` gets the phase and the innermost span (or None) whenever either
+    changes.
     """
 
     def __init__(
@@ -95,11 +93,11 @@ class PhaseClock:
         now: Callable[[], float] = time.perf_counter,
         keep_phases: bool = False,
         keep_spans: bool = False,
-        on_end: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
         beat: Callable[[str | None, str | None], None] | None = None,
     ) -> None:
         self._rank, self._now = rank, now
-        self._on_phase, self._on_end, self._on_beat = on_phase, on_end, beat
+        self._on_phase, self._synchronize, self._on_beat = on_phase, synchronize, beat
         self._kept_depth = 2**31 if keep_spans else int(keep_phases)  # keep events of a smaller depth
         self._stack: list[_OpenSpan] = []  # the phase, then the spans inside it
         self._ranges: Ranges | None = None
@@ -135,8 +133,9 @@ class PhaseClock:
             self._on_phase(name)
         try:
             yield
-            if self._on_end is not None:
-                self._on_end()
+            if self._synchronize is not None:
+                with self.span("device"):
+                    self._synchronize()
         except BaseException as error:  # SystemExit too: note the place and go on raising
             error.add_note(f"in phase {name} on rank {self._rank}")
             self._remember_place(error)
@@ -224,25 +223,6 @@ class PhaseClock:
             if self._num_events <= MOST_EVENTS:
                 self._events.append(Event(closed.name, depth, closed.start - self._since, seconds))
         return seconds
-
-
-class DeviceSync:
-    """An `on_end` of PhaseClock that calls `synchronize` at the end of each phase, in the steps that the recipe selects. The
-    time of the call is span `device`. The start of a run counts as a step."""
-
-    def __init__(self, settings: TelemetrySection, synchronize: Callable[[], None]) -> None:
-        self._settings, self._synchronize = settings, synchronize
-        self.is_on = settings.device_sync != "never"
-
-    def begin(self, step: int) -> None:
-        """Decide whether step `step` synchronizes."""
-        if self._settings.device_sync == "sampled":
-            self.is_on = step % self._settings.device_sync_every == 0
-
-    def __call__(self) -> None:
-        if self.is_on:
-            with span("device"):
-                self._synchronize()
 
 
 _clock: PhaseClock | None = None

@@ -47,14 +47,9 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines, like `parse_lines`."""
-    return parse_lines(path.read_bytes())
-
-
-def parse_lines(content: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects in lines; skip lines that a kill, a dead node or a full disk cut short."""
+    """Return the JSON objects in a file's lines; skip lines that a kill, a dead node or a full disk cut short."""
     objects = []
-    for line in content.split(b"\n"):
+    for line in path.read_bytes().split(b"\n"):
         try:
             value = json.loads(line)
         except ValueError:  # UnicodeDecodeError too

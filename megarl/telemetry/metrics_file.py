@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.telemetry.disk import LineFile, write_whole
+from megarl.telemetry.disk import LineFile, read_lines, write_whole
 
 KEY = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9][a-z0-9_.-]*)+", re.IGNORECASE)
 
@@ -34,7 +34,7 @@ class MetricsWriter:
 
     def truncate_after(self, step: int) -> None:
         """Drop lines after `step`, and a line that a kill cut short, so that a resumed run repeats no step."""
-        kept = [json.dumps(line) + "\n" for line in _complete_lines(self._path) if line["step"] <= step]
+        kept = [json.dumps(line) + "\n" for line in read_lines(self._path) if line["step"] <= step]
         self._file.close()
         write_whole(self._path, "".join(kept))
         self._file = LineFile(self._path)
@@ -45,26 +45,11 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics file. Raises ValueError if the file is missing or malformed."""
+    """Return the lines of a metrics file, without one that was cut short. Raises ValueError if the file is missing."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is no file; a run directory has one after the run's first step")
-    return _complete_lines(path)
-
-
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not text.endswith("\n"):
-            break  # a kill cut the last line short
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(line, dict):
-            raise ValueError(f"{path}, line {number}: a {type(line).__name__} in place of an object of metrics")
-        lines.append(line)
-    return lines
+    return read_lines(path)
 
 
 def _plain(key: str, value: Any) -> Any:

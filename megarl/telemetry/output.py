@@ -11,13 +11,10 @@ from typing import TextIO
 
 
 class EnduringOutput(io.RawIOBase):
-    """Writes to a file descriptor and drops refused text. The descriptor `report_to` gets the first reason.
+    """Writes to a file descriptor and drops refused text. The descriptor `report_to` gets the first reason."""
 
-    With `pipes_alone`, only a closed pipe drops text; other errors are raised.
-    """
-
-    def __init__(self, descriptor: int, name: str, report_to: int | None, pipes_alone: bool) -> None:
-        self._descriptor, self._name, self._report_to, self._pipes_alone = descriptor, name, report_to, pipes_alone
+    def __init__(self, descriptor: int, name: str, report_to: int | None) -> None:
+        self._descriptor, self._name, self._report_to = descriptor, name, report_to
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
         """Write all of `content`, or drop the rest."""
@@ -28,8 +25,6 @@ class EnduringOutput(io.RawIOBase):
             except BlockingIOError:  # another program made the terminal or pipe non-blocking
                 select.select([], [self._descriptor], [])
             except OSError as error:
-                if self._pipes_alone and not isinstance(error, BrokenPipeError):
-                    raise
                 if self._report_to is not None:
                     text = f"megarl: {self._name} cannot be written ({error.strerror}): the run goes on without it\n"
                     with contextlib.suppress(OSError):
@@ -54,18 +49,12 @@ def endure_output() -> None:
     sys.stderr = _enduring(sys.stderr, "standard error", None)
 
 
-def endure_closed_pipes() -> None:
-    """Let a command ignore a closed pipe (`| head`) while a full disk stays an error."""
-    sys.stdout = _enduring(sys.stdout, "standard output", None, pipes_alone=True)
-    sys.stderr = _enduring(sys.stderr, "standard error", None)
-
-
-def _enduring(stream: TextIO, name: str, report_to: int | None, pipes_alone: bool = False) -> TextIO:
+def _enduring(stream: TextIO, name: str, report_to: int | None) -> TextIO:
     try:
         descriptor = stream.fileno()
     except (io.UnsupportedOperation, AttributeError):  # a stream in memory never fails
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
-    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to, pipes_alone))  # type: ignore[type-var]
+    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to))  # type: ignore[type-var]
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

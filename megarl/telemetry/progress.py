@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column
+from rich.live import Live
+from rich.text import Text
 
 from megarl.telemetry.metrics_file import duration, mean_reward, tokens_per_second
 
@@ -50,48 +50,39 @@ class ProgressLine:
     ) -> None:
         self._num_steps, self._enabled, self._now = num_steps, enabled, now
         self._console = console or Console()
-        self._live = enabled and self._console.is_terminal
+        self._live = Live(console=self._console, transient=True) if enabled and self._console.is_terminal else None
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._num_timed = 0
-
-        def column(min_width: int) -> Column:  # the last column gives way on a narrow terminal
-            return Column(no_wrap=True, overflow="ellipsis", min_width=min_width)
-
-        self._bar = Progress(
-            SpinnerColumn(table_column=column(1)),
-            TextColumn("step", table_column=column(4)),
-            MofNCompleteColumn(table_column=column(2 * len(str(num_steps)) + 1)),
-            BarColumn(bar_width=8, table_column=column(8)),
-            TextColumn("[bold]{task.description}", table_column=column(17)),
-            TextColumn("{task.fields[work]}", table_column=column(19)),
-            TextColumn("[dim]{task.fields[last]}", table_column=column(0)),
-            console=self._console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("starting", total=num_steps, work="", last="")
+        self._done, self._phase, self._work, self._results = 0, "starting", "", ""  # of the live line
 
     def __enter__(self) -> ProgressLine:
-        if self._live:
-            self._bar.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+
+    def _show(self, refresh: bool = False) -> None:
+        if self._live is not None:
+            text = f"step {self._done}/{self._num_steps}  {self._phase}  {self._work}  {self._results}"
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=refresh)
 
     def phase(self, name: str | None) -> None:
         """Show `name` as the running phase; an `on_phase` of PhaseClock."""
-        if self._live and name is not None:
-            self._bar.update(self._task, description=name, work="", refresh=True)
+        if name is not None:
+            self._phase, self._work = name, ""
+            self._show(refresh=True)
 
     def work(self, unit: str, done: float, total: int) -> None:
-        """Show the progress of the phase, in the bar's next frame; an `on_work` of `watching_work`."""
-        if self._live:
-            self._bar.update(self._task, work=f"{int(done)}/{total} {unit}")
+        """Show the progress of the phase, in the line's next frame; an `on_work` of `watching_work`."""
+        self._work = f"{int(done)}/{total} {unit}"
+        self._show()
 
     def resumed(self, done: int) -> None:
         """Count the steps of earlier starts."""
-        self._bar.update(self._task, completed=done)
+        self._done = done
 
     def note(self, text: str) -> None:
         """Print and flush a line of text."""
@@ -110,8 +101,8 @@ class ProgressLine:
         remaining = self._num_steps - step
         left_s = fmean(self._seconds) * remaining if self._seconds and remaining else None
         self.note(step_line(step, self._num_steps, metrics, "" if left_s is None else duration(left_s)))
-        if self._live:
-            self._bar.update(self._task, completed=step, last=self._last(left_s, metrics))
+        self._done, self._results = step, self._last(left_s, metrics)
+        self._show()
 
     def _last(self, left_s: float | None, metrics: Mapping[str, Any]) -> str:
         """Return the end of the run, tokens per second and reward for the live line."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
-import logging
-import math
-import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,10 +17,6 @@ from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.disk import write_whole
 from megarl.telemetry.sinks import Row, Sinks, open_sinks
-
-logger = logging.getLogger(__name__)
-LARGEST_BLOCKS, LARGEST_SHAPES = 50, 4
-KIB = 1024  # the unit of ru_maxrss on Linux
 
 
 class Records:
@@ -162,55 +153,18 @@ def _finite(value: Any) -> float | None:
 
 @contextmanager
 def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[None]:
-    """Write `memory/rank-00000.json` at an out-of-memory error, and add its path to the error as a note. On a GPU the
-    allocator's history since the start of the context is written next to it."""
+    """Record the GPU allocator's history within this context. At an out-of-memory error write it to
+    `memory/rank-00000.pickle`, and add the path to the error as a note. Nothing on a CPU."""
     platform.record_allocations()
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if platform.is_out_of_memory(error):
-            error.add_note(_write_snapshot(run / "memory" / f"rank-{rank:05d}.json", rank, platform, error))
+            path = run / "memory" / f"rank-{rank:05d}.pickle"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if platform.write_allocations(path) is not None:
+                    error.add_note(f"what held the memory of rank {rank} is in {path}, for pytorch.org/memory_viz")
+            except (OSError, RuntimeError) as failure:  # must not hide the out-of-memory error
+                error.add_note(f"no memory snapshot of rank {rank}: {failure}")
         raise
-
-
-def _write_snapshot(path: Path, rank: int, platform: Any, error: BaseException) -> str:
-    """Write which tensors hold memory; return the note."""
-    try:
-        content = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "rank": rank,
-            "error": str(error),
-            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB,
-            "largest_tensors": _largest_tensors(),
-        }
-        write_whole(path, json.dumps(content, indent=1))
-        history = platform.write_allocations(path.with_suffix(".pickle"))
-    except (OSError, MemoryError, RuntimeError) as failure:  # must not hide the out-of-memory error
-        return f"no memory snapshot of rank {rank}: {failure}"
-    also = "" if history is None else f", and the device's allocations in {history} (for pytorch.org/memory_viz)"
-    return f"what held the memory of rank {rank} is in {path}{also}"
-
-
-def _largest_tensors() -> list[dict[str, Any]]:
-    """Return the largest memory blocks that tensors of this process hold: bytes, device, type, and the largest shapes of the
-    tensors that share the block. Tensors that only autograd holds are missing."""
-    blocks: dict[tuple[str, int], dict[str, Any]] = {}
-    num_unread = 0
-    for tensor in gc.get_objects():
-        if not issubclass(type(tensor), torch.Tensor):
-            continue
-        try:
-            if tensor.layout == torch.strided and tensor.device.type != "meta":
-                storage, device, shape = tensor.untyped_storage(), str(tensor.device), list(tensor.shape)
-                block = {"bytes": storage.nbytes(), "device": device, "dtype": str(tensor.dtype), "shapes": []}
-                shapes = blocks.setdefault((device, storage.data_ptr()), block)["shapes"]
-                if shape not in shapes:
-                    shapes.append(shape)
-        except Exception:  # tensor classes without memory may raise anything
-            num_unread += 1
-    if num_unread:
-        logger.warning("%d tensors do not report their memory; the snapshot omits them", num_unread)
-    largest = sorted(blocks.values(), key=lambda block: -block["bytes"])[:LARGEST_BLOCKS]
-    for block in largest:
-        block["shapes"] = sorted(block["shapes"], key=math.prod, reverse=True)[:LARGEST_SHAPES]
-    return largest

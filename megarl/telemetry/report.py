@@ -32,9 +32,7 @@ from megarl.telemetry.report_run import Run, read_run, show_curve, smooth
 from megarl.telemetry.samples import conversations
 
 MOST_SAMPLES = 6  # best and worst
-MOST_TEXT = 1500  # characters of a prompt or completion
-# Metrics of a schedule that are planned and executed, and their heads in the table.
-SHAPES = (("micro_batches", "micro-batches"), ("tokens", "tokens"), ("slots", "slots"), ("max_tokens", "largest"))
+MOST_TEXT = 6000  # characters of a conversation
 # Recipe keys that only name a run.
 NAMES = ("run.name", "run.dir")
 MISSING = "–"
@@ -69,9 +67,6 @@ class PageSection:
 def run_page(run: Run) -> str:
     """Return the page as HTML. Raises ValueError where plotly is not installed."""
     findings = find(run)
-    was_off = run.at("run.trace") == "none"
-    reason = "`run.trace: phases`, the default, keeps one" if was_off else "it has none of a finished step yet"
-    last = charts.timeline(run)
     tag = Markup('<span class="tag {0}">{0}</span>')
     warnings = [(tag.format(item.kind), capitalized(item.says), item.do, f"`{item.metric}`") for item in findings]
     details = {"Every metric of the last step": json.dumps(run.steps[-1], indent=1)}
@@ -82,8 +77,7 @@ def run_page(run: Run) -> str:
     sections = [
         PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
         PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
-        PageSection("The last steps", last, note="" if last else f"No trace of the ranks: {reason}."),
-        _batches(run),
+        PageSection("Batches", charts.useful_shares(run)),
         PageSection("Weight sync", charts.sync_split(run), note=_transport(run)),
         PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
         _samples(run),
@@ -98,12 +92,8 @@ def subtitle(run: Run) -> str:
     parts = [f"{done} of {run.at('run.steps') or done} steps"]
     if isinstance(model := run.at("model.path"), str):
         parts.append(Path(model).name)
-    if run.at("algorithm.advantage"):
-        parts.append(str(run.at("algorithm.advantage")))
     if run.at("trainer.ranks"):
-        parts.append(f"{run.at('trainer.ranks')} trainer ranks, {run.at('trainer.precision')}")
-    if run.at("rollout.engines") and not run.at("rollout.replay") and run.goal == "mean reward":
-        parts.append(f"{run.at('rollout.engines')} rollout engines")
+        parts.append(f"{run.at('algorithm.advantage')} on {run.at('trainer.ranks')} ranks, {run.at('trainer.precision')}")
     return " · ".join(parts)
 
 
@@ -114,33 +104,18 @@ def _transport(run: Run) -> str:
     return f"Transport: {run.transport}." if run.transport else ""
 
 
-def _batches(run: Run) -> PageSection:
-    """Show the batches of each phase: the useful share over the run, and the shapes of the last step."""
-    last = run.steps[-1]
-    phases = dict.fromkeys(key.split("/")[1] for key in run.keys if key.startswith("schedule/") and "/planned_" in key)
-    shapes = {phase: [last.get(f"schedule/{phase}/{name}") for name, _ in SHAPES] for phase in phases}
-    rows = [(phase, *(MISSING if size is None else f"{size:,.0f}" for size in sizes)) for phase, sizes in shapes.items()]
-    note = "What every rank ran in the last step." if rows else ""
-    heads = ("phase", *(head for _, head in SHAPES))
-    return PageSection("Batches", charts.useful_shares(run), heads, rows, (1, 2, 3, 4), note)
-
-
 def _samples(run: Run) -> PageSection:
-    """Show the best and the worst completions of the last step with samples."""
-
-    def text(value: Any) -> str:
-        full = str(value or "")
-        cut = full[:MOST_TEXT] + ("…" if len(full) > MOST_TEXT else "")
-        return Markup('<div class="text">{}</div>').format(cut)
-
-    kept = sorted((row for row in run.samples if isinstance(row.get("reward"), int | float)), key=lambda row: -row["reward"])
+    """Show the conversations of the best and the worst rollouts of the last step with samples."""
+    kept = {row["rollout"]: row["reward"] for row in run.samples}  # the last segment's reward
+    ranked = sorted((rollout for rollout, reward in kept.items() if reward is not None), key=lambda rollout: -kept[rollout])
     half = MOST_SAMPLES // 2
-    chosen = kept if len(kept) <= MOST_SAMPLES else kept[:half] + kept[-half:]
-    shown = [Text.from_markup(text).plain for text in conversations([row for row in run.samples if "turns" in row])]
-    folded = {text.partition("\n")[0]: text for text in shown}
-    rows = [(f"{row['reward']:.3g}", text(row.get("prompt")), text(row.get("completion"))) for row in chosen]
-    note = f"Step {kept[0].get('step')}: the best and the worst of {len(kept)} that were kept." if kept else ""
-    return PageSection("Completions", (), ("reward", "prompt", "completion"), rows, (0,), note, folded)
+    chosen = ranked if len(ranked) <= MOST_SAMPLES else ranked[:half] + ranked[-half:]
+    chosen += [rollout for rollout, reward in kept.items() if reward is None][:1]
+    shown = [conversations([row for row in run.samples if row["rollout"] == rollout]) for rollout in chosen]
+    texts = [Text.from_markup(text).plain for texts in shown for text in texts]
+    folded = {text.partition("\n")[0]: text[:MOST_TEXT] for text in texts}
+    note = f"The best and the worst of {len(kept)} that step {run.samples[0]['step']} kept." if kept else ""
+    return PageSection("Completions", note=note, folded=folded)
 
 
 # Two runs ------------------------------------------------------------------------------------------------------------------
@@ -245,22 +220,14 @@ def _phases(first: dict[str, float], second: dict[str, float]) -> list[str]:
 
 
 def differs(a: Run, b: Run) -> Answer:
-    """Count the recipe keys that differ, and name the first ones."""
+    """Count the recipe keys that differ."""
     question = "What did I change?"
     if not a.recipe or not b.recipe:
         return Answer(question, "Unknown", ["A run directory has no recipe.yaml."], "open")
-    changed = differences(a.recipe, b.recipe)
-    if not changed:
+    keys = [f"`{key}`" for key, _, _ in differences(a.recipe, b.recipe)]
+    if not keys:
         return Answer(question, "Nothing", ["The recipes are the same but for the run's name."], "open")
-
-    def short(value: Any) -> str:
-        text = str(value)
-        return text if len(text) <= 60 else text[:57] + "…"
-
-    says = [f"`{key}`: {short(before)} against {short(after)}." for key, before, after in changed[:4]]
-    if len(changed) > 4:
-        says.append(f"{len(changed) - 4} more below.")
-    return Answer(question, plural(len(changed), "key"), says, "open")
+    return Answer(question, plural(len(keys), "key"), [f"{', '.join(keys[:4])}: all are below, with both values."], "open")
 
 
 def differences(a: Any, b: Any, under: str = "") -> list[tuple[str, Any, Any]]:

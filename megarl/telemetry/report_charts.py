@@ -1,21 +1,17 @@
-"""Curves, bars and the timeline of a run as dictionaries for plotly.js, made without plotly."""
+"""Curves and bars of a run as dictionaries for plotly.js, made without plotly."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from megarl.telemetry.clock import WAIT
 from megarl.telemetry.metrics_file import duration, is_number
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares, starving
 from megarl.telemetry.report_run import Run, smooth, thin
-from megarl.telemetry.trace import SCALE
 
 MOST_POINTS = 400  # of a curve
 MOST_BARS = 120  # of steps side by side
-MOST_SLICES = 6000  # of the timeline: a browser draws each as a shape
 # One color per phase in every chart; each is distinct on white and on near black.
 PHASES = {
     "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
@@ -201,85 +197,3 @@ def sync_split(run: Run) -> list[Chart]:
     if "sync/total_s" in recent:
         note += f" From begin to end a sync takes {duration(recent['sync/total_s'])}."
     return [Chart("sync-split", "Parts of a weight sync", data, layout, note, 280)]
-
-
-@dataclass(frozen=True)
-class _Slice:
-    kind: str  # phase, span or wait
-    phase: str
-    name: str
-    lane: int
-    start: float
-    seconds: float
-
-
-def timeline(run: Run) -> list[Chart]:
-    """Draw the last steps rank by rank: phases above and, where the run traced them, spans below. Empty without a trace."""
-    ranks = [rank for rank in run.ranks if rank.steps]
-    if not ranks:
-        return []
-    start = min(step["start"] for rank in ranks for step in rank.steps)
-    end = max(step["start"] + step["seconds"] for rank in ranks for step in rank.steps)
-    # Drop slices thinner than a pixel of a wide screen, and then the shortest ones.
-    slices = []
-    for lane, rank in enumerate(ranks):
-        for step in rank.steps:
-            phases = [(at, at + spent, name) for name, depth, at, spent in step["events"] if depth == 0]
-            for name, depth, at, spent in step["events"]:
-                if spent / SCALE > (end - start) / 4000:
-                    phase = next((phase for first, last, phase in phases if first <= at <= last), "") if depth else name
-                    kind = "wait" if depth and name.startswith(WAIT) else "span" if depth else "phase"
-                    slices.append(_Slice(kind, phase, name, lane, step["start"] - start + at / SCALE, spent / SCALE))
-    slices.sort(key=lambda part: -part.seconds)
-    steps = sorted({step["step"] for rank in ranks for step in rank.steps})
-    note = f"Steps {steps[0]} to {steps[-1]}. " if len(steps) > 1 else f"Step {steps[0]}. "
-    note += (
-        "Above, the phases of a rank; below, what it did: in its phase's color where it worked, grey where it only waited."
-        if any(part.kind != "phase" for part in slices)
-        else "`run.trace: spans` also shows what ranks do inside of a phase, and where they wait."
-    )
-    if run.num_traced > len(ranks):
-        note += f" {len(ranks)} of {run.num_traced} ranks; `megarl trace` has all."
-    if len(slices) > MOST_SLICES:
-        note += f" {len(slices) - MOST_SLICES} of the shortest spans are left out."
-    begins = {step["step"]: round(step["start"] - start, 4) for step in ranks[0].steps}
-    layout = {
-        "barmode": "overlay",
-        "bargap": 0,
-        "xaxis": SECONDS | {"range": [0, round(end - start, 4)]},
-        "yaxis": {"tickvals": list(range(len(ranks))), "ticktext": [f"rank {rank.rank}" for rank in ranks],
-                  "range": [len(ranks) - 0.4, -0.6], "fixedrange": True},
-        "shapes": [{"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1,
-                    "line": {"color": "rgba(128,128,128,0.6)", "width": 1, "dash": "dot"}} for at in begins.values()],
-        "annotations": [{"x": at, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "text": f"step {step}",
-                         "showarrow": False} for step, at in begins.items()],
-    }  # fmt: skip
-    bars = _bars(slices[:MOST_SLICES])
-    return [Chart("timeline", "The last steps, rank by rank", bars, layout, note, 110 + 62 * len(ranks))]
-
-
-def _bars(slices: Sequence[_Slice]) -> list[dict[str, Any]]:
-    """Return a trace per color: phases by name, then spans by phase, then all waits. Longer slices come first, so that a
-    nested span is drawn over its parent."""
-    traces: dict[tuple[str, str], list[_Slice]] = {}
-    for part in slices:
-        traces.setdefault((part.kind, "" if part.kind == "wait" else part.phase), []).append(part)
-    kinds, phases = ["phase", "span", "wait"], list(PHASES)
-
-    def order(key: tuple[str, str]) -> tuple[int, int]:
-        return kinds.index(key[0]), phases.index(key[1]) if key[1] in PHASES else len(phases)
-
-    data = []
-    for kind, phase in sorted(traces, key=order):
-        members, is_phase = traces[kind, phase], kind == "phase"
-        hover = [escape(part.name if is_phase else f"{part.name}, in {part.phase}") for part in members]
-        data.append({
-            "type": "bar", "orientation": "h", "name": escape(phase) or "waiting", "legendgroup": phase or "waiting",
-            "showlegend": kind != "span", "base": [round(part.start, 5) for part in members],
-            "x": [round(part.seconds, 6) for part in members],
-            "y": [part.lane + (-0.24 if is_phase else 0.16) for part in members], "width": 0.42 if is_phase else 0.34,
-            "marker": {"color": WAIT_GREY if kind == "wait" else _color(phase), "line": {"width": 0}},
-            "opacity": 0.75 if kind == "span" else 1, "customdata": hover,
-            "hovertemplate": "%{customdata}: %{x:.4g} s from %{base:.4g} s<extra></extra>",
-        })  # fmt: skip
-    return data

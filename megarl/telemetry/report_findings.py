@@ -76,9 +76,6 @@ ADVICE = (
     Advice("schedule/<phase>/useful_share", 0.10, "time", "{value} of the slots of {phase} are padding",
            "a `max_tokens` micro-batch in place of `sequences`, and one that the lengths fill: `megarl check --plan`",
            lambda share: 1 - share),
-    Advice("schedule/<phase>/bubble_share", 0.15, "time", "pipeline stages idle {value} of {phase}, by its plan",
-           "more micro-batches a mini-batch: a smaller `max_tokens` or fewer `sequences`; else a smaller `pipeline`, or "
-           "`virtual_pipeline`", _itself),
     Advice("schedule/<phase>/imbalance", 0.10, "time", "ranks idle {value} of {phase} for the one with the most work",
            "a `max_tokens` micro-batch: the balancer needs smaller pieces", lambda ratio: 1 - 1 / ratio),
     Advice("rollout/truncated_share", 0.30, "learning", "{value} of the completions were cut at `rollout.max_new_tokens`",
@@ -187,19 +184,13 @@ def _judge(advice: Advice, key: str, phase: str, value: float, recent: Mapping[s
 
 
 def _sync(recent: Mapping[str, float]) -> list[Finding]:
-    findings = []
     share = recent.get("time/weight_sync", 0.0) / recent.get("time/step", 1.0)
     parts = [(recent[key], name, do) for key, name, do in SYNC_PARTS if key in recent]
-    if share > SYNC_LIMIT and parts:
-        longest_s, name, do = max(parts)
-        says = f"weight sync takes {share:.0%} of a step, and {name} is its longest part ({duration(longest_s)})"
-        findings.append(Finding("time/weight_sync", "time", says, do, share))
-    received, bound = recent.get("sync/received_bytes", 0.0), recent.get("sync/bound_bytes", 0.0)
-    if bound and received > 1.01 * bound:
-        says = f"workers receive {received / bound:.2f} times the bytes that they need"
-        lost = share * (1 - bound / received)
-        findings.append(Finding("sync/received_bytes", "time", says, "`weight_sync.mode: reshard`", lost))
-    return findings
+    if share <= SYNC_LIMIT or not parts:
+        return []
+    longest_s, name, do = max(parts)
+    says = f"weight sync takes {share:.0%} of a step, and {name} is its longest part ({duration(longest_s)})"
+    return [Finding("time/weight_sync", "time", says, do, share)]
 
 
 def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:
@@ -253,22 +244,6 @@ def answers(run: Run, findings: Sequence[Finding]) -> list[Answer]:
     return [learning(run, findings), time(run), change(findings)]
 
 
-@dataclass(frozen=True)
-class Trend:
-    """The change of a metric from the first third of its steps to the last third, and its noise: twice the standard error
-    of the change, from differences of neighboring steps, where a trend hardly shows."""
-
-    first: float
-    last: float
-    num_ends: int  # steps of a third
-    noise: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Trend:
-        ends = max(1, len(values) // 3)
-        return cls(fmean(values[:ends]), fmean(values[-ends:]), ends, 2 * sqrt(2 * variance(values) / ends))
-
-
 def variance(values: Sequence[float]) -> float:
     """Return the variance of a value around a slow trend, from the differences of neighbors."""
     pairs = list(zip(values, values[1:], strict=False))
@@ -281,22 +256,23 @@ def learning(run: Run, findings: Sequence[Finding]) -> Answer:
     if len(values) < FEWEST_STEPS:
         says = f"{len(values)} steps have a {run.goal} so far; {FEWEST_STEPS} or more can say something."
         return Answer(question, "Too early", [says], "open")
-    trend = Trend.of(values)
-    gain = trend.last - trend.first
-    first, last = (
-        ("first step", "last") if trend.num_ends == 1 else (f"first {trend.num_ends} steps", f"last {trend.num_ends}")
-    )
+    # From the first third to the last; the noise is twice the standard error of the change, from differences of neighboring
+    # steps, where a trend hardly shows.
+    ends = len(values) // 3
+    before, after = fmean(values[:ends]), fmean(values[-ends:])
+    gain, noise = after - before, 2 * sqrt(2 * variance(values) / ends)
+    first, last = ("first step", "last") if ends == 1 else (f"first {ends} steps", f"last {ends}")
     says = (
-        f"{capitalized(run.goal)} went from {trend.first:.3f} in the {first} to {trend.last:.3f} in the {last}: "
-        f"{gain:+.3f}, where chance alone gives about ±{trend.noise:.3f}."
+        f"{capitalized(run.goal)} went from {before:.3f} in the {first} to {after:.3f} in the {last}: "
+        f"{gain:+.3f}, where chance alone gives about ±{noise:.3f}."
     )
     causes = [f"{capitalized(finding.says)}." for finding in findings if finding.kind in ("fault", "learning")][:2]
-    if abs(gain) <= trend.noise or gain == 0.0:
+    if abs(gain) <= noise or gain == 0.0:
         return Answer(question, "Not so far", [says, *causes], "open")
     if gain < 0:
         return Answer(question, "No: it gets worse", [says, *causes], "bad")
-    best = max(smooth(values, trend.num_ends)[trend.num_ends - 1 :])
-    if trend.last < trend.first + 0.5 * (best - trend.first):
+    best = max(smooth(values, ends)[ends - 1 :])
+    if after < before + 0.5 * (best - before):
         fell = f"It was at {best:.3f} once, and has lost more than half of what it gained."
         return Answer(question, "It did, and fell back", [says, fell, *causes], "bad")
     return Answer(question, "Yes", [says], "good")

@@ -16,21 +16,18 @@ from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import starts_summary
 from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
 from megarl.telemetry.run_directory import TRANSPORT
-from megarl.telemetry.time_metrics import run_totals, totals_lines
-from megarl.telemetry.trace import TraceFile, read_ranks
+from megarl.telemetry.time_metrics import totals_lines
 
 RECENT = 10  # steps whose means describe the run now
-TRACED_STEPS, TRACED_RANKS = 3, 16  # in the timeline
 ENDS = 3  # steps at each end of the curve that the summary compares
-PLOT_HEIGHT, PLOT_WIDTH = 10, 72
-EIGHTHS = " ▁▂▃▄▅▆▇█"
+PLOT_WIDTH = 72
+BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Run:
     """The files of a run. `steps` are the lines of metrics.jsonl, `evaluations` those of evaluations.jsonl; `transport` is
-    that of weight syncs at the last start, with its reason; `ranks` are the last steps of the first of `num_traced` ranks
-    with a trace."""
+    that of weight syncs at the last start, with its reason."""
 
     path: Path
     name: str
@@ -40,8 +37,6 @@ class Run:
     starts: list[str] = field(default_factory=list)
     transport: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    ranks: list[TraceFile] = field(default_factory=list)
-    num_traced: int = 0
 
     @cached_property
     def keys(self) -> list[str]:
@@ -105,7 +100,6 @@ def read_run(path: str | Path) -> Run:
     except yaml.YAMLError as error:
         raise ValueError(f"{recipe}: not YAML: {error}") from error
     tables = sorted((path / "samples").glob("step-*.jsonl"), reverse=True)
-    ranks, num_traced = read_ranks(path, TRACED_STEPS, TRACED_RANKS)
     return Run(
         path=path,
         name=path.resolve().name,
@@ -115,8 +109,6 @@ def read_run(path: str | Path) -> Run:
         starts=starts_summary(path),
         transport=transport.read_text(encoding="utf-8") if transport.is_file() else "",
         samples=next((rows for table in tables if (rows := read_lines(table))), []),
-        ranks=ranks,
-        num_traced=num_traced,
     )
 
 
@@ -135,32 +127,17 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[li
 
 
 def show_curve(run: Run, console: Console) -> None:
-    """Print the mean reward of a run, or minus its loss, as a plot, and its totals. Raises ValueError without any."""
+    """Print the mean reward of a run, or minus its loss, as a row of bars, and its totals. Raises ValueError without any."""
     steps, rewards = run.rewards()
     if not rewards:
         raise ValueError(f"{run.path / 'metrics.jsonl'} has no {run.goal} yet; a run has one after its first step")
     ends = min(ENDS, len(rewards))
     first, last = fmean(rewards[:ends]), fmean(rewards[-ends:])
     summary = f"first {ends} steps {first:.3f}, last {ends} steps {last:.3f}, change {last - first:+.3f}"
-    totals = totals_lines(run_totals(run.steps)) if run.points("time/step")[0] else []
-    for line in (f"{run.goal} of {run.name}", *plot_lines(steps, rewards), summary, *totals, *run.starts):
+    _, columns = thin(steps, rewards, PLOT_WIDTH)
+    low, high = min(0.0, *columns), max(columns)  # from 0 where no value is negative, so that heights compare like rewards
+    curve = "".join(BLOCKS[round((column - low) / ((high - low) or 1.0) * 8)] for column in columns)
+    curve = f"{low:.3f} ... {high:.3f}  {curve}  steps {steps[0]} to {steps[-1]}"
+    totals = totals_lines(run.steps) if run.points("time/step")[0] else []
+    for line in (f"{run.goal} of {run.name}", curve, summary, *totals, *run.starts):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def plot_lines(steps: Sequence[int], values: Sequence[float]) -> list[str]:
-    """Draw columns of block characters over an axis; average neighboring steps that do not fit the width."""
-    _, columns = thin(steps, values, PLOT_WIDTH)
-    wide = max(1, PLOT_WIDTH // len(columns))
-    # Start at zero where no value is negative, so that heights compare like rewards.
-    low, high = min(0.0, *columns), max(columns)
-    heights = [round((column - low) / ((high - low) or 1.0) * PLOT_HEIGHT * 8) for column in columns]
-    lines = []
-    for row in reversed(range(PLOT_HEIGHT)):
-        cells = "".join(EIGHTHS[max(0, min(8, height - 8 * row))] * wide for height in heights)
-        label = {PLOT_HEIGHT - 1: f"{high:8.3f} ┤", 0: f"{low:8.3f} ┤"}.get(row, " " * 9 + "│")
-        lines.append(label + cells.rstrip())
-    width = len(columns) * wide
-    first, last = f"step {steps[0]}", str(steps[-1])
-    lines.append(" " * 9 + "└" + "─" * width)
-    lines.append(" " * 10 + first + last.rjust(max(len(last) + 1, width - len(first))))
-    return lines

@@ -195,11 +195,7 @@ class RunDirectory:
         """The time of the run's first start, which is the date in the run's prompts; now for a new run."""
         if not self._first_start.is_file():
             return datetime.now()
-        try:
-            return datetime.fromisoformat(self._first_start.read_text(encoding="utf-8").strip())
-        except ValueError as error:
-            rule = "the day of the run's first start, which chat templates may write into prompts"
-            raise RunDirectoryError(f"{self._first_start}: {error}; write {rule}, as 2026-01-31T12:00:00") from error
+        return datetime.fromisoformat(self._first_start.read_text(encoding="utf-8").strip())
 
     @property
     def can_go_on(self) -> bool:

@@ -18,7 +18,7 @@ from megarl.telemetry.progress import ProgressLine
 from megarl.telemetry.records import Records
 from megarl.telemetry.run_directory import RunDirectory
 from megarl.telemetry.sinks import Row
-from megarl.telemetry.time_metrics import Sizes, TimeMetrics, run_totals, totals_lines
+from megarl.telemetry.time_metrics import Sizes, TimeMetrics, totals_lines
 from megarl.telemetry.trace import EngineTimes, EngineTraces, TraceWriter, clock_offsets
 
 CLOCK_READINGS = 5
@@ -33,13 +33,6 @@ class Evaluation(Protocol):
     def summary(self, section: EvaluationSection) -> str: ...
 
     def write(self, file: Path) -> None: ...
-
-
-class EngineReport(EngineTimes, Protocol):
-    """What an engine did in a step, from `megarl/rollout/pool.py`."""
-
-    @property
-    def busy_s(self) -> float: ...
 
 
 class RunWriter:
@@ -106,7 +99,7 @@ class RunWriter:
         self,
         number: int,
         times: StepTimes,
-        engines: Sequence[EngineReport],
+        engines: Sequence[EngineTimes],
         sizes: Sizes,
         metrics: Mapping[str, Any],
         rows: Sequence[Row],
@@ -136,7 +129,7 @@ class RunWriter:
         if self._trace is not None:
             self._trace.write_part("end", times)
         if self._metrics is not None:
-            print("\n".join(totals_lines(run_totals(read_metrics(self._run.metrics)))), flush=True)
+            print("\n".join(totals_lines(read_metrics(self._run.metrics))), flush=True)
         for file in (self._metrics, self._evaluations, self._trace):
             if file is not None:
                 file.close()

@@ -13,7 +13,6 @@ import importlib
 import json
 import logging
 import math
-import netrc
 import os
 import queue
 import secrets
@@ -25,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
-from urllib.parse import urlparse
 
 import yaml
 
@@ -138,6 +136,7 @@ class WandbSink:
         "x_save_requirements": False,
     }  # fmt: skip
     FINISH_S = 20.0  # to send the rest at the end; the files stay
+    LOGIN_S = 1.0  # to wait at a prompt for an API key, where neither WANDB_API_KEY nor netrc has one
 
     def __init__(self, section: WandbSinkSection, start: SinkStart) -> None:
         import wandb
@@ -152,7 +151,9 @@ class WandbSink:
             resume="allow",
             config=start.recipe,
             dir=str(start.run),
-            settings=wandb.Settings(mode=section.mode, finish_timeout=self.FINISH_S, **self.QUIET),
+            settings=wandb.Settings(
+                mode=section.mode, finish_timeout=self.FINISH_S, login_timeout=self.LOGIN_S, **self.QUIET
+            ),
         )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -353,25 +354,8 @@ def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
 def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
     """Return the `telemetry` settings that a machine that computes on `device` cannot serve. A check of a recipe does not
     need this function."""
-    violations = []
-    for number, sink in enumerate(recipe.telemetry.sinks):
-        if isinstance(sink, WandbSinkSection) and sink.mode == "online" and not _has_wandb_key():
-            rule = "needs an API key, and neither WANDB_API_KEY nor the netrc file has one; `wandb login` puts it there"
-            violations.append(Violation(f"telemetry.sinks.{number}.mode", sink.mode, rule, "offline"))
     profile = recipe.telemetry.profile
-    if profile is not None and profile.kind == "nsight" and device != "cuda":
-        rule = f"Nsight Systems captures what GPUs do, and this machine computes on {device}"
-        violations.append(Violation("telemetry.profile.kind", profile.kind, rule, "torch"))
-    return violations
-
-
-def _has_wandb_key() -> bool:
-    """Return whether wandb (0.31) finds a key; without a key it would prompt at the terminal in the middle of a run."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    if profile is None or profile.kind != "nsight" or device == "cuda":
+        return []
+    rule = f"Nsight Systems captures what GPUs do, and this machine computes on {device}"
+    return [Violation("telemetry.profile.kind", profile.kind, rule, "torch")]

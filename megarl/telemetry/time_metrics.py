@@ -1,5 +1,4 @@
-"""Compute where the time of a step and of a run went, and how fast the run was: ranks, roles, engines, devices, tokens,
-FLOPs.
+"""Compute where the time of a step and of a run went, and how fast the run was: ranks, engines, tokens, FLOPs.
 
 A rank's time is given as seconds by (phase, span) that sum to the rank's step (`StepTimes.by_span`).
 """
@@ -7,7 +6,7 @@ A rank's time is given as seconds by (phase, span) that sum to the rank's step (
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 
 from megarl.models import ModelShape
 from megarl.planner.flops import forward_flops, update_flops
-from megarl.planner.placement import EnginePlace
 from megarl.recipe import ENGINE_PHASES, UPDATE_PHASES, Recipe, kind_of, role_of
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
@@ -33,23 +31,18 @@ PIPELINE_RUN = ("forward", "backward", "pipeline", "wait_layers", "wait_pipeline
 # Ranks ------------------------------------------------------------------------------------------------------------------
 
 
-def causes(spans: Spans, phases: Sequence[str] | None = None) -> defaultdict[str, float]:
-    """Return a rank's seconds by cause, of `phases` or of the step: for whom it waited, `offload`, `unaccounted`, `busy`."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for (phase, name), spent in spans.items():
-        if phases is None or phase in phases:
-            is_busy = not name.startswith(WAIT) and name not in (UNACCOUNTED, OFFLOAD)
-            seconds[BUSY if is_busy else name.removeprefix(WAIT)] += spent
-    return seconds
-
-
 def idle_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
     """Return shares of all ranks' time: waits (`idle/share` and its parts `idle/<whom>_share`), offload (`offload/share`),
     and time in no span. `idle/straggler_rank` waited least for other ranks: `idle/straggler_s` seconds less than the median
     rank.
     """
-    by_rank = [causes(spans) for spans in ranks]
-    seconds = _sum(by_rank)
+    by_rank: list[dict[str, float]] = []  # seconds by cause: for whom it waited, `offload`, `unaccounted`, `busy`
+    for spans in ranks:
+        by_rank.append(defaultdict(float))
+        for (_, name), spent in spans.items():
+            is_busy = not name.startswith(WAIT) and name not in (UNACCOUNTED, OFFLOAD)
+            by_rank[-1][BUSY if is_busy else name.removeprefix(WAIT)] += spent
+    seconds = {cause: sum(by_cause.get(cause, 0.0) for by_cause in by_rank) for cause in set().union(*by_rank)}
     total = sum(seconds.values())
     seconds.pop(BUSY, None)
     unaccounted, offload = seconds.pop(UNACCOUNTED, 0.0), seconds.pop(OFFLOAD, 0.0)
@@ -65,109 +58,42 @@ def idle_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
     }
 
 
-def role_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
-    """Return shares of all ranks' time that sum to 1 for each role: `idle/<role>/busy_share`, `.../<cause>_share` (the
-    bubble is `pipeline`), and `.../resting_share` for phases of other roles."""
-    total = sum(sum(spans.values()) for spans in ranks)
-    metrics: dict[str, float] = {}
-    for role in dict.fromkeys(map(role_of, engine := _engine_phases(ranks))):
-        seconds = _sum([causes(spans, [phase for phase in engine if role_of(phase) == role]) for spans in ranks])
-        shares = {cause: seconds[cause] / total for cause in sorted(seconds)}
-        shares["resting"] = 1.0 - sum(shares.values())
-        metrics |= {f"idle/{role}/{cause}_share": share for cause, share in shares.items()}
-    return metrics
-
-
-def _engine_phases(ranks: Sequence[Spans]) -> list[str]:
-    """The engine phases that ran, in the order of a step."""
-    ran = sorted({phase for spans in ranks for phase, _ in spans if kind_of(phase) in ENGINE_PHASES})
-    return sorted(ran, key=lambda phase: ENGINE_PHASES.index(kind_of(phase)))
-
-
 def bubble_metrics(ranks: Sequence[Spans]) -> dict[str, float]:
     """Return the measured `idle/<phase>/bubble_share`: the share of a phase's pipeline runs in which stages waited for each
     other. The plan's expectation is `schedule/<phase>/bubble_share`."""
     metrics = {}
-    for phase in _engine_phases(ranks):
+    for phase in sorted({phase for spans in ranks for phase, _ in spans if kind_of(phase) in ENGINE_PHASES}):
         seconds = {name: sum(spans.get((phase, name), 0.0) for spans in ranks) for name in PIPELINE_RUN}
         if seconds["wait_pipeline"]:
             metrics[f"idle/{phase}/bubble_share"] = seconds["wait_pipeline"] / sum(seconds.values())
     return metrics
 
 
-def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for part in parts:
-        for key, seconds in part.items():
-            total[key] += seconds
-    return dict(total)
-
-
-# Engines, reward workers and devices ------------------------------------------------------------------------------------
+# Engines ---------------------------------------------------------------------------------------------------------------
 
 
 def engine_metrics(busy_s: Sequence[float], step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
-    """Return how the rollout engines spent a step: means over the engines that sum to 1.
+    """Return how the rollout engines spent a step: means over the engines that sum to 1. An engine without requests waits
+    for other engines in phase rollout (`tail`), receives weights, or waits for the trainer (`training`).
 
     `busy_s` are the seconds in which each engine had requests; `rollout_s` and `sync_s` are the lengths of these phases.
     `idle/slowest_engine` had requests longest: `idle/slowest_engine_s` seconds longer than the median engine.
     """
     if not busy_s:
         return {}
-    parts = [engine_causes(busy, step_s, rollout_s, sync_s) for busy in busy_s]
+    causes = dict.fromkeys((BUSY, "tail", "weight_sync", "training"), 0.0)
+    for seconds in busy_s:
+        busy = min(seconds, step_s)
+        tail = min(max(rollout_s - busy, 0.0), step_s - busy)
+        sync = min(sync_s, step_s - busy - tail)
+        for cause, spent in zip(causes, (busy, tail, sync, step_s - busy - tail - sync), strict=True):
+            causes[cause] += spent
     slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
     return {
-        **{f"idle/engines/{cause}_share": sum(part[cause] for part in parts) / len(parts) / step_s for cause in parts[0]},
+        **{f"idle/engines/{cause}_share": spent / len(busy_s) / step_s for cause, spent in causes.items()},
         "idle/slowest_engine": slowest,
         "idle/slowest_engine_s": busy_s[slowest] - median(busy_s),
     }
-
-
-def engine_causes(busy_s: float, step_s: float, rollout_s: float, sync_s: float) -> dict[str, float]:
-    """Return one engine's seconds by cause; they sum to the step. An engine without requests waits for other engines in
-    phase rollout (`tail`), receives weights, or waits for the trainer (`training`)."""
-    busy_s = min(busy_s, step_s)
-    tail = min(max(rollout_s - busy_s, 0.0), step_s - busy_s)
-    sync = min(sync_s, step_s - busy_s - tail)
-    return {BUSY: busy_s, "tail": tail, "weight_sync": sync, "training": step_s - busy_s - tail - sync}
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The numbers of the devices: rank r has device r; then follow the devices that only engines use, with their engines in
-    `engine_of`. `of_engine` lists each engine's devices."""
-
-    num_ranks: int
-    of_engine: tuple[tuple[int, ...], ...]
-    engine_of: tuple[int, ...]
-
-    @classmethod
-    def of(cls, num_ranks: int, ranks_per_node: int, places: Sequence[EnginePlace], shared: bool) -> Devices:
-        """Number the devices. `shared`: on CPUs each worker of an engine counts as a separate device."""
-        numbers = {} if shared else {divmod(rank, ranks_per_node): rank for rank in range(num_ranks)}
-        engine_of: list[int] = []
-        of_engine = []
-        for engine, place in enumerate(places):
-            devices = []
-            for position, device in enumerate(place.devices):
-                key = (-1 - engine, position) if shared else (place.node, device)
-                if key not in numbers:
-                    numbers[key] = num_ranks + len(engine_of)
-                    engine_of.append(engine)
-                devices.append(numbers[key])
-            of_engine.append(tuple(devices))
-        return cls(num_ranks, tuple(of_engine), tuple(engine_of))
-
-    def busy_share(self, ranks: Sequence[Spans], busy_s: Sequence[float]) -> float:
-        """Return the share of all devices' time in which a rank or an engine computed. `busy_s` are the seconds in which
-        each engine had requests. On a rank's device an engine computes while the rank waits for engines."""
-        step_s = max(sum(spans.values()) for spans in ranks)
-        computed = sum(min(busy_s[engine], step_s) for engine in self.engine_of if busy_s)
-        for device, by_cause in enumerate(map(causes, ranks)):
-            working = max((s for s, devices in zip(busy_s, self.of_engine, strict=False) if device in devices), default=0.0)
-            computed += by_cause[BUSY] + min(working, by_cause["engines"])
-        num_devices = self.num_ranks + (len(self.engine_of) if busy_s else 0)
-        return computed / (num_devices * step_s)
 
 
 # One step ---------------------------------------------------------------------------------------------------------------
@@ -194,11 +120,15 @@ class TimeMetrics:
     """Computes the time, token and utilization metrics of each step; on rank 0, which gets the clocks of all ranks."""
 
     def __init__(
-        self, recipe: Recipe, shapes: Mapping[str, ModelShape], devices: Devices, peak_tflops: Callable[[str], float | None]
+        self,
+        recipe: Recipe,
+        shapes: Mapping[str, ModelShape],
+        engine_devices: int,
+        peak_tflops: Callable[[str], float | None],
     ) -> None:
-        """`shapes` are by role; `peak_tflops` returns a device's peak at a precision, for a recipe that does not set the
-        peak."""
-        self._recipe, self._shapes, self._devices = recipe, shapes, devices
+        """`shapes` are by role; `engine_devices` is how many devices all engines have; `peak_tflops` returns a device's peak
+        at a precision, for a recipe that does not set the peak."""
+        self._recipe, self._shapes, self._engine_devices = recipe, shapes, engine_devices
         given = recipe.telemetry.peak_tflops
         trained = "fp8" if recipe.trainer.fp8 is not None else recipe.trainer.precision
         sampled = "fp8" if recipe.rollout.quantization == "fp8" else recipe.rollout_precision
@@ -211,26 +141,17 @@ class TimeMetrics:
         """Return a step's metrics. `times` are rank 0's times, `ranks` the spans of each rank, `busy_s` the seconds in which
         each engine had requests, and `metrics` the metrics of the step itself."""
         phases, step_s = times.phases, times.seconds
-        line: dict[str, Any] = times.metrics() | idle_metrics(ranks) | role_metrics(ranks) | bubble_metrics(ranks)
+        line: dict[str, Any] = times.metrics() | idle_metrics(ranks) | bubble_metrics(ranks)
         # Engines that sample ahead work during the whole step, and no rank waits for the last engine.
         samples_ahead = self._recipe.rollout.max_staleness > 0
         rollout_s = 0.0 if samples_ahead else phases.get("rollout", 0.0)
         line |= engine_metrics(busy_s, step_s, rollout_s, phases.get("weight_sync", 0.0))
         seconds = dict(phases) | ({"rollout": step_s} if samples_ahead else {})
-        if "reward/busy_s" in metrics:
-            busy = min(metrics["reward/busy_s"] / metrics["reward/num_workers"] / step_s, 1.0)
-            line |= {"idle/reward_workers/busy_share": busy, "idle/reward_workers/resting_share": 1.0 - busy}
-        line["idle/device/busy_share"] = self._devices.busy_share(ranks, busy_s)
         per_s = sizes.useful / step_s
         line |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
-        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in self._recipe.engine_phases}
-        # The engines also sampled tokens that no update trains on; observations are not sampled.
-        untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
-        passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)
-        line |= {f"tokens/{phase}/per_s": n / seconds[phase] for phase, n in passed.items() if n and phase in phases}
         if any(self._peaks.values()):
             for phase, flops in step_flops(self._recipe, self._shapes, sizes).items():
-                num_devices = sum(map(len, self._devices.of_engine)) if phase == "rollout" else self._devices.num_ranks
+                num_devices = self._engine_devices if phase == "rollout" else self._recipe.trainer.ranks
                 if (peak := self._peaks[phase]) is not None and phases.get(phase) and num_devices:
                     line[f"mfu/{phase}"] = flops / (seconds[phase] * num_devices * peak * 1e12)
         return line
@@ -270,59 +191,39 @@ def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -
 # The run ----------------------------------------------------------------------------------------------------------------
 
 
-def run_totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a run's totals from its lines of `metrics.jsonl`, which survive a resume. Raises ValueError without lines.
-
-    - `steps`, `seconds` (of all steps), `start_s` (of all starts), `tokens_per_s` (useful tokens)
-    - `phases`: seconds by phase, longest first; `shares`: of all ranks' time by cause; `mfu` by phase
-    """
+def totals_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a run's totals as a few lines of text, from its lines of `metrics.jsonl`, which survive a resume. Raises
+    ValueError without a step."""
     # NaN is null in a line.
     lines = [{key: value for key, value in line.items() if value is not None} for line in lines if line.get("time/step")]
     if not lines:
         raise ValueError("no step has time/step")
-    seconds = sum(line["time/step"] for line in lines)
-    times: Counter[str] = Counter()
-    shares: dict[str, float] = defaultdict(float)
-    flops: dict[str, float] = defaultdict(float)
+    seconds, start_s = (sum(line.get(key, 0.0) for line in lines) for key in ("time/step", "run/start_s"))
+    times, shares, flops = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[str, float](float)
     for line in lines:
         for key, value in line.items():
-            if key.startswith("time/") and key != "time/step":
-                times[key.removeprefix("time/")] += value
-            elif key.startswith("mfu/"):  # a mean over the phase's time
-                flops[key.removeprefix("mfu/")] += value * line.get(f"time/{key.removeprefix('mfu/')}", 0.0)
-            elif match := re.fullmatch(r"(?:idle|offload)/((?:\w+_)?share)", key):  # a mean over the steps' time
-                name = "offload_share" if key == "offload/share" else match[1]
-                shares[name] += value * line["time/step"] / seconds
-    return {
-        "steps": len(lines),
-        "seconds": seconds,
-        "start_s": sum(line.get("run/start_s", 0.0) for line in lines),
-        "tokens_per_s": sum(line.get("tokens/useful", 0) for line in lines) / seconds,
-        "phases": dict(times.most_common()),
-        "shares": dict(shares),
-        "mfu": {phase: product / times[phase] for phase, product in flops.items() if times[phase]},
-    }
-
-
-def totals_lines(totals: Mapping[str, Any]) -> list[str]:
-    """Return the totals of a run as a few lines of text."""
-    seconds, rate = totals["seconds"], totals["tokens_per_s"]
-    text = f"{totals['steps']} steps in {duration(seconds)}"
-    if totals["start_s"]:
-        text += f", and {duration(totals['start_s'])} to start"
-    if rate:
+            area, _, name = key.partition("/")
+            if area == "time" and name != "step":
+                times[name] += value
+            elif area == "mfu":  # a mean over the phase's time
+                flops[name] += value * line.get(f"time/{name}", 0.0)
+            elif area in ("idle", "offload") and re.fullmatch(r"(\w+_)?share", name):  # a mean over the steps' time
+                shares[OFFLOAD if area == OFFLOAD else name.removesuffix("_share")] += value * line["time/step"] / seconds
+    text = f"{len(lines)} steps in {duration(seconds)}"
+    if start_s:
+        text += f", and {duration(start_s)} to start"
+    if rate := sum(line.get("tokens/useful", 0) for line in lines) / seconds:
         text += f"; {rate:,.0f} useful tokens a second, {3600 * rate:,.0f} an hour"
-    lines = [text]
-    shares = {cause.removesuffix("_share"): share for cause, share in totals["shares"].items()}
+    result = [text]
     if "share" in shares:
         idle, unaccounted, offload = (shares.pop(name, 0.0) for name in ("share", UNACCOUNTED, OFFLOAD))
         waits = ", ".join(f"{name} {share:.0%}" for name, share in _largest(shares))
-        lines.append(f"ranks: {1 - idle - unaccounted - offload:.0%} busy, {idle:.0%} waiting ({waits})")
-    phases = {phase: spent / seconds for phase, spent in totals["phases"].items()}
-    lines.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in _largest(phases)))
-    if totals["mfu"]:
-        lines.append("model FLOPs utilization: " + ", ".join(f"{phase} {mfu:.1%}" for phase, mfu in totals["mfu"].items()))
-    return lines
+        result.append(f"ranks: {1 - idle - unaccounted - offload:.0%} busy, {idle:.0%} waiting ({waits})")
+    phases = _largest({phase: spent / seconds for phase, spent in times.items()})
+    result.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in phases))
+    if utilization := [f"{phase} {product / times[phase]:.1%}" for phase, product in flops.items() if times[phase]]:
+        result.append("model FLOPs utilization: " + ", ".join(utilization))
+    return result
 
 
 def _largest(shares: Mapping[str, float], most: int = 4) -> list[tuple[str, float]]:

@@ -10,7 +10,6 @@ names the owner of the file.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -19,12 +18,11 @@ from statistics import median
 from typing import Any, Protocol
 
 from megarl.telemetry.clock import WAIT, StepTimes
-from megarl.telemetry.disk import LineFile, parse_lines
+from megarl.telemetry.disk import LineFile, read_lines
 
 FOLDER = "trace"
 SCALE = 1_000_000  # Chrome's format counts microseconds
 FIRST_PROCESS = 1_000_000  # process number of engine 0 in the merged trace, above any rank
-TAIL_BYTES = 16 << 20  # read from a rank's file for its last steps; a step has at most about 1 MB
 
 
 class TraceWriter:
@@ -64,7 +62,7 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
 
 
 class EngineTimes(Protocol):
-    """An engine's requests on its own clock: `EngineReport` of the rollout room."""
+    """What an engine did in a step, on its own clock: `EngineReport` of the rollout room."""
 
     @property
     def engine(self) -> int: ...
@@ -74,6 +72,8 @@ class EngineTimes(Protocol):
     def offset_s(self) -> float: ...
     @property
     def busy(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def busy_s(self) -> float: ...
     @property
     def requests(self) -> Sequence[tuple[str, int, float, float, float, float, int, int]]: ...
 
@@ -117,24 +117,18 @@ class TraceFile:
         return int(self.owner["rank"])
 
 
-def read_ranks(run: str | Path, last: int | None = None, most: int | None = None) -> tuple[list[TraceFile], int]:
-    """Return the traces of the first `most` ranks, and the number of all ranks with a trace. With `last`, return only the
-    last steps."""
+def read_ranks(run: str | Path) -> list[TraceFile]:
+    """Return the traces of all ranks."""
     paths = sorted((Path(run) / FOLDER).glob("rank-*.jsonl"))
-    return [trace for path in paths[:most] if (trace := _read(path, last)) is not None], len(paths)
+    return [trace for path in paths if (trace := _read(path)) is not None]
 
 
-def _read(path: Path, last: int | None = None) -> TraceFile | None:
+def _read(path: Path) -> TraceFile | None:
     """Return a file's content; None if a kill came before the first line."""
-    with path.open("rb") as file:
-        content = file.readline()
-        if last is not None:
-            file.seek(max(len(content), file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        content += file.read()
     steps: dict[int, dict[str, Any]] = {}
     parts: list[dict[str, Any]] = []
     owner: dict[str, Any] = {}
-    for line in parse_lines(content):
+    for line in read_lines(path):
         if "step" in line:
             steps = {step: kept for step, kept in steps.items() if step < line["step"]}
             steps[line["step"]] = line
@@ -142,13 +136,13 @@ def _read(path: Path, last: int | None = None) -> TraceFile | None:
             owner = line
         if "part" in line:
             parts.append(line)
-    return TraceFile(owner, list(steps.values())[-(last or 0) :], parts) if owner else None
+    return TraceFile(owner, list(steps.values()), parts) if owner else None
 
 
 def merge(run: str | Path) -> dict[str, Any]:
     """Return all traces in Chrome's format: a process is a rank or an engine; a slice is a step, phase, span or request.
     Raises ValueError without a trace."""
-    ranks, _ = read_ranks(run)
+    ranks = read_ranks(run)
     folder = Path(run) / FOLDER
     if not ranks:
         raise ValueError(f"{folder} has no rank-*.jsonl: the run was started with run.trace: none, or has made no step yet")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.slurm_job import CHECKOUT, SlurmJob, check_time, fill, fit_job, time_limit_s
+from megarl.cluster.slurm_job import CHECKOUT, SlurmJob, fill, fit_job
 from megarl.planner.placement import PlacementError
 from megarl.recipe import Recipe, load_recipe
 from megarl.telemetry.run_directory import RunDirectory
@@ -107,35 +107,6 @@ def test_another_directory_than_the_checkout_is_refused(monkeypatch: pytest.Monk
         fill(item, {}, {}, [RECIPE])
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("1-2", 93600), ("1-02:03", 93780), ("1-02:03:04", 93784),
-     ("UNLIMITED", None), ("0", None)],
-)  # fmt: skip
-def test_a_time_limit_is_read_as_sbatch_does(limit: str, seconds: int | None) -> None:
-    assert time_limit_s(limit) == seconds
-
-
-@pytest.mark.parametrize("limit", ["", "1h", "1:2:3:4", "1-", "-1", "1:"])
-def test_a_malformed_time_limit_is_refused(limit: str) -> None:
-    with pytest.raises(ValueError, match="days-hours"):
-        time_limit_s(limit)
-
-
-def test_a_start_must_have_time_to_train() -> None:
-    """The signal comes 600 s before the end, and run.grace_s is 120 s."""
-    item = recipe()
-    for limit in ("12:01", "1-0", "UNLIMITED"):
-        check_time(item, fill(job(), {"time": limit}, {}, [RECIPE]))
-    check_time(item, fill(job(), {}, {}, [RECIPE]))
-    with pytest.raises(
-        ValueError, match="--time = 12:00, 720 s: must be longer than the 600 s .* run.grace_s = 120 together, 720"
-    ):
-        check_time(item, fill(job(), {"time": "12:00"}, {}, [RECIPE]))
-    with pytest.raises(ValueError, match="run.grace_s = 86000 together, 86600 s"):
-        check_time(recipe("run.grace_s=86000"), fill(job(), {}, {}, [RECIPE]))
-
-
 def megarl_launch(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
     command = [sys.executable, "-m", "megarl.cli", "launch", *arguments]
@@ -156,7 +127,6 @@ def test_the_command_prints_the_file_or_submits_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--slurm", "--time", "10:00"], "--time = 10:00, 600 s"),
         (["--devices-per-node", "8"], "--slurm"),
         (["--slurm", "--devices-per-node", "2", "--nodes", "1"], "--nodes = 1"),
     ],

@@ -4,8 +4,6 @@ import re
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
-from typing import cast
 
 import pytest
 
@@ -13,7 +11,7 @@ from megarl.cluster import watched
 from megarl.cluster.watchdog import RANK_ENDED, _Rank
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_network import WatcherSettings
-from megarl.cluster.watched import MOST_WATCHERS, Watch, WatcherProcess
+from megarl.cluster.watched import Watch, WatcherProcess
 from megarl.recipe import RecipeError, load_recipe
 from megarl.rollout import EngineSilent
 from megarl.telemetry import exit_status
@@ -80,29 +78,20 @@ def _poll(condition):
         time.sleep(0.02)
 
 
-def test_a_watcher_that_ends_too_early_is_replaced_and_the_reason_is_printed(capfd, watch):
+def test_a_watcher_that_ends_too_early_is_reported(capfd, watch):
     watch.begin(1)
-    long = Deadlines(*[1e6] * 7)
-    broken = replace(long, first_step_s=cast(float, "soon"))
-    settings = WatcherSettings("run", 0, 1, (watch.handle,), broken, "word")
+    settings = WatcherSettings("run", 0, 1, (watch.handle,), Deadlines(*[1e6] * 7), "word")
     text = ""
 
-    def times(pattern):
+    def says(pattern):
         nonlocal text
         text += capfd.readouterr().err
-        return len(re.findall(pattern, text))
+        return re.search(pattern, text)
 
-    early = r"watchdog: its process \d+ on node 0 "
-    WatcherProcess(settings)
-    _poll(lambda: times("nobody watches the ranks of this node from here on"))
-    assert times(early + "ended with exit status 1") == MOST_WATCHERS
-    assert times("another one takes its place") == MOST_WATCHERS - 1
-    assert times("ValueError: Unknown format code 'g' for object of type 'str'") == MOST_WATCHERS
-
-    watcher = WatcherProcess(replace(settings, deadlines=long))
+    watcher = WatcherProcess(settings)
     watcher._process.kill()
-    _poll(lambda: times(early + "was killed by SIGKILL; another one takes its place"))
-    _poll(lambda: watcher._process.poll() is None)
+    _poll(lambda: says("watchdog: its process on node 0 was killed by SIGKILL: nobody watches"))
+    watcher = WatcherProcess(settings)
     watcher.may_end = True
     watch._write(ended=True)
     _poll(lambda: watcher._process.poll() == 0)

@@ -77,20 +77,10 @@ REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
     "two engines on a device": (
         of(2, engines=3),
         Cluster(1, 2, 2),
-        "rollout.engines = 3 of tensor x pipeline x data = 1 worker need 3 devices.* 1 node with 2 devices has room for 2: "
-        "more nodes, with fewer trainer ranks each, or rollout.engines: 2, or rollout.placement: separate$",
+        "engines = 3 of 1 worker.* 1 node .* room for 2",
     ),
-    "room for an engine, in two parts": (
-        of(6, engines=3, tensor=2),
-        Cluster(2, 3, 3),
-        "need 6 devices.* 2 nodes with 3 devices have room for 2",
-    ),
-    "no devices behind the trainer's": (
-        of(4, "separate", tensor=2),
-        Cluster(1, 5, 4),
-        "1 node with 1 device that 4 trainer ranks leave of 5 has room for 0: more nodes that have no trainer rank, "
-        "or rollout.placement: colocated$",
-    ),
+    "room for an engine, in two parts": (of(6, engines=3, tensor=2), Cluster(2, 3, 3), "2 nodes .* room for 2"),
+    "no devices behind the trainer's": (of(4, "separate", tensor=2), Cluster(1, 5, 4), "1 free device .* room for 0"),
     "more ranks than devices": (
         of(4),
         Cluster(1, 2, 4),
@@ -123,7 +113,7 @@ def test_what_is_needed_is_enough_and_nobody_shares_a_device() -> None:
         try:
             needed = nodes_needed(wanted, devices)
         except PlacementError as error:
-            assert re.search(r"do not fit a node|ha(s|ve) room for", str(error))
+            assert re.search("do not fit a node|room for", str(error))
             continue
         cluster = Cluster(needed.trainer_nodes + needed.rollout_nodes, devices, needed.ranks_per_node)
         found = place_engines(wanted, cluster)

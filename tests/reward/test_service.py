@@ -111,18 +111,16 @@ def scores_of(judge, texts, deadline_s=60.0, **settings):
 
 def test_every_parser_can_read_the_request_for_any_row(judge):
     bad: dict[Any, Any] = {
-        "nan": float("nan"), "inf": [-np.inf], "zero": -0.0, "large": 1 << 64, "day": date(2024, 1, 2), (1, 2): None,
+        "nan": float("nan"), "inf": [-np.inf], "day": date(2024, 1, 2),
         "money": Decimal("1.50"), "bytes": b"\xffa", "array": np.array([[1.5, np.nan]], np.float32), 7: {np.int64(3)},
-        "half": "a\ud800b", "small": -(1 << 63),
     }  # fmt: skip
     judged = Service("http", HttpRewardSection(kind="http", url=judge.url))
     rows = [Prompt(i, np.zeros(1, dtype=np.int32), "q", "a", row) for i, row in enumerate((bad, {"level": 1}))]
     assert outcomes(score(judged, ["a", "bb"], rows)) == [(1.0, "answered"), (2.0, "answered")]
     assert b"NaN" not in judge.bodies[0] and b"Infinity" not in judge.bodies[0]
     assert judge.requests[0][0]["metadata"] == {
-        "nan": None, "inf": [None], "zero": 0.0, "large": str(1 << 64), "day": "2024-01-02", "(1, 2)": None,
+        "nan": None, "inf": [None], "day": "2024-01-02",
         "money": "1.50", "bytes": "\ufffda", "array": [[1.5, None]], "7": [3],
-        "half": "a\ufffdb", "small": -(1 << 63),
     }  # fmt: skip
 
 
@@ -184,32 +182,10 @@ def test_a_refusal_is_final(judge, status):
     assert len(judge.requests) == 1
 
 
-@pytest.mark.parametrize("status", [307, 308])
-def test_a_request_follows_a_redirection(judge, status):
-    judge.replies = [(status, "/score/")] * 2
-    assert outcomes(scores_of(judge, ["a", "bb"])) == [(1.0, "answered"), (2.0, "answered")]
-    assert [len(request) for request in judge.requests] == [2, 2, 2]
-    judge.replies = [(status, "/score/")] * 10
-    (masked,) = scores_of(judge, ["a"])
-    assert masked.reasons == {"http": "refused"} and "more than 5 redirections" in masked.failure
-
-
-def test_a_redirection_that_would_lose_the_request_is_named_with_its_location(judge):
-    judge.replies = [(303, "/score/")]
+def test_a_redirection_is_named_with_its_location(judge):
+    judge.replies = [(307, "/score/")]
     (masked,) = scores_of(judge, ["a"])
     assert "moved to /score/; give that as the part's url" in masked.failure
-
-
-def test_a_proxy_is_not_used_on_loopback_and_named_elsewhere(judge, monkeypatch):
-    monkeypatch.delenv("NO_PROXY")
-    proxy = f"http://user:secret@127.0.0.1:{unused_port()}"
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, proxy)
-    assert outcomes(scores_of(judge, ["a"])) == [(1.0, "answered")]
-    monkeypatch.setattr(Judge, "url", "http://judge.internal:80/score")
-    (masked,) = scores_of(judge, ["a"], retries=0)
-    assert masked.reasons == {"http": "unreachable"} and "secret" not in masked.failure
-    assert f"through the proxy http://127.0.0.1:{proxy.rpartition(':')[2]}; no_proxy=judge.internal" in masked.failure
 
 
 def test_a_missing_service_masks(judge):

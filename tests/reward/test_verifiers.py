@@ -36,8 +36,8 @@ from megarl.reward.verifiers import (
     numbers,
     read_answer,
     reads_answers,
-    score,
     score_terms,
+    weighted_sum,
 )
 from megarl.reward.workers import ENVIRONMENT, REASONS
 from megarl.telemetry.metrics_file import KEY
@@ -51,6 +51,12 @@ def spec(kind, weight=1.0, target=None):
     if kind == "function":
         return FunctionRewardSection(kind=kind, weight=weight, target=target)
     return VerifierSection(kind=kind, weight=weight)
+
+
+def score(specs, text, prompt):
+    """The reward of one text."""
+    terms = load_terms(specs)
+    return weighted_sum(terms, score_terms(terms, text, prompt)[0])
 
 
 def generous(text, prompt):

@@ -463,7 +463,7 @@ def test_lost_tokens_fail_the_groups_of_one_task_and_none_of_the_next(model):
         workers.close()
     assert isinstance(first, TokensLost) and isinstance(lost, TokensLost)
     assert [score.parts for score in last] == [{"exact": 1.0}] * 4
-    assert workers._training.num_waiting == 0
+    assert len(workers._training.waiting) == 0
 
 
 @pytest.mark.slow

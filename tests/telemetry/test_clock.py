@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]  # in no stub
 
 from megarl.megatron.spans import MegatronTimers, span_of, timed_waits
-from megarl.recipe.telemetry_section import TelemetrySection
-from megarl.telemetry.clock import DeviceSync, Event, PhaseClock, StepTimes, recording, span, start_span
+from megarl.telemetry.clock import Event, PhaseClock, StepTimes, recording, span, start_span
 from megarl.telemetry.progress import begin_work, watching_work
 from megarl.telemetry.trace import TraceWriter, merge
 
@@ -77,27 +76,19 @@ def test_a_span_left_open_by_an_error_ends_with_its_phase():
     assert times.phases == {"actor_update": 3, "advantage": 1} and sum(times.by_span().values()) == 4
 
 
-@pytest.mark.parametrize(
-    ("keys", "synced"),
-    [({}, [1, 2, 3, 4]), ({"device_sync": "sampled", "device_sync_every": 2}, [2, 4]), ({"device_sync": "never"}, [])],
-)
-def test_phases_wait_for_the_device_in_the_selected_steps(keys, synced):
-    """The device works 3 s longer than the host; these seconds belong to the phase if the clock synchronizes."""
+def test_a_phase_waits_for_the_device():
+    """The device works 3 s longer than the host; these seconds belong to the phase."""
     time = Time()
 
     def settle():
         time.seconds += 3
 
-    settled = DeviceSync(TelemetrySection(**keys), settle)
-    clock = PhaseClock(now=time, on_end=settled)
-    for step in (1, 2, 3, 4):
-        settled.begin(step)
-        with recording(clock), clock.phase("actor_update"):
-            time.seconds += 1
-        times = clock.take()
-        assert times.spans.get(("actor_update", "device"), 0) == (3 if step in synced else 0)
-        assert times.phases == {"actor_update": 4 if step in synced else 1}
-    with pytest.raises(RuntimeError), recording(clock), clock.phase("actor_update"):
+    clock = PhaseClock(now=time, synchronize=settle)
+    with clock.phase("actor_update"):
+        time.seconds += 1
+    times = clock.take()
+    assert times.spans["actor_update", "device"] == 3 and times.phases == {"actor_update": 4}
+    with pytest.raises(RuntimeError), clock.phase("actor_update"):
         raise RuntimeError("the device is lost, and a wait would hide this error")
     assert ("actor_update", "device") not in clock.take().spans
 

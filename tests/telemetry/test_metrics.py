@@ -64,15 +64,11 @@ def test_a_resumed_file_equals_an_uninterrupted_file(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
 
 
-def test_a_missing_or_malformed_metrics_file_is_named(tmp_path):
+def test_a_missing_metrics_file_is_named_and_a_torn_line_left_out(tmp_path):
     with pytest.raises(ValueError, match="metrics.jsonl is no file"):
         read_metrics(tmp_path / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
-    with pytest.raises(ValueError, match="metrics.jsonl, line 2: not JSON"):
-        read_metrics(tmp_path / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text("[1]\n")
-    with pytest.raises(ValueError, match="metrics.jsonl, line 1: a list"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 2}\n{"step": ')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 def test_without_a_terminal_each_step_is_one_plain_line():
@@ -117,7 +113,8 @@ def test_a_terminal_shows_the_running_phase_its_progress_and_the_end(columns):
                     begin_work("micro-batches", 4, parts=2)
                     for _ in range(5):
                         advance_work()
-                progress._bar.refresh()
+                assert progress._live is not None
+                progress._live.refresh()
                 progress.step(
                     step, {"reward/mean": 0.25 * step, "time/step": 60.0, "tokens/prompt": 6000, "tokens/completion": 0}
                 )

@@ -42,9 +42,9 @@ def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
     assert message == []
     body = dom.split("<body", 1)[1]
     plots = re.findall(r'class="plot js-plotly-plot" id="([\w-]+)"', body)
-    assert len(plots) >= (7 if kind == "one" else 4)
+    assert len(plots) >= (6 if kind == "one" else 4)
     assert re.match(rf'[^>]*data-drawn="{len(plots)}"', body)
-    assert {"reward", "timeline", "ranks-time", "useful-share", "sync-split"} <= set(plots) or kind == "two"
+    assert {"reward", "ranks-time", "useful-share", "sync-split"} <= set(plots) or kind == "two"
     for plot in plots:  # each with something in it
         drawn = body.split(f'id="{plot}"', 1)[1].split('class="plot ', 1)[0]
         assert re.search(r'<path class="js-line"|<g class="point"><path d="M', drawn), plot

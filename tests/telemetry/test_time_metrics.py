@@ -1,4 +1,4 @@
-"""Where a step's time went, worked by hand: ranks, roles, engines, devices, and the run as a whole."""
+"""Where a step's time went, worked by hand: ranks, engines, and the run as a whole."""
 
 from pathlib import Path
 
@@ -6,20 +6,16 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.planner.flops import forward_flops, update_flops
-from megarl.planner.placement import EnginePlace
 from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
 from megarl.telemetry.time_metrics import (
-    Devices,
     Sizes,
     TimeMetrics,
     bubble_metrics,
     engine_metrics,
     idle_metrics,
-    role_metrics,
-    run_totals,
     totals_lines,
 )
 from tests.runs import tiny_recipe, tiny_run
@@ -45,16 +41,6 @@ def test_idle_time_has_a_cause_and_a_straggler():
     })  # fmt: skip
 
 
-def test_a_role_is_busy_waits_or_rests_while_other_roles_run():
-    metrics = role_metrics(RANKS)
-    local = {key.removeprefix("idle/actor/"): value for key, value in metrics.items() if key.startswith("idle/actor/")}
-    assert local == pytest.approx({
-        "busy_share": 4 / 20, "layers_share": 1 / 20, "pipeline_share": 1.5 / 20, "offload_share": 2 / 20,
-        "unaccounted_share": 0.5 / 20, "resting_share": 11 / 20,
-    })  # fmt: skip
-    assert metrics["idle/critic/busy_share"] == 2 / 20 and not any("reference" in key for key in metrics)
-
-
 def test_the_bubble_is_a_share_of_the_pipelines_own_time():
     assert bubble_metrics(RANKS) == {"idle/critic_update/bubble_share": 2 / 4, "idle/actor_update/bubble_share": 1.5 / 6.5}
 
@@ -70,23 +56,8 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
     assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
 
 
-def test_an_engine_keeps_a_ranks_device_busy_while_the_rank_waits():
-    places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))]
-    share = Devices.of(2, 2, places, shared=False).busy_share(RANKS, BUSY_S)
-    assert share == pytest.approx((1.5 + 4.5 + 4.75) / 20)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_devices_of_engines_alone_follow_the_ranks_devices(shared):
-    """On separate GPUs, and on a CPU, where engines and ranks never share a device."""
-    places = [EnginePlace(0, (0,)), EnginePlace(0, (1,))] if shared else [EnginePlace(1, (0,)), EnginePlace(1, (1,))]
-    devices = Devices.of(2, 2, places, shared)
-    assert devices == Devices(2, ((2,), (3,)), (0, 1))
-    assert devices.busy_share(RANKS, BUSY_S) == pytest.approx((1.5 + 4.5 + 4.75) / 40)
-
-
 def line(step, seconds, **more):
-    shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1, "idle/actor/busy_share": 0.5}
+    shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1}
     phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
     return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **more}
 
@@ -98,15 +69,15 @@ def test_a_runs_totals_follow_from_its_lines():
         line(2, 12.0, **{"run/start_s": 5.0, "idle/share": 0.8}),
         line(3, 4.0, **{"idle/ranks_share": None}),  # the value was not finite
     ]
-    totals = run_totals([*lines, {"step": 4, "reward/mean": 1.0}])  # a line without time/step does not count
-    assert totals["steps"] == 3 and totals["seconds"] == 20 and totals["start_s"] == 8
-    assert totals["tokens_per_s"] == 150 and totals["phases"] == {"rollout": 5.0}
-    assert totals["shares"]["share"] == pytest.approx((4 * 0.4 + 12 * 0.8 + 4 * 0.4) / 20)
-    assert totals["mfu"]["rollout"] == pytest.approx((1 * 0.1 + 3 * 0.2 + 1 * 0.3) / 5)
-    text = "\n".join(totals_lines(totals))
-    assert "3 steps in 20.0 s, and 8.0 s to start; 150 useful tokens a second, 540,000 an hour" in text
+    # A line without time/step does not count.
+    assert totals_lines([*lines, {"step": 4, "reward/mean": 1.0}]) == [
+        "3 steps in 20.0 s, and 8.0 s to start; 150 useful tokens a second, 540,000 an hour",
+        "ranks: 26% busy, 64% waiting (ranks 32%)",
+        "phases: rollout 25%",
+        "model FLOPs utilization: rollout 20.0%",
+    ]
     with pytest.raises(ValueError, match="time/step"):
-        run_totals([])
+        totals_lines([])
 
 
 def test_the_page_explains_every_metric():
@@ -115,11 +86,8 @@ def test_the_page_explains_every_metric():
              for whom in ("engines", "rewards", "data", "pipeline", "layers", "gradients", "ranks")}  # fmt: skip
     spans = [{**waits, ("actor_update", "offload"): 1.0, ("", "unaccounted"): 1.0}]
     metrics = idle_metrics(spans) | engine_metrics([1.0], 2.0, 1.0, 1.0)
-    metrics |= {"idle/reward_workers/busy_share": 0, "idle/reward_workers/resting_share": 0}
     metrics |= {key.replace("actor_update", "<phase>"): value for key, value in bubble_metrics(spans).items()}
-    metrics |= {"idle/<role>/busy_share": 0, "idle/<role>/<cause>_share": 0, "idle/<role>/resting_share": 0}
-    metrics |= {"idle/device/busy_share": 0}
-    metrics |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "tokens/<phase>/per_s": 0, "mfu/<phase>": 0}
+    metrics |= {"tokens/useful": 0, "tokens/per_s": 0, "tokens/per_hour": 0, "mfu/<phase>": 0}
     metrics |= {"run/start_s": 0}
     assert [key for key in metrics if f"`{key}`" not in page] == []
 
@@ -142,20 +110,17 @@ def test_utilisation_and_rates_count_only_useful_work(tmp_path):
     once = MiniBatch(0, (0, 1), ((MicroBatch((0,), 7, 7),), (MicroBatch((1,), 7, 7),)))
     sizes = Sizes([3, 5], [4, 2], [True, False], {"actor_update": (once, once), "critic_value": (once,)})
     times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [], 0)
-    devices = Devices.of(2, 2, [EnginePlace(0, (0,))], shared=True)
     shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
-    done = {"schedule/actor_update/tokens": 28, "reward/busy_s": 5.0, "reward/num_workers": 1}
-    metrics = TimeMetrics(recipe, shapes, devices, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
+    done = {"schedule/actor_update/tokens": 28}
+    metrics = TimeMetrics(recipe, shapes, 1, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
     assert metrics["tokens/useful"] == 7 and metrics["tokens/per_s"] == 0.7 and metrics["tokens/per_hour"] == 2520
-    assert metrics["tokens/rollout/per_s"] == 3.0 and metrics["tokens/actor_update/per_s"] == 7.0
-    assert metrics["idle/reward_workers/busy_share"] == 0.5
     updates = 2 * sum(update_flops(shape, 7, completion) for completion in (4, 2))  # of two epochs
     assert metrics["mfu/actor_update"] == pytest.approx(updates / (4.0 * 2 * 2e12))
     assert metrics["mfu/rollout"] == pytest.approx(updates / 2 / 3 / (2.0 * 1 * 2e12))
     values = sum(forward_flops(shape, 7, completion, critic=True) for completion in (4, 2))
     assert metrics["mfu/critic_value"] == pytest.approx(values / (1.0 * 2 * 2e12))
     assert "mfu/critic_update" not in metrics, "it did not run"
-    unknown = TimeMetrics(recipe_with(tmp_path), shapes, devices, lambda precision: None)
+    unknown = TimeMetrics(recipe_with(tmp_path), shapes, 1, lambda precision: None)
     assert not any(key.startswith("mfu/") for key in unknown.of(times, RANKS, sizes, [2.0], done))
-    known = TimeMetrics(recipe_with(tmp_path), shapes, devices, {"fp32": 2.0}.get)
+    known = TimeMetrics(recipe_with(tmp_path), shapes, 1, {"fp32": 2.0}.get)
     assert known.of(times, RANKS, sizes, [2.0], done)["mfu/actor_update"] == metrics["mfu/actor_update"]
