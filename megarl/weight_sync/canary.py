@@ -12,6 +12,7 @@ under the same weights, show the drift of an engine and not the drift of the pol
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -23,11 +24,15 @@ import torch
 
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
+from megarl.megatron.parallel import broadcast_from_first
 from megarl.megatron.role import Role, share_results
 from megarl.recipe import Recipe
 from megarl.recipe.weight_sync_section import CanarySection
 from megarl.schedule import Schedule, compare, plan_phase
+from megarl.telemetry.clock import span
+from megarl.weight_sync.manifest import SyncError
 
+logger = logging.getLogger(__name__)
 # Of the canary's tokens, and of the order in which the actor runs them.
 SEED = 0
 # Mean absolute differences between actor and engine, in nats, by the coarser precision of the two. Rounding always explains
@@ -114,6 +119,21 @@ class Canary:
         self._version, self._actor = version, actor_scores(actor, self.sequences)
         self._moved = 0.0 if before is None else _distance(self._actor, before)
         self._actor_s = time.perf_counter() - begun
+
+    def check(self, score: Callable[[], Mapping[int, np.ndarray]] | None, restarted: bool) -> dict[str, float]:
+        """`judge` the engines, which rank 0 asks (`score` is None elsewhere), and return the metrics on all ranks. Raises
+        SyncError on all ranks for an engine that has drifted, unless `weight_sync.canary.action` is `warn`. Collective."""
+        verdict: Verdict | None = None
+        if score is not None:
+            with span("wait_engines"):
+                verdict = self.judge(score, restarted)
+        verdict = broadcast_from_first(verdict)
+        if verdict.drift is not None:
+            if self.stops:
+                raise SyncError(verdict.drift)
+            if score is not None:
+                logger.warning("%s", verdict.drift)
+        return verdict.metrics
 
     def judge(self, score: Callable[[], Mapping[int, np.ndarray]], restarted: bool = False) -> Verdict:
         """Compare engines with the actor and among each other. `score` has them score now and returns [data-parallel ranks,
