@@ -1,18 +1,19 @@
-"""Supervised steps ahead of the first rollout: they are those of a supervised run, and the steps with rollouts are those of a
-run from the weights that they leave; exact resume; generation on held-out prompts meanwhile."""
+"""Supervised steps ahead of the first rollout: they are those of a supervised run, and the steps with rollouts are those of
+a run from the weights that they leave; exact resume; generation on held-out prompts meanwhile."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from megarl.telemetry.report import run_page
 from megarl.telemetry.report_run import read_run
-from tests.learning_cases import CHANCE, GOAL, LAST, rewards_of
+from tests.learning_cases import CHANCE, GOAL, LAST, learning_recipe, rewards_of
 from tests.runs import fake_rollouts, megarl, metrics_of, train_on_ranks
 from tests.supervised_cases import STEPS, supervised_recipe, supervised_run
 from tests.warmup_cases import RL_STEPS, SCHEDULE, rl_recipe, warm_recipe
@@ -116,11 +117,15 @@ def test_engines_answer_held_out_prompts_while_the_actor_is_fine_tuned(folder: P
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_recipe_of_the_page_fine_tunes_and_then_learns_from_rollouts(tmp_path: Path) -> None:
-    from tests.learning_cases import shipped_recipe
-
-    recipe = shipped_recipe(tmp_path, "warmup")
+    name, recipe = learning_recipe(tmp_path, "warmup", 1)
     train_on_ranks(recipe)
-    lines = [json.loads(line) for line in (tmp_path / "cpu-warmup" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [reward for reward in rewards_of(lines) if reward is not None]
-    assert len(lines) - len(rewards) == 40
-    assert rewards[0] > 2 * CHANCE and sum(rewards[-LAST:]) / LAST >= GOAL, rewards
+    lines, evaluations = (
+        [json.loads(line) for line in (tmp_path / name / f"{kind}.jsonl").read_text().splitlines()]
+        for kind in ("metrics", "evaluations")
+    )
+    steps = sum(line["actor/warmup"] for line in lines)
+    held_out, rewards = {line["step"]: line["evaluation/mean"] for line in evaluations}, rewards_of(lines[steps:])
+    print("held out:", held_out, "reward:", *(f"{reward:.2f}" for reward in rewards[::5]))
+    assert lines[steps - 1]["actor/loss"] <= lines[0]["actor/loss"] - 1.0
+    assert held_out[0] < held_out[steps] < max(held_out.values())
+    assert rewards[0] > CHANCE and fmean(rewards[-LAST:]) >= GOAL
