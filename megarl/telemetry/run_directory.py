@@ -23,16 +23,8 @@ from megarl.telemetry.exit_status import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
 # A resumed run must keep these keys, because they give a position in the prompts, or an adapter, its meaning.
-_FIXED = (
-    "model",
-    "data",
-    "warmup",
-    "run.seed",
-    "algorithm.advantage",
-    "algorithm.group_size",
-    "phases.rollout.prompts",
-    "actor.lora",
-)
+_FIXED = ("model", "data", "warmup", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts",
+          "actor.lora")  # fmt: skip
 # --resume-if-saved must also keep these keys, because no person has looked at the directory.
 _LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
 TRANSPORT = "weight_sync.txt"  # file of a run: how its weights travel to the engines, and why

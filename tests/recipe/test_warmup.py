@@ -66,14 +66,12 @@ def test_an_error_names_the_key_of_the_warmup(folder: Path, key: str) -> None:
 
 
 def test_a_cap_is_a_number_and_only_rollouts_are_preceded(folder: Path) -> None:
-    device = {"memory_gib": 1.0, "kind": "cpu"}
-    for key, changes in {
-        "warmup.sft.actor_update.micro_batch.max_tokens": {
-            f"{SFT}__actor_update__micro_batch__max_tokens": "auto",
-            "device": device,
-        },
+    cap, device = "warmup.sft.actor_update.micro_batch.max_tokens", {"memory_gib": 1.0, "kind": "cpu"}
+    broken: dict[str, dict[str, Any]] = {
+        cap: {cap.replace(".", "__"): "auto", "device": device},
         "warmup": {"run__kind": "sft"},
-    }.items():
+    }
+    for key, changes in broken.items():
         with pytest.raises(RecipeError) as error:
             load_recipe(warm_recipe(folder, "broken", **changes))
         assert key in {violation.key for violation in error.value.violations}, error.value

@@ -64,7 +64,8 @@ def test_a_reference_of_adapters_is_warm_unless_its_model_is_named(folder: Path)
 @pytest.mark.layout
 def test_a_resume_goes_on_exactly_from_every_step(folder: Path) -> None:
     saved = folder / "saved"
-    changes = {"rollout__replay": str(folder / "later"), "run__checkpoint_every": 1, "run__dir": str(saved / "runs")}
+    changes: dict[str, Any] = {"rollout__replay": str(folder / "later"), "run__checkpoint_every": 1}
+    changes["run__dir"] = str(saved / "runs")
     recipe = warm_recipe(folder, "whole", **changes)
     train_on_ranks(recipe)
     whole, run = metrics_of(saved, "whole"), saved / "runs" / "whole"
@@ -79,7 +80,7 @@ def test_a_resume_goes_on_exactly_from_every_step(folder: Path) -> None:
         (run / "metrics.jsonl").write_text("".join(lines[:ended]))
         report = read_run(run)
         assert "Is it learning?" in run_page(report) and len(report.rewards()[1]) == ended - STEPS
-        assert list(report.sampled().values()) == [16 * max(0, step - STEPS) for step in range(1, ended + 1)]
+        assert list((report.sampled() or {}).values()) == [16 * max(0, step - STEPS) for step in range(1, ended + 1)]
 
 
 @pytest.mark.sync
@@ -107,8 +108,8 @@ def test_engines_answer_held_out_prompts_while_the_actor_is_fine_tuned(folder: P
     assert evaluated == {0: 0, 2: 1, STEPS: 2, 4: 3, steps: steps - STEPS + 2}
     assert [line["sync/version"] for line in lines[:STEPS]] == [0, 1, 2]
     for number, line in enumerate(lines[STEPS:], STEPS + 1):
-        rows = [json.loads(row) for row in (run / "samples" / f"step-{number:06d}.jsonl").read_text().splitlines()]
-        assert len(rows) == 16 and all(row["first_version"] >= 2 for row in rows), "sampled before the warm-up was over"
+        table = [json.loads(row) for row in (run / "samples" / f"step-{number:06d}.jsonl").read_text().splitlines()]
+        assert len(table) == 16 and all(row["first_version"] >= 2 for row in table), "sampled before the warm-up was over"
         assert line["staleness/max"] <= staleness and line["rollout/num_too_old"] == 0
         assert line["staleness/0/logprob_mean"] < 1e-3, "the engine has the weights of the version that it names"
 
