@@ -36,7 +36,7 @@ def test_a_run_with_a_warmup_is_a_supervised_run_and_a_run_from_its_weights(fold
     sft, rl, warm = (f"{name}-{tensor}" for name in ("sft", "rl", "warm"))
     train_on_ranks(supervised_recipe(folder, sft, actor__optimizer=SCHEDULE))
     megarl("export", str(folder / "runs" / sft), str(folder / f"model-{tensor}"))
-    changes = {"rollout__replay": str(folder / "rollouts"), "model__path": str(folder / f"model-{tensor}")}
+    changes: dict[str, Any] = {"rollout__replay": str(folder / "rollouts"), "model__path": str(folder / f"model-{tensor}")}
     train_on_ranks(rl_recipe(folder, rl, RL_STEPS, **changes))
     train_on_ranks(warm_recipe(folder, warm, tensor, tensor, rollout__replay=str(folder / "later")))
     lines = metrics_of(folder, warm)
