@@ -38,7 +38,7 @@ from megarl.recipe.section import Name, Section
 from megarl.recipe.supervised import fill_sections
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.recipe.trainer_section import TrainerSection
-from megarl.recipe.warmup_section import WarmupSection, supervised_run_of
+from megarl.recipe.warmup_section import WarmupSection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
 from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.schedule.schedule import Schedule
@@ -230,7 +230,7 @@ class Recipe(Section):
     @property
     def supervised(self) -> Recipe | None:
         """The first `sft_steps` steps as a run of `run.kind: sft`; None without any."""
-        return None if self.warmup is None else supervised_run_of(self, self.warmup.sft)
+        return None if self.warmup is None else self.warmup.sft.run_of(self)
 
     @property
     def critic_warmup_steps(self) -> int:

@@ -49,36 +49,35 @@ class SupervisedStepsSection(Section):
             return given | {"data": {"max_prompt_tokens": 1} | data}
         return given
 
+    def run_of(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of the supervised steps: a run of `run.kind: sft` of the same model, ranks and actor."""
+        rates, update = self.optimizer, self.actor_update
+        optimizer = recipe.actor.optimizer.model_copy(
+            update={
+                "lr": rates.lr,
+                "warmup_steps": rates.warmup_steps,
+                "decay": rates.decay,
+                "min_lr_share": rates.min_lr_share,
+            }
+        )
+        sections: dict[str, Any] = {
+            "run": recipe.run.model_copy(update={"kind": "sft", "steps": self.steps, "dump_rollouts": False}),
+            "algorithm": AlgorithmSection.model_validate(ALGORITHMS["sft"]),
+            "data": self.data,
+            "actor": recipe.actor.model_copy(update={"optimizer": optimizer, "router_replay": False}),
+            "rollout": RolloutSection(max_new_tokens=(self.data.max_tokens or 2) - 1),
+            "phases": PhasesSection(rollout=RolloutPhaseSection(prompts=update.mini_batch), actor_update=update),
+            "weight_sync": WeightSyncSection(),
+            "reward": (),
+            "teachers": {},
+        }
+        absent = ("environment", "reference", "critic", "reward_model", "evaluation", "warmup")
+        return recipe.model_copy(update=sections | dict.fromkeys(absent))
+
 
 class WarmupSection(Section):
     sft: SupervisedStepsSection
     """Supervised fine-tuning on rows of data."""
-
-
-def supervised_run_of(recipe: Recipe, section: SupervisedStepsSection) -> Recipe:
-    """Return the recipe of the supervised steps: a run of `run.kind: sft` of the same model, ranks and actor."""
-    rates, update = section.optimizer, section.actor_update
-    optimizer = recipe.actor.optimizer.model_copy(
-        update={
-            "lr": rates.lr,
-            "warmup_steps": rates.warmup_steps,
-            "decay": rates.decay,
-            "min_lr_share": rates.min_lr_share,
-        }
-    )
-    sections: dict[str, Any] = {
-        "run": recipe.run.model_copy(update={"kind": "sft", "steps": section.steps, "dump_rollouts": False}),
-        "algorithm": AlgorithmSection.model_validate(ALGORITHMS["sft"]),
-        "data": section.data,
-        "actor": recipe.actor.model_copy(update={"optimizer": optimizer, "router_replay": False}),
-        "rollout": RolloutSection(max_new_tokens=(section.data.max_tokens or 2) - 1),
-        "phases": PhasesSection(rollout=RolloutPhaseSection(prompts=update.mini_batch), actor_update=update),
-        "weight_sync": WeightSyncSection(),
-        "reward": (),
-        "teachers": {},
-    }
-    absent = ("environment", "reference", "critic", "reward_model", "evaluation", "warmup")
-    return recipe.model_copy(update=sections | dict.fromkeys(absent))
 
 
 def warmup_rules(recipe: Recipe) -> Violations:
