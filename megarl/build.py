@@ -26,6 +26,7 @@ from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
 from megarl.cluster.ray_cluster import ClusterError, join_cluster
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
+from megarl.data.prompts import PromptStream
 from megarl.data.routing import teachers_of
 from megarl.megatron.model import has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
@@ -230,7 +231,7 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         initial_loss_scale=recipe.trainer.initial_loss_scale,
         compile=recipe.trainer.compile,
         megatron=recipe.trainer.megatron,
-        max_sequence_tokens=recipe.max_sequence_tokens,
+        max_sequence_tokens=max(part.max_sequence_tokens for part in (recipe, recipe.supervised) if part is not None),
     )
 
     def build(role: str, path: str, place: Place, **more: Any) -> Role:
@@ -238,8 +239,16 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         return Role(role, ModelShape.from_directory(directory), directory, place, settings, **more)
 
     actor, critic, place = recipe.actor, recipe.critic, places["actor"]
-    steps = recipe.run.steps - recipe.critic_warmup_steps
-    training = Training(actor.optimizer, steps, recipe.updates_per_batch, actor.lora, actor.freeze)
+    steps, supervised = recipe.rollout_steps - recipe.critic_warmup_steps, recipe.supervised
+    training = Training(
+        actor.optimizer,
+        steps,
+        recipe.updates_per_batch,
+        actor.lora,
+        actor.freeze,
+        None if supervised is None else supervised.actor.optimizer,
+        recipe.sft_steps,
+    )
     more: dict[str, Any] = {"memory": actor.memory, "router_replay": actor.router_replay}
     built = build(recipe.trained_role, recipe.model.path, place, training=training, **more)
     roles = {"actor": built}
@@ -247,9 +256,8 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         roles["reference"] = built
     elif "reference" in places:
         memory = recipe.reference.memory if recipe.reference is not None else None
-        follows = recipe.refresh_every is not None
-        place = places["reference"]
-        roles["reference"] = build("reference", recipe.path("reference"), place, memory=memory, follows=follows)
+        path, place, follows = recipe.path("reference"), places["reference"], recipe.reference_follows
+        roles["reference"] = build("reference", path, place, memory=memory, follows=follows)
     for name, teacher in recipe.teachers.items():
         role = f"teachers.{name}"
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
@@ -260,7 +268,7 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
         updates = recipe.num_rollouts // schedule.mini_batch * schedule.epochs
-        training = Training(critic.optimizer, recipe.run.steps, updates, frozen=critic.freeze)
+        training = Training(critic.optimizer, recipe.rollout_steps, updates, frozen=critic.freeze)
         roles["critic"] = build("critic", recipe.path("critic"), places["critic"], training=training, memory=critic.memory)
     if recipe.reward_model is not None:
         roles["reward_model"] = build("reward_model", recipe.path("reward_model"), places["reward_model"])
@@ -287,7 +295,7 @@ def build_parts(
     if recipe.has_engines:
         weights = build_weight_sync(recipe, place, control if place.layout.ranks > 1 else None, stage)
         stack.callback(weights.close)
-    parts = RunParts(roles, weights, refreshes=recipe.refresh_every is not None, engines_sleep=sleeps)
+    parts = RunParts(roles, weights, refreshes=recipe.reference_follows, engines_sleep=sleeps)
     if place.rank == 0:
         build_first_rank(parts, recipe, run, stage, stack)
         collect_seldom()
@@ -335,13 +343,18 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     # Before the engines start, so that a reward that does not load or cannot judge an answer ends the run at once.
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
     prompts = stream(recipe.data)
-    if prompts.num_dropped:
-        limit = "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens"
-        print(f"data: {prompts.num_dropped} rows left out, longer than data.{limit}", file=sys.stderr)
+    _print_dropped("data", prompts, "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens")
+    trained_on = [prompts]
+    if (supervised := recipe.supervised) is not None:
+        key = "warmup.sft.data"
+        rows = open_data(supervised, directory, run.first_start)[1](supervised.data, key=f"{key}.prompts")
+        _print_dropped(key, rows, "max_tokens")
+        parts.rows = DatasetStream(supervised, rows)
+        trained_on.append(rows)
     teachers_of(recipe, prompts.every())  # a row that names no teacher ends the run at once
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
-        parts.held_out = (HeldOutRows if recipe.run.is_supervised else HeldOut)(recipe, held_out, prompts)
+        parts.held_out = (HeldOutRows if recipe.run.is_supervised else HeldOut)(recipe, held_out, *trained_on)
     if recipe.telemetry.samples_per_step:
         parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
     if recipe.run.is_supervised:
@@ -366,6 +379,11 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, prompts, rewards, stack)
     if recipe.run.dump_rollouts:
         parts.dump = partial(dump_rollout, run.rollouts)
+
+
+def _print_dropped(key: str, rows: PromptStream, limit: str) -> None:
+    if rows.num_dropped:
+        print(f"{key}: {rows.num_dropped} rows left out, longer than {key}.{limit}", file=sys.stderr)
 
 
 def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.algorithm.control import KLControl, RatioDrift
-from megarl.algorithm.estimate import evaluation_loss, greedy_baselines, step_advantages
+from megarl.algorithm.estimate import evaluation_loss, step_advantages
 from megarl.cluster.preemption import Abandoned, Preemption
 from megarl.cluster.watched import Watch
 from megarl.data.sample import Sample
@@ -24,14 +24,13 @@ from megarl.megatron.early import Forward, Part, join_parts, results_of
 from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import OBJECTIVES, token_weights
 from megarl.megatron.parallel import (
-    Place,
     broadcast_from_first,
     distribute_samples,
     gather_to_all,
     same_everywhere,
 )
 from megarl.megatron.role import Role, Update, share_results
-from megarl.megatron.step_metrics import schedule_metrics, stops_early, update_metrics
+from megarl.megatron.step_metrics import prove, stops_early, update_metrics
 from megarl.megatron.teaching import samples_of, take_judgement
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
@@ -44,18 +43,17 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
 from megarl.rollout.stream import RolloutStream
 from megarl.rollout.taken import Taken
-from megarl.schedule import Executed, MiniBatch, PhaseStart, Plan, PlanMismatch, Summary, compare, plan_phase, refuse_unlike
+from megarl.schedule import MiniBatch, PhaseStart, Plan, Summary, compare, plan_phase, refuse_unlike
 from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import PhaseClock, span
 from megarl.telemetry.exit_status import Preempted
 from megarl.telemetry.records import SampleTable
-from megarl.telemetry.run_directory import RunDirectory
+from megarl.telemetry.run_directory import RunDirectory, step_of
 from megarl.telemetry.run_writer import RunWriter
 from megarl.telemetry.time_metrics import Sizes
 from megarl.weight_sync.adapter import AdapterSync
-from megarl.weight_sync.canary import CANARY_METRICS, Canary, Verdict
-from megarl.weight_sync.manifest import SyncError
+from megarl.weight_sync.canary import CANARY_METRICS, Canary
 from megarl.weight_sync.publish import WeightSync
 
 Metrics = dict[str, Any]
@@ -80,10 +78,11 @@ class RunParts:
     weights: WeightSync | AdapterSync | None  # None if rollouts are replayed
     engines: EnginePool | None = None
     rollouts: RolloutStream | ReplayStream | DatasetStream | None = None
+    rows: DatasetStream | None = None  # of the supervised steps of a warm-up
     dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
     samples: SampleTable | None = None
     held_out: HeldOut | HeldOutRows | None = None
-    refreshes: bool = False  # whether the reference follows the actor (`reference.refresh_every`)
+    refreshes: bool = False  # whether the reference takes weights of the actor (`Recipe.reference_follows`)
     engines_sleep: bool = False  # without weights, from the end of a rollout to the next sync
 
     @property
@@ -119,13 +118,21 @@ class Trainer:
         self.number = self.version = 0
         self.sizes = Sizes((), (), ())  # of the last step
         self.restart_metrics: Metrics = {}  # of syncs to restarted engines since the last step
+        self.supervised: Trainer | None = None  # runs the supervised steps of a warm-up, with the same roles
+        if recipe.supervised is not None:
+            # The engines only sleep, if they do at all.
+            rows = replace(parts, weights=None, rollouts=parts.rows, dump=None, held_out=None, engines_sleep=False)
+            self.supervised = Trainer(recipe.supervised, rank, rows, clock, boundary)
 
     def step(self, number: int) -> Metrics:
         """Run one step: rollouts in, updated and synchronised weights out. Returns its metrics, the same on every rank."""
         self.number = number
-        warms_up = number <= self.recipe.critic_warmup_steps
+        if self.supervised is not None and number <= self.recipe.sft_steps:
+            return self._supervised_step(self.supervised, number)
+        warms_up = number <= self.recipe.sft_steps + self.recipe.critic_warmup_steps
         phases = self.recipe.warmup_phases if warms_up else self.recipe.running_phases
         metrics: Metrics = {"critic/warmup": int(warms_up)} if self.recipe.critic_warmup_steps else {}
+        metrics |= {} if self.supervised is None else {"actor/warmup": 0}
 
         taken, parts = self._sample(number)
         batch, plans, phase_metrics = self._batch(taken, parts, phases)
@@ -169,6 +176,19 @@ class Trainer:
         lengths = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
         self.sizes = Sizes(*lengths, batch.valid.tolist(), ran)
         return metrics | self.guard.take_metrics()
+
+    def _supervised_step(self, supervised: Trainer, number: int) -> Metrics:
+        """Run a step of a warm-up. Engines get weights only for an evaluation and for the first rollout."""
+        metrics = {"actor/warmup": 1} | supervised.step(number)
+        self.sizes = supervised.sizes
+        if number == self.recipe.sft_steps:
+            with self._phase("actor_update"), span("warmup_end"):
+                self.parts.roles["actor"].end_supervised()
+                if self.recipe.reference_is_warm:
+                    self.parts.roles["reference"].take_weights(self.parts.roles["actor"])
+        if number == self.recipe.sft_steps or self.recipe.evaluates_after(number):
+            return metrics | self._sync_engines(True)
+        return metrics | {"sync/version": self.version}
 
     # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
 
@@ -239,7 +259,7 @@ class Trainer:
 
     def _batch(self, taken: Taken, parts: Sequence[Part], phases: Sequence[str]) -> tuple[Batch, dict[str, Plan], Metrics]:
         """Make the step's batch with the tokens of this rank, and the plan of each Megatron phase."""
-        rollouts, rewards, greedy = taken.rollouts, taken.rewards, taken.greedy_rewards
+        rollouts, rewards = taken.rollouts, taken.rewards
         with self._phase("reward"):
             batch = self._empty_batch(rollouts, rewards.rewards, rewards.valid)
             batch = self.guard.rewards(batch)
@@ -248,16 +268,9 @@ class Trainer:
                 metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid[batch.ends]).metrics()
                 metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
-                assert greedy is not None, "what was sampled was scored"
-                scored = greedy.valid & np.isfinite(greedy.rewards)
-                baselines, valid = greedy_baselines(greedy.rewards, scored, batch.valid[batch.ends])
+                baselines, valid, of_greedy = taken.baselines(batch.valid[batch.ends])
                 batch = replace(batch, baselines=baselines[batch.rollouts], valid=valid[batch.rollouts])
-                metrics |= {
-                    "rollout/greedy_tokens": int(rollouts.greedy.own_lengths.sum()),
-                    "reward/greedy_mean": float(greedy.rewards[scored].mean()),
-                    "reward/num_greedy_masked": int((~scored).sum()),
-                    "reward/busy_s": metrics["reward/busy_s"] + greedy.busy_s,
-                }
+                metrics |= of_greedy
         batch = replace(batch, teachers=np.array([taken.teachers.get(int(group), "") for group in batch.groups]))
         idle = {f"teacher_logprob.{name}" for name in self.recipe.teachers if name not in batch.teachers}
         with self.clock.phase("plan"), span("planning"):
@@ -328,7 +341,7 @@ class Trainer:
     def _accept(self, plan: Plan, batch: Batch, name: str, ran: Forward) -> tuple[list[torch.Tensor], Batch, Metrics]:
         """Check what a forward phase gave; returns the results, and the batch with NaN samples masked."""
         role = self.parts.roles[role_of(plan.phase)]
-        _, metrics = self._prove(role.place, plan, batch, [ran.executed])
+        _, metrics = prove(plan, role.place, batch, self.costs[role_of(plan.phase)], [ran.executed])
         return *self.guard.results(role, plan.mini_batches[0], name, ran.results, batch), metrics
 
     def _advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
@@ -356,7 +369,8 @@ class Trainer:
                     role.skip_updates(len(plan.mini_batches) - len(updates))
                     break
             self.guard.weights(role, plan.phase)
-        ran, metrics = self._prove(role.place, plan, batch, [update.executed for update in updates])
+        executed = [update.executed for update in updates]
+        ran, metrics = prove(plan, role.place, batch, self.costs[role_of(plan.phase)], executed)
         with span("metrics"):
             metrics |= update_metrics(role.role, plan, updates, role.place)
         if role.router_replay is not None:
@@ -374,30 +388,13 @@ class Trainer:
         if number % every == 0:
             with span("refresh"):
                 self.parts.roles["reference"].take_weights(self.parts.roles["actor"])
-        return {"reference/of_step": number // every * every}
+        return {"reference/of_step": max(number // every * every, self.recipe.sft_steps)}
 
     def _agree(self, plan: Plan) -> None:
         """Raise PlanMismatch on all ranks unless all are about to run this plan; otherwise they would hang."""
         start = PhaseStart(self.number, plan.phase, Summary.of(plan))
         if not same_everywhere(start.digest):
             refuse_unlike(gather_to_all(start))
-
-    def _prove(self, place: Place, plan: Plan, batch: Batch, executed: list[Executed]) -> tuple[MiniBatches, Metrics]:
-        """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and metrics."""
-        everywhere = gather_to_all(executed)
-        ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
-        # An early stop skips the last mini-batches on every rank.
-        planned = plan.mini_batches[: len(executed)]
-        for data_rank, ran in enumerate(ranks):
-            if len(ran) != len(planned):
-                raise PlanMismatch(
-                    f"phase {plan.phase}: data-parallel rank {data_rank} executed {len(ran)} of {len(plan.mini_batches)} "
-                    f"mini-batches, and rank {place.rank} {len(planned)}"
-                )
-            for mini_batch, shapes in zip(planned, ran, strict=True):
-                compare(mini_batch, data_rank, shapes)
-        cost, lengths, prompts = self.costs[role_of(plan.phase)], batch.lengths.tolist(), batch.prompt_lengths.tolist()
-        return planned, schedule_metrics(plan, ranks, lengths, cost, prompts)
 
     # Weight sync ------------------------------------------------------------------------------------------------------
 
@@ -454,25 +451,12 @@ class Trainer:
                     self.parts.rollouts.pause()
             metrics = self.parts.weights.publish(version, shards, self.parts.engines, engines)
         if canary is not None:
-            metrics |= self._judge_engines(canary, engines)
+            pool = self.parts.engines
+            score = None if pool is None else partial(pool.score, canary.sequences, engines)
+            metrics |= canary.check(score, restarted=engines is not None)
         if self.parts.rollouts is not None:
             self.parts.rollouts.resume(version, engines)
         return metrics
-
-    def _judge_engines(self, canary: Canary, engines: Sequence[int] | None) -> Metrics:
-        """Compare what engines compute with what the actor computes. Raises SyncError on all ranks for an engine that has
-        drifted, unless `weight_sync.canary.action` is `warn`."""
-        verdict: Verdict | None = None
-        if self.parts.engines is not None:
-            with span("wait_engines"):
-                verdict = canary.judge(partial(self.parts.engines.score, canary.sequences, engines), engines is not None)
-        verdict = broadcast_from_first(verdict)
-        if verdict.drift is not None:
-            if canary.stops:
-                raise SyncError(verdict.drift)
-            if self.rank == 0:
-                logger.warning("%s", verdict.drift)
-        return verdict.metrics
 
     # Around the step --------------------------------------------------------------------------------------------------
 
@@ -543,8 +527,8 @@ class Trainer:
             metrics |= self.take_restart_metrics()
             times = clock.take()
             with clock.phase("metrics"):  # counted in the next step's line
-                if self.parts.rollouts is not None:
-                    metrics |= self.parts.rollouts.prompt_metrics()
+                stream = self.parts.rows if number <= recipe.sft_steps else self.parts.rollouts
+                metrics |= {} if stream is None else stream.prompt_metrics()
                 rows = [] if self.parts.samples is None else self.parts.samples.rows
                 writer.step(number, times, engines, self.sizes, metrics, rows)
             every = recipe.run.checkpoint_every
@@ -576,12 +560,16 @@ class Trainer:
         """Return what a resume after step `number` needs besides the roles; the rollouts are on rank 0 only."""
         with self.clock.phase("checkpoint"), span("wait_engines"):
             rollouts = None if self.parts.rollouts is None else self.parts.rollouts.state()
+            if self.parts.rows is not None and rollouts is not None:
+                rollouts["rows"] = self.parts.rows.state()
         state = {"step": number, "version": self.version, "rollouts": rollouts, "random": torch.get_rng_state()}
         return state | {"kl_coefficient": self.kl.coefficient}
 
     def load(self, checkpoint: Path) -> int:
         """Load the roles and the state of a checkpoint; returns its step. Collective."""
         with self.clock.phase("load_checkpoint"):
+            if 0 < self.recipe.sft_steps <= step_of(checkpoint):
+                self.parts.roles["actor"].end_supervised()
             state = load_checkpoint(checkpoint, self.parts.moving)
             self.restore(state | {"rollouts": load_rollouts(checkpoint) if self.rank == 0 else None})
         return int(state["step"])
@@ -594,3 +582,5 @@ class Trainer:
             self.kl.coefficient = state["kl_coefficient"]
         if self.parts.rollouts is not None:
             self.parts.rollouts.restore(state["rollouts"])
+        if self.parts.rows is not None:
+            self.parts.rows.restore(state["rollouts"]["rows"])

@@ -24,8 +24,9 @@ def rewards_of(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def learning_recipe(folder: Path, algorithm: str, seed: int, max_staleness: int = 0) -> tuple[str, Path]:
-    """The name of a run in this folder and its recipe: the shipped one, under another seed, and with stale tokens."""
-    recipe = yaml.safe_load((RECIPES / f"{ALGORITHMS[algorithm]}.yaml").read_text())
+    """The name of a run in this folder and its recipe: the shipped one of an algorithm, or of a file's name, under another
+    seed, and with stale tokens."""
+    recipe = yaml.safe_load((RECIPES / f"{ALGORITHMS.get(algorithm, algorithm)}.yaml").read_text())
     name = f"{recipe['run']['name']}-{max_staleness}-{seed}"
     recipe["run"] |= {"name": name, "seed": seed, "dir": str(folder)}
     if max_staleness:

@@ -300,11 +300,11 @@ def _check_vocabulary(row: Row, token_ids: Sequence[int], num_tokens: int | None
     )
 
 
-def not_trained_on(held_out: PromptStream, trained_on: PromptStream) -> list[Prompt]:
+def not_trained_on(held_out: PromptStream, *trained_on: PromptStream) -> list[Prompt]:
     """Return the held-out prompts, or rows, that are not among those of the training data. Raises ValueError if none is
     left."""
-    seen = {_content(prompt) for prompt in trained_on.every()}
-    left = [prompt for prompt in held_out.every() if _content(prompt) not in seen]
+    seen = {_content(ids) for stream in trained_on for prompt in stream.every() for ids in _prompts_of(prompt)}
+    left = [prompt for prompt in held_out.every() if _content(prompt.token_ids) not in seen]
     if not left:
         raise ValueError(
             f"evaluation.prompts: all {held_out.num_rows} are among the training prompts, and nothing is held out; "
@@ -313,6 +313,11 @@ def not_trained_on(held_out: PromptStream, trained_on: PromptStream) -> list[Pro
     return left
 
 
-def _content(prompt: Prompt) -> bytes:
-    """Return a digest of a prompt, which is small: training sets are large."""
-    return hashlib.blake2b(np.asarray(prompt.token_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+def _prompts_of(prompt: Prompt) -> list[Sequence[int] | np.ndarray]:
+    """Return the tokens of a row, and of a supervised one also those before the first trained token."""
+    return [prompt.token_ids, *(example.token_ids[: int(example.trained.argmax())] for example in prompt.examples)]
+
+
+def _content(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    """Return a digest of tokens, which is small: training sets are large."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype=np.int32).tobytes(), digest_size=16).digest()

@@ -76,6 +76,19 @@ def fuse(optimizer: Any) -> None:
                 group |= {"fused": True, "foreach": False}
 
 
+@torch.no_grad()
+def forget(optimizer: Any) -> None:
+    """Set Adam's moments and step counts to those of a new optimizer. In place: a checkpoint needs the states."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                if name in state:
+                    state[name].zero_()
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # where Transformer Engine's Adam counts
+                group["step"] = 0
+
+
 def finish_gather(chunk: Any, weight: Tensor) -> None:
     """Wait until a weight of a trained chunk is gathered. Collective over its data-parallel ranks."""
     if chunk.ddp_config.overlap_param_gather and weight in chunk.param_to_bucket_group:  # a frozen weight is in none

@@ -42,6 +42,7 @@ from megarl.megatron.offload import ActivationOffload, RoleOffload
 from megarl.megatron.optimizer import (
     data_parallel_config,
     finish_gather,
+    forget,
     fuse,
     fuse_gradient_accumulation,
     gather_all,
@@ -119,6 +120,8 @@ class Training:
     updates_per_step: int = 1
     lora: LoraSection | None = None
     frozen: FreezeSection = FreezeSection()
+    supervised: OptimizerSection | None = None  # of the supervised steps of a warm-up, which take one update each
+    supervised_steps: int = 0
 
 
 class Role:
@@ -216,15 +219,32 @@ class Role:
         config = optimizer_config(optimizer, settings.precision, settings.initial_loss_scale)
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         fuse(self.optimizer)
-        warmup_updates = optimizer.warmup_steps * training.updates_per_step
+        self._training = training
+        if training.supervised is None:
+            self._start_schedule(optimizer, training.steps * training.updates_per_step, training.updates_per_step)
+        else:
+            self._start_schedule(training.supervised, training.supervised_steps)
+        refuse_non_finite_norm(self.optimizer)
+        self._backward = BackwardWatch(self.models)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        # Megatron enters it for all but the last micro-batch, so that overlapped gradients are reduced once.
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _start_schedule(self, optimizer: OptimizerSection, updates: int, updates_per_step: int = 1) -> None:
+        """Begin a learning-rate schedule over a number of updates."""
+        warmup_updates = optimizer.warmup_steps * updates_per_step
+        rates = {"max_lr": optimizer.lr, "min_lr": optimizer.lr * optimizer.min_lr_share}
+        for group in self.optimizer.param_groups:  # megatron-core reads these before those of the schedule
+            group.update(rates)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=optimizer.lr,
-            min_lr=optimizer.lr * optimizer.min_lr_share,
+            **rates,
             lr_warmup_steps=warmup_updates,
             # One more than there are updates, so that the last update still moves.
-            lr_decay_steps=max(training.steps * training.updates_per_step, warmup_updates) + 1,
+            lr_decay_steps=max(updates, warmup_updates) + 1,
             lr_decay_style=optimizer.decay,
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,
@@ -234,14 +254,14 @@ class Role:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
-        refuse_non_finite_norm(self.optimizer)
-        self._backward = BackwardWatch(self.models)
         self.scheduler.step(1)  # update k of n runs at point k of the schedule, so that no update runs at rate 0
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
-        # Megatron enters it for all but the last micro-batch, so that overlapped gradients are reduced once.
-        no_sync = [chunk.no_sync for chunk in self.chunks]
-        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def end_supervised(self) -> None:
+        """Begin the schedule of the steps after a warm-up, as a run from these weights would: without moments."""
+        training = self._training
+        with self.present(training=True), self.place.active():
+            forget(self.optimizer)
+            self._start_schedule(training.optimizer, training.steps * training.updates_per_step, training.updates_per_step)
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
@@ -302,7 +322,8 @@ class Role:
         assert self.offload.is_present(training=True), (
             f"the {self.role}'s optimizer is offloaded: enter present(training=True)"
         )
-        with self.place.active():
+        temperature = self.head.temperature if batch.sampled else 1.0
+        with self.place.active(), self.head.at(temperature):
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
                 chunk.zero_grad_buffer()
@@ -311,7 +332,7 @@ class Role:
 
             def finish(micro: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Any]:
                 outputs = self._outputs(micro, output, entropy=True)
-                if self.distillation is not None:
+                if self.distillation is not None and batch.sampled:
                     local = self.distillation(batch, micro, output.squeeze(1), self.models[-1].head_weight)
                     outputs["divergence"] = over_context(local, micro, self.place)
                 if not micro.samples:  # padding, so that all ranks run as many micro-batches
@@ -320,7 +341,8 @@ class Role:
                 loss, sums = objective(micro, outputs)
                 return loss, ((micro.samples, loss.detach()), sums)
 
-            stored, executed = self._run(batch, mini_batch, finish, forward_only=False, replay=self.router_replay)
+            replay = self.router_replay if batch.sampled else None
+            stored, executed = self._run(batch, mini_batch, finish, forward_only=False, replay=replay)
             learning_rate = self.scheduler.get_lr({})  # also on a rank without trainable weights
             with span("optimizer"):
                 succeeded, grad_norm, refused = self._step_optimizer([loss for loss, _ in stored])
@@ -344,17 +366,16 @@ class Role:
         return Update(sums, grad_norm, float(learning_rate), executed, skipped, refused)
 
     def take_weights(self, other: Role) -> None:
-        """Copy this rank's shards from another role of the same model under the same layout. Collective."""
+        """Copy this rank's shards from another role of the same model under the same layout, adapters merged in.
+        Collective."""
         assert self is not other, f"the {self.role} has no weights of its own"
         with self.present(), other.present(), torch.no_grad():
-            other.gather_weights()
-            for target, source in zip(self.models, other.models, strict=True):
-                weights, sources = dict(target.named_parameters()), dict(source.named_parameters())
-                assert weights.keys() == sources.keys(), (
-                    f"{self.role} and {other.role} are built differently: {weights.keys() ^ sources.keys()}"
-                )
-                for name, weight in weights.items():
-                    weight.copy_(sources[name])
+            weights, sources = self.shards(), other.shards()
+            assert weights.keys() == sources.keys(), (
+                f"{self.role} and {other.role} are built differently: {weights.keys() ^ sources.keys()}"
+            )
+            for name, weight in weights.items():
+                weight.copy_(sources[name])
 
     def skip_updates(self, count: int) -> None:
         """Advance the learning rate past `count` planned updates that an early stop skips."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.algorithm.control import moved_too_far
-from megarl.megatron.parallel import Place, reduce_scalars
+from megarl.megatron.batch import Batch
+from megarl.megatron.parallel import Place, gather_to_all, reduce_scalars
 from megarl.megatron.role import Update
 from megarl.recipe.algorithm_section import EarlyStopSection
-from megarl.schedule import Cost, Executed, Plan, quality
+from megarl.schedule import Cost, Executed, MiniBatch, Plan, PlanMismatch, compare, quality
 
 
 def schedule_metrics(
@@ -38,6 +39,26 @@ def schedule_metrics(
         "efficiency": worth.efficiency,
     }
     return {f"schedule/{plan.phase}/{name}": value for name, value in metrics.items()}
+
+
+def prove(
+    plan: Plan, place: Place, batch: Batch, cost: Cost, executed: list[Executed]
+) -> tuple[tuple[MiniBatch, ...], dict[str, float]]:
+    """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and
+    `schedule_metrics`. Raises PlanMismatch. Collective."""
+    everywhere = gather_to_all(executed)
+    ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
+    # An early stop skips the last mini-batches on every rank.
+    planned = plan.mini_batches[: len(executed)]
+    for data_rank, ran in enumerate(ranks):
+        if len(ran) != len(planned):
+            raise PlanMismatch(
+                f"phase {plan.phase}: data-parallel rank {data_rank} executed {len(ran)} of {len(plan.mini_batches)} "
+                f"mini-batches, and rank {place.rank} {len(planned)}"
+            )
+        for mini_batch, shapes in zip(planned, ran, strict=True):
+            compare(mini_batch, data_rank, shapes)
+    return planned, schedule_metrics(plan, ranks, batch.lengths.tolist(), cost, batch.prompt_lengths.tolist())
 
 
 def stops_early(section: EarlyStopSection | None, update: Update, place: Place) -> bool:

@@ -142,6 +142,8 @@ def _show_phases(console: Console, recipe: Recipe) -> None:
     for row in phase_table(recipe):
         table.add_row(*astuple(row))
     console.print(table)
+    for line in first_steps_lines(recipe):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _suggestions_for_caps(path: str, overrides: list[str], request: CheckRequest, console: Console) -> dict[str, Any]:
@@ -193,8 +195,8 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
     console.print(_phase_table(recipe, plan))
-    if recipe.critic_warmup_steps:
-        show(f"the first {recipe.critic_warmup_steps} steps (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
+    for line in first_steps_lines(recipe):
+        show(line)
     show(NOTES, style="dim")
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title="memory of one device at worst", title_justify="left", title_style=""
@@ -219,6 +221,25 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
         console.print(table)
         show(STALENESS_NOTES, style="dim")
     show(_balance(plan))
+
+
+def first_steps_lines(recipe: Recipe) -> list[str]:
+    """What the first steps of a run do where they differ from the others."""
+    lines, supervised = [], recipe.supervised
+    if supervised is not None:
+        row = phase_table(supervised)[-1]
+        lines.append(
+            f"the first {recipe.sft_steps} steps (warmup.sft): {', '.join(supervised.running_phases)}, of {row.mini_batch} "
+            f"with at most {supervised.max_sequence_tokens} tokens each, {row.micro_batch}"
+        )
+    if recipe.critic_warmup_steps:
+        then = (
+            f"the {recipe.critic_warmup_steps} steps after them"
+            if lines
+            else f"the first {recipe.critic_warmup_steps} steps"
+        )
+        lines.append(f"{then} (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
+    return lines
 
 
 def _balance(plan: Forecast) -> str:
@@ -306,6 +327,7 @@ def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
         "name": recipe.run.name,
         "running_phases": list(recipe.running_phases),
         "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
+        "supervised_steps": recipe.sft_steps,
         "lengths": lengths.origin,
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
         "rollout_flops": plan.rollout_flops,

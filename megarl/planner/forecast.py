@@ -9,7 +9,7 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 
 from megarl.planner.engine_memory import PlannedEngines
@@ -45,7 +45,7 @@ class Job:
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said. `bucket_bytes` are what the buckets
-    of a weight sync take of it (`bucket_bytes_of`).
+    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the update of a warm-up's steps, and what they allow.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -57,6 +57,7 @@ class Job:
     device_bytes: int | None = None
     tflops: float | None = None
     bucket_bytes: int = 0
+    supervised: tuple[Schedule, BatchLimits] | None = None
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -127,7 +128,7 @@ def job_of(
     `tflops` wins over the recipe's `device.tflops`. Raises what `find_lengths` raises.
     """
     roles = memory_roles(recipe)
-    limits, device = limits_of(recipe), recipe.device
+    limits, device, supervised = limits_of(recipe), recipe.device, recipe.supervised
     return Job(
         roles=tuple(roles.values()),
         schedules=tuple(recipe.schedule(phase) for phase in recipe.engine_phases if recipe.runs(phase)),
@@ -138,6 +139,7 @@ def job_of(
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
         bucket_bytes=bucket_bytes_of(recipe),
+        supervised=None if supervised is None else (supervised.schedule("actor_update"), limits_of(supervised)),
     )
 
 
@@ -226,6 +228,9 @@ def forecast(job: Job) -> Forecast:
     shape, lengths = job.role("actor_update").shape, job.lengths
     pairs = zip(lengths.totals, lengths.completions, strict=True)
     worst = {phase.phase: phase.worst_memory for phase in phases}
+    if job.supervised is not None:
+        schedule, limits = job.supervised
+        worst["warmup.sft"] = worst_memory(replace(job, limits=limits), schedule)
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
     return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())))
 

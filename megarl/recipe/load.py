@@ -59,6 +59,7 @@ from megarl.recipe.supervised import supervised_rules
 from megarl.recipe.telemetry_section import telemetry_rules
 from megarl.recipe.trainer_section import fp8_fits_model, trainer_rules
 from megarl.recipe.violation import MISSING, RecipeError, Violation, Violations, closest_text
+from megarl.recipe.warmup_section import named_as_warmup, warmup_rules
 from megarl.recipe.watchdog_section import watchdog_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 from megarl.recipe.yaml_text import apply_overrides, dump_yaml, read_yaml
@@ -68,6 +69,7 @@ NOT_RUN = "not yet run on a GPU"
 # Rules that read neither a model nor a data-parallel size.
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
     supervised_rules,
+    warmup_rules,
     algorithm_rules,
     trained_role_rules,
     reference_rules,
@@ -152,6 +154,8 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
     faults += rank_faults or [*batch_size(recipe), *phase_rules(recipe), *held_out_rules(recipe)]
     for key, path in recipe.model_paths.items():
         faults += _model_faults(recipe, key, path, fetch, ranks_divide=not rank_faults)
+    if recipe.supervised is not None:
+        faults += named_as_warmup(cross_violations(recipe.supervised, fetch))
     return faults
 
 

@@ -38,6 +38,7 @@ from megarl.recipe.section import Name, Section
 from megarl.recipe.supervised import fill_sections
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.recipe.trainer_section import TrainerSection
+from megarl.recipe.warmup_section import WarmupSection
 from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
 from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.schedule.schedule import Schedule
@@ -63,8 +64,10 @@ class Recipe(Section):
     """Trainer processes."""
     actor: ActorSection
     """The model that is trained."""
+    warmup: WarmupSection | None = None
+    """Supervised steps ahead of the first rollout; null for none."""
     reference: ReferenceSection | None = None
-    """The actor as it was at the start; with `algorithm.kl` or `run.kind: dpo` only."""
+    """The actor as it was at the start, or after `warmup`; with `algorithm.kl` or `run.kind: dpo` only."""
     teachers: dict[Name, TeacherSection] = {}
     """Frozen models that the actor learns from, by a name of your choice; with `algorithm.distillation` only."""
     critic: CriticSection | None = None
@@ -215,8 +218,23 @@ class Recipe(Section):
         return self.num_rollouts // update.mini_batch * update.epochs
 
     @property
+    def sft_steps(self) -> int:
+        """First steps of the run, which are supervised (`warmup.sft`)."""
+        return 0 if self.warmup is None else self.warmup.sft.steps
+
+    @property
+    def rollout_steps(self) -> int:
+        """Steps of the run after the supervised ones."""
+        return self.run.steps - self.sft_steps
+
+    @property
+    def supervised(self) -> Recipe | None:
+        """The first `sft_steps` steps as a run of `run.kind: sft`; None without any."""
+        return None if self.warmup is None else self.warmup.sft.run_of(self)
+
+    @property
     def critic_warmup_steps(self) -> int:
-        """First steps that do not update the actor."""
+        """First steps with rollouts that do not update the actor."""
         return self.critic.warmup_steps if self.critic is not None else 0
 
     @property
@@ -239,7 +257,7 @@ class Recipe(Section):
         section = self.evaluation
         if section is None:
             return False
-        return step in (0, self.run.steps) or (section.every > 0 and step % section.every == 0)
+        return step in (0, self.sft_steps, self.run.steps) or (section.every > 0 and step % section.every == 0)
 
     @property
     def standing_s(self) -> tuple[float, float]:
@@ -270,7 +288,18 @@ class Recipe(Section):
     def reference_is_base(self) -> bool:
         """The reference is the actor with its adapters switched off; read it only with a reference."""
         same = self.path("reference") == self.model.path and self.layout("reference") == self.layout("actor")
-        return self.actor.lora is not None and same
+        return self.actor.lora is not None and same and not self.reference_is_warm
+
+    @property
+    def reference_is_warm(self) -> bool:
+        """The reference is the actor as it is after the supervised steps, unless `reference.path` names its model."""
+        named = self.reference is not None and self.reference.path is not None
+        return self.warmup is not None and not named and self.runs("reference_logprob")
+
+    @property
+    def reference_follows(self) -> bool:
+        """Whether the reference takes weights of the actor during the run."""
+        return self.reference_is_warm or self.refresh_every is not None
 
     @property
     def sent_adapter(self) -> LoraSection | None:

@@ -28,25 +28,13 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
-class OptimizerSection(Section):
-    kind: Literal["adam"] = "adam"
-    """Adam with decoupled weight decay."""
+class LearningRateSection(Section):
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
-    weight_decay: Weight = 0.0
-    """Decoupled weight decay."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Larger gradient norms are scaled down to this."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, over the steps of the run."""
+    """Shape of the learning rate after warm-up, over the steps that it is for."""
     min_lr_share: Share = 0.0
     """The final learning rate of `decay`, as a share of `lr`."""
 
@@ -57,6 +45,20 @@ class OptimizerSection(Section):
             raise broken_rule("is where a decay ends, and optimizer.decay is constant", "0, or optimizer.decay: cosine")
         return share
 
+
+class OptimizerSection(LearningRateSection):
+    kind: Literal["adam"] = "adam"
+    """Adam with decoupled weight decay."""
+    weight_decay: Weight = 0.0
+    """Decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Larger gradient norms are scaled down to this."""
     overlap_gradients: bool = False
     """Sum gradients over the data-parallel ranks while the last backward pass still runs, bucket by bucket."""
     overlap_parameters: bool = False
@@ -203,17 +205,17 @@ def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | Criti
 
 def trained_role_rules(recipe: Recipe) -> Violations:
     """Warm-ups that outlast the run, and weights or modules that cannot be frozen or recomputed."""
-    steps, critic_warmup = recipe.run.steps, recipe.critic_warmup_steps
-    if critic_warmup >= steps:
-        rule = f"the actor would never be updated: must be below run.steps = {steps}"
+    steps, critic_warmup = recipe.rollout_steps, recipe.critic_warmup_steps
+    of_run = f"run.steps = {recipe.run.steps}"
+    of_run += f" - warmup.sft.steps = {steps}" if steps < recipe.run.steps else ""
+    if critic_warmup and critic_warmup >= steps:
+        rule = f"the actor would never learn from rollouts: must be below {of_run}"
         yield Violation("critic.warmup_steps", critic_warmup, rule, str(steps - 1))
     for role, section in trained_sections(recipe):
         updates, warmup = steps - (critic_warmup if role == "actor" else 0), section.optimizer.warmup_steps
         if warmup > updates > 0:
             less = f" - critic.warmup_steps = {updates}" if updates < steps else ""
-            yield Violation(
-                f"{role}.optimizer.warmup_steps", warmup, f"must not pass run.steps = {steps}{less}", str(updates)
-            )
+            yield Violation(f"{role}.optimizer.warmup_steps", warmup, f"must not pass {of_run}{less}", str(updates))
         if section.memory.recompute == "selective" and is_for_cpus(recipe):
             yield from without_transformer_engine(recipe, role)
     if recipe.critic is not None and recipe.critic.freeze.head:

@@ -90,9 +90,9 @@ class HeldOutRows:
     """The rows of an evaluation, without those of the training data, in batches of a step's size. Raises ValueError if none
     is left."""
 
-    def __init__(self, recipe: Recipe, held_out: PromptStream, trained_on: PromptStream) -> None:
+    def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream) -> None:
         assert recipe.evaluation is not None
-        rows = not_trained_on(held_out, trained_on)
+        rows = not_trained_on(held_out, *trained_on)
         self.num_left_out, self.num_dropped = held_out.num_rows - len(rows), held_out.num_dropped
         self.num_bad_rows = held_out.num_bad_rows
         self.rows = rows[: recipe.evaluation.max_prompts]

@@ -125,11 +125,11 @@ class Judged:
 class HeldOut:
     """The prompts of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
-    def __init__(self, recipe: Recipe, held_out: PromptStream, trained_on: PromptStream) -> None:
+    def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream) -> None:
         """`held_out` is a stream of `held_out_data`."""
         assert recipe.evaluation is not None
         self.section = recipe.evaluation
-        held_out_prompts = not_trained_on(held_out, trained_on)
+        held_out_prompts = not_trained_on(held_out, *trained_on)
         self.num_left_out, self.num_dropped = held_out.num_rows - len(held_out_prompts), held_out.num_dropped
         self.num_bad_rows = held_out.num_bad_rows
         self.prompts = held_out_prompts[: self.section.max_prompts]

@@ -119,7 +119,7 @@ class RolloutStream:
         self._masks_truncated = algorithm.overlong is not None and algorithm.overlong.mask
         self._is_synchronous = rollout.max_staleness == 0
         max_rounds = 1 if dynamic is None else dynamic.max_rounds
-        self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds, recipe.run.steps)
+        self._admission = Admission(self._per_step, rollout.max_staleness, recipe.window, max_rounds, recipe.rollout_steps)
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[Group] = deque()  # groups that the curriculum does not know yet, in order
         self._num_sampling = [0, 0]  # groups that do not wait for their rewards yet: of training, of an evaluation

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
+from megarl.algorithm.estimate import greedy_baselines
 from megarl.data.prompts import PromptStream
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
@@ -24,6 +27,19 @@ class Taken:
     greedy_rewards: RewardResult | None
     metrics: dict[str, float]
     teachers: dict[int, str] = field(default_factory=dict)  # the teacher of each group by its id
+
+    def baselines(self, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """Return the baseline of each rollout from its prompt's greedy completion, which rollouts still count, and metrics;
+        all [rollouts], as `valid`. For rollouts with greedy completions."""
+        greedy, rewards = self.rollouts.greedy, self.greedy_rewards
+        assert greedy is not None and rewards is not None, "what was sampled was scored"
+        scored = rewards.valid & np.isfinite(rewards.rewards)
+        return *greedy_baselines(rewards.rewards, scored, valid), {
+            "rollout/greedy_tokens": int(greedy.own_lengths.sum()),
+            "reward/greedy_mean": float(rewards.rewards[scored].mean()),
+            "reward/num_greedy_masked": int((~scored).sum()),
+            "reward/busy_s": self.rewards.busy_s + rewards.busy_s,
+        }
 
     def check(self, recipe: Recipe) -> None:
         """Compare what engines and reward workers ran with the plan. Raises PlanMismatch, and ValueError for sequences that

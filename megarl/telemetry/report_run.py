@@ -72,13 +72,14 @@ class Run:
         """Return how many completions were sampled by the end of each step, with the extra rounds of
         `algorithm.dynamic_sampling`; None without a recipe."""
         prompts, size = self.at("phases.rollout.prompts"), self.at("algorithm.group_size")
+        supervised = self.at("warmup.sft.steps") or 0
         if prompts is None or size is None:
             return None
         extra, sampled = 0, {}
         for line in self.steps:
             if is_number(line.get("rollout/extra_prompts")):
                 extra += int(line["rollout/extra_prompts"])
-            sampled[line["step"]] = (line["step"] * int(prompts) + extra) * int(size)
+            sampled[line["step"]] = (max(0, line["step"] - supervised) * int(prompts) + extra) * int(size)
         return sampled
 
     def recent(self) -> dict[str, float]:

@@ -23,9 +23,10 @@ from megarl.telemetry.exit_status import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
 # A resumed run must keep these keys, because they give a position in the prompts, or an adapter, its meaning.
-_FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora")
+_FIXED = ("model", "data", "run.seed", "algorithm.advantage", "algorithm.group_size", "phases.rollout.prompts", "actor.lora",
+          "warmup.sft.steps", "warmup.sft.data", "warmup.sft.actor_update.mini_batch")  # fmt: skip
 # --resume-if-saved must also keep these keys, because no person has looked at the directory.
-_LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature")
+_LEARNED = ("algorithm", "reward", "actor.optimizer", "actor.freeze", "critic.optimizer", "rollout.temperature", "warmup")
 TRANSPORT = "weight_sync.txt"  # file of a run: how its weights travel to the engines, and why
 # How long a lock lives without a touch, and how long a start waits for a lock that no living process holds.
 LEASE_S, ANSWER_S = 30.0, 0.5

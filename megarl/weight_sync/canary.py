@@ -12,6 +12,7 @@ under the same weights, show the drift of an engine and not the drift of the pol
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -20,11 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.megatron.parallel import broadcast_from_first
 from megarl.megatron.role import Role
 from megarl.megatron.scores import score_sequences
 from megarl.recipe import Recipe
 from megarl.recipe.weight_sync_section import CanarySection
+from megarl.telemetry.clock import span
+from megarl.weight_sync.manifest import SyncError
 
+logger = logging.getLogger(__name__)
 SEED = 0  # of the canary's tokens
 # Mean absolute differences between actor and engine, in nats, by the coarser precision of the two. Rounding always explains
 # a difference up to the first value, and never one above the second. Measured on CPUs with 135M weights: 1e-5 in fp32, 0.08
@@ -90,6 +95,21 @@ class Canary:
         self._version, self._actor = version, score_sequences(actor, self.sequences)
         self._moved = 0.0 if before is None else _distance(self._actor, before)
         self._actor_s = time.perf_counter() - begun
+
+    def check(self, score: Callable[[], Mapping[int, np.ndarray]] | None, restarted: bool) -> dict[str, float]:
+        """`judge` the engines, which rank 0 asks (`score` is None elsewhere), and return the metrics on all ranks. Raises
+        SyncError on all ranks for an engine that has drifted, unless `weight_sync.canary.action` is `warn`. Collective."""
+        verdict: Verdict | None = None
+        if score is not None:
+            with span("wait_engines"):
+                verdict = self.judge(score, restarted)
+        verdict = broadcast_from_first(verdict)
+        if verdict.drift is not None:
+            if self.stops:
+                raise SyncError(verdict.drift)
+            if score is not None:
+                logger.warning("%s", verdict.drift)
+        return verdict.metrics
 
     def judge(self, score: Callable[[], Mapping[int, np.ndarray]], restarted: bool = False) -> Verdict:
         """Compare engines with the actor and among each other. `score` has them score now and returns [data-parallel ranks,

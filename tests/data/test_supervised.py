@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.prompts import PromptStream
+from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.recipe.data_section import DataSection
 
 HEAD = "{% for m in messages %}"
@@ -168,3 +168,20 @@ def test_parquet_rows_are_those_of_jsonl(tmp_path):
     ((found,), _) = examples(tmp_path, tokenizer, [{"messages": LONG}], source=source)
     assert np.array_equal(found[0].token_ids, expected[0].token_ids)
     assert np.array_equal(found[0].trained, expected[0].trained)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_prompt_whose_answer_is_trained_is_not_held_out(tmp_path, chat):
+    """From rows of whole sequences, beside those of the prompts that rollouts answer."""
+    tokenizer, streams = byte_tokenizer(CHATML), []
+    for name, questions, limits in [
+        ("held_out", "abc", {"max_prompt_tokens": 400}),
+        ("prompts", "ax", {"max_prompt_tokens": 400}),
+        ("rows", "cy", {"max_prompt_tokens": 1, "max_tokens": 400}),
+    ]:
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"q": question, "a": "1"}) + "\n" for question in questions))
+        source = {"kind": "jsonl", "path": str(file), "prompt_field": "q", "answer_field": "a"}
+        data = DataSection.model_validate({"prompts": source, "chat_template": chat, **limits})
+        streams.append(PromptStream(data, 1, tokenizer))
+    assert [prompt.question for prompt in not_trained_on(*streams)] == ["b"]

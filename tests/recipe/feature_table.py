@@ -72,6 +72,7 @@ def features() -> list[Feature]:
             "agents and environments", "environment", _listed(list(dict.fromkeys(_keys(Recipe.model_fields["environment"]))))
         )
     )
+    rows.append(Feature("supervised steps ahead of rollouts", "warmup.sft", _listed(_keys(_field("warmup.sft")))))
     sync = {key: _options(field) for key, field in WeightSyncSection.model_fields.items() if _options(field)}
     rows.append(Feature("weight sync", "weight_sync", "; ".join(f"`{key}`: {_listed(sync[key])}" for key in sync)))
     for key, field in TrainerSection.model_fields.items():

@@ -176,7 +176,8 @@ def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folde
     made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made, "_agree", lambda *_: None)
-        patch.setattr(made, "_prove", lambda *_: ((mini_batch,), {}))
+        patch.setattr(made, "costs", {"critic": None})
+        patch.setattr(megarl.trainer, "prove", lambda *_: ((mini_batch,), {}))
         patch.setattr(megarl.trainer, "compare", lambda *_, **__: None)
         patch.setattr(megarl.trainer, "update_metrics", lambda *_: {})
         patch.setitem(megarl.trainer.OBJECTIVES, "critic", lambda settings, batch, weights: seen.append(weights))

@@ -1,0 +1,89 @@
+"""`warmup.sft` in a recipe: the rules of a supervised run under its own keys, and what follows for the steps of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.planner.forecast import forecast, job_of
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.load import parse_recipe, recipe_yaml
+from tests.supervised_cases import supervised_run
+from tests.warmup_cases import rl_recipe, warm_recipe
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("warmup")
+    supervised_run(path)
+    return path
+
+
+def test_a_recipe_reads_back_and_its_first_steps_are_a_supervised_run(folder: Path) -> None:
+    recipe = load_recipe(warm_recipe(folder, "warm", evaluation=None))
+    assert parse_recipe(yaml.safe_load(recipe_yaml(recipe))) == recipe
+    supervised = recipe.supervised
+    assert supervised is not None and supervised.run.is_supervised and supervised.run.steps == recipe.sft_steps == 3
+    assert supervised.actor.optimizer.lr != recipe.actor.optimizer.lr and supervised.rollout.temperature == 1.0
+    assert recipe.rollout_steps == 3 and recipe.reference_follows and not recipe.reference_is_base
+    assert load_recipe(rl_recipe(folder, "rl", 3)).supervised is None
+
+
+def test_an_evaluation_comes_also_after_the_last_supervised_step(folder: Path) -> None:
+    prompts = {"kind": "jsonl", "path": str(folder / "pairs.jsonl"), "prompt_field": "question", "answer_field": "chosen"}
+    recipe = load_recipe(warm_recipe(folder, "asked", evaluation={"prompts": prompts}))
+    assert [step for step in range(7) if recipe.evaluates_after(step)] == [0, 3, 6]
+
+
+SFT = "warmup__sft"
+BROKEN: dict[str, dict[str, Any]] = {
+    "warmup.sft.steps": {f"{SFT}__steps": 7},
+    "warmup.sft.data.max_tokens": {f"{SFT}__data__max_tokens": None},
+    "warmup.sft.data.max_prompt_tokens": {f"{SFT}__data__max_prompt_tokens": 8},
+    "warmup.sft.data.prompt_format": {f"{SFT}__data__prompt_format": "token_ids"},
+    "warmup.sft.data.prompts.path": {f"{SFT}__data__prompts__path": "nowhere.jsonl"},
+    "warmup.sft.data.prompts.answer_field": {f"{SFT}__data__prompt_format": "text"},
+    "warmup.sft.data.curriculum": {f"{SFT}__data__curriculum": {"low": 0.1, "high": 0.9}},
+    "warmup.sft.optimizer.warmup_steps": {f"{SFT}__optimizer__warmup_steps": 4},
+    "warmup.sft.optimizer.lr": {f"{SFT}__optimizer__lr": 0.0},
+    "warmup.sft.optimizer.beta1": {f"{SFT}__optimizer__beta1": 0.5},
+    "warmup.sft.actor_update.epochs": {f"{SFT}__actor_update__epochs": 2},
+    "warmup.sft.actor_update.micro_batch.max_tokens": {f"{SFT}__actor_update__micro_batch__max_tokens": 40},
+    "warmup.sft.actor_update.mini_batch": {f"{SFT}__actor_update__mini_batch": 7, "trainer__ranks": 2},
+    "reference.layout": {"reference": {"layout": {"tensor": 2}}, "trainer__ranks": 2},
+    "actor.optimizer.warmup_steps": {"actor__optimizer__warmup_steps": 4},
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_an_error_names_the_key_of_the_warmup(folder: Path, key: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(warm_recipe(folder, "broken", **BROKEN[key]))
+    assert {violation.key for violation in error.value.violations} == {key}, error.value
+
+
+def test_a_cap_is_a_number_and_only_rollouts_are_preceded(folder: Path) -> None:
+    cap, device = "warmup.sft.actor_update.micro_batch.max_tokens", {"memory_gib": 1.0, "kind": "cpu"}
+    broken: dict[str, dict[str, Any]] = {
+        cap: {cap.replace(".", "__"): "auto", "device": device},
+        "warmup": {"run__kind": "sft"},
+    }
+    for key, changes in broken.items():
+        with pytest.raises(RecipeError) as error:
+            load_recipe(warm_recipe(folder, "broken", **changes))
+        assert key in {violation.key for violation in error.value.violations}, error.value
+
+
+def test_the_plan_counts_the_memory_of_the_supervised_steps(folder: Path) -> None:
+    """Their micro-batches may be the largest ones of a run."""
+    device = {"memory_gib": 1.0, "kind": "cpu"}
+    small, large = (
+        forecast(job_of(load_recipe(warm_recipe(folder, "planned", device=device,
+                                                **{f"{SFT}__actor_update__micro_batch__max_tokens": cap}))))
+        for cap in (48, 480)
+    )  # fmt: skip
+    assert small.fullest != "warmup.sft" == large.fullest
+    assert large.device_peak > small.device_peak
