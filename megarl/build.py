@@ -27,6 +27,7 @@ from megarl.cluster.ray_cluster import ClusterError, join_cluster
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
 from megarl.data.routing import teachers_of
+from megarl.data.supervised import answer_of
 from megarl.megatron.model import DTYPES, has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
@@ -336,7 +337,11 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     directory = model_directory(recipe.model.path)
     # Before the engines start, so that a reward that does not load or cannot judge an answer ends the run at once.
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
-    prompts = stream(recipe.data)
+    answer = None
+    if recipe.algorithm.distillation is not None and recipe.algorithm.distillation.data_share:
+        limit = recipe.rollout.max_new_tokens
+        answer = partial(answer_of, data=recipe.data, tokenizer=tokenizer, stop_token_ids=stops, max_new_tokens=limit)
+    prompts = stream(recipe.data, answer=answer)
     if prompts.num_dropped:
         limit = "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens"
         print(f"data: {prompts.num_dropped} rows left out, longer than data.{limit}", file=sys.stderr)

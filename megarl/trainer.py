@@ -245,7 +245,8 @@ class Trainer:
             batch = self.guard.rewards(batch)
             metrics: Metrics = rollouts.metrics
             if not self.recipe.run.is_supervised:
-                metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid[batch.ends]).metrics()
+                counted = replace(rewards, valid=batch.valid[batch.ends])
+                metrics = rollout_metrics(rollouts) | counted.select(rollouts.sampled.tolist()).metrics()
                 metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
                 assert greedy is not None, "what was sampled was scored"
