@@ -253,11 +253,11 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         follows = recipe.refresh_every is not None
         place = places["reference"]
         roles["reference"] = build("reference", recipe.path("reference"), place, memory=memory, follows=follows)
-    for name, teacher in recipe.teachers.items():
-        role = f"teachers.{name}"
+    teachers = {f"teachers.{name}": teacher for name, teacher in recipe.teachers.items() if name not in recipe.served}
+    for role, teacher in teachers.items():
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
     if recipe.algorithm.distillation is not None:
-        directories = {f"teachers.{name}": model_directory(teacher.path) for name, teacher in recipe.teachers.items()}
+        directories = {role: model_directory(teacher.path) for role, teacher in teachers.items()}
         connect(recipe.algorithm.distillation, roles, directories, settings.compile)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
@@ -361,7 +361,8 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     else:
         ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
         bound_ranks = _bound_ranks()
-        parts.engines = EnginePool(recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, bound_ranks)
+        places, seed = (stage.engines, bound_ranks, stage.teachers), recipe.run.seed
+        parts.engines = EnginePool(recipe, str(directory), stops, seed, ray_address, *places)
         stack.callback(parts.engines.shutdown)
         parts.engines.start()
     rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replay is not None)

@@ -262,11 +262,9 @@ def memory_lines(plan: Forecast) -> list[str]:
         where = "asleep while the trainer works" if engines.sleeps else "on devices of their own"
         where = "in the same memory as the trainer" if engines.shared else where
         share = "" if job.engine_share is None else f"; rollout.memory_utilization {job.engine_share:.3f} of a device"
-        lines.append(
-            f"engines: {engines.count} x {engine_name(engines.layout)}, {where}; "
-            f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
-            f"working memory {gib(memory.activations + memory.logits)}{share}"
-        )
+        lines.append(f"engines: {engines.count} x {engine_name(engines.layout)}, {where}; {_of_worker(memory)}{share}")
+    for name, teacher in job.teachers.items():
+        lines.append(f"the engine of teachers.{name}: {_of_worker(teacher.memory)}")
     if job.device_bytes is None:
         hint = "with device: {memory_gib: ..., tflops: ...} the plan says what fits and how long"
         return [*lines, f"device: not stated; {hint}"]
@@ -280,6 +278,14 @@ def memory_lines(plan: Forecast) -> list[str]:
         lines.append(f"largest safe rollout.memory_utilization: {plan.safe_utilization:.3f}")
     caps = ", ".join(f"{phase.phase} {phase.largest_cap or 'none'}" for phase in plan.phases)
     return [*lines, f"largest max_tokens that fits: {caps}"]
+
+
+def _of_worker(memory: DeviceMemory) -> str:
+    """What a worker of an engine takes, in words."""
+    return (
+        f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
+        f"working memory {gib(memory.activations + memory.logits)}"
+    )
 
 
 def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
@@ -326,6 +332,12 @@ def _other_cells(recipe: Recipe, plan: Forecast, phase: str) -> dict[str, str]:
         cells["TFLOP"] = _short(plan.rollout_flops / 1e12)
     if phase == "reward":
         cells["micro-batch"] = f"{recipe.phases.reward.sequences} a task"
+    name = phase.removeprefix("teacher_logprob.")
+    if (teacher := plan.job.teachers.get(name)) is not None:
+        cells["layout"] = f"1 x {engine_name(teacher.layout)} engine"
+        cells["micro-batch"] = f"max_tokens {teacher.batched_tokens}"
+        cells["TFLOP"] = _short(plan.job.teacher_flops(name) / 1e12)
+        cells["seconds"] = "" if (spent := plan.job.teacher_s(name)) is None else _short(spent)
     if phase == "weight_sync" and engines is not None:
         cells["layout"] = "actor to engines"
         cells["micro-batch"] = gib(engines.count * engines.layout.workers * engines.memory.weights)

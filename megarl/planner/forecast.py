@@ -9,7 +9,8 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import starmap
 
 from megarl.planner.engine_memory import PlannedEngines
@@ -28,7 +29,7 @@ from megarl.planner.memory_estimate import (
 )
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import Recipe, role_of
-from megarl.recipe.sizes import engines_of, limits_of, memory_roles
+from megarl.recipe.sizes import engines_of, limits_of, memory_roles, teacher_engines, teacher_share
 from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 from megarl.schedule import Quality, Schedule, plan_phase, quality, violations
 
@@ -57,6 +58,8 @@ class Job:
     device_bytes: int | None = None
     tflops: float | None = None
     bucket_bytes: int = 0
+    teachers: Mapping[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
+    teacher_shares: Mapping[str, float] = field(default_factory=dict)  # of the rollouts that such a teacher judges
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -86,10 +89,20 @@ class Job:
         legal = (n for n in range(least, total) if not violations(schedule, n, role.layout, self.limits.longest))
         return next(legal, total)
 
+    def teacher_flops(self, name: str) -> float:
+        """Operations of the engine of a teacher, which scores prompts and completions of its share of the rollouts."""
+        shape, lengths = self.teachers[name].shape, self.lengths.totals
+        return self.teacher_shares[name] * sum(forward_flops(shape, length, length) for length in lengths)
+
+    def teacher_s(self, name: str) -> float | None:
+        """Seconds that `teacher_flops` take at the device's rate."""
+        return None if self.tflops is None else self.teacher_flops(name) / (self.teachers[name].workers * self.tflops * 1e12)
+
     @property
     def engine_bytes(self) -> int:
         """What working engines take of one device; on a CPU, of one trainer rank's share of the machine."""
-        return 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
+        rollout = 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
+        return rollout + sum(teacher.bytes_during_training(self.ranks) for teacher in self.teachers.values())
 
     @property
     def engine_share(self) -> float | None:
@@ -102,7 +115,8 @@ class Job:
     @property
     def bytes_during_training(self) -> int:
         """What engines hold of a trainer rank's device while the trainer works."""
-        return 0 if self.engines is None else self.engines.bytes_during_training(self.ranks)
+        every = [*([] if self.engines is None else [self.engines]), *self.teachers.values()]
+        return sum(engine.bytes_during_training(self.ranks) for engine in every)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -138,6 +152,8 @@ def job_of(
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
         bucket_bytes=bucket_bytes_of(recipe),
+        teachers=teacher_engines(recipe),
+        teacher_shares={name: teacher_share(recipe, name) for name in recipe.served},
     )
 
 

@@ -102,6 +102,31 @@ def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
     return tuple(places)
 
 
+def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePlace]) -> tuple[EnginePlace, ...]:
+    """The place of each teacher's engine, in the order of `recipe.served`: on the first node with enough devices after those
+    of the trainer and of the rollout `engines`. On CPUs on node 0. Raises PlacementError where one has no room."""
+    trainer_nodes = _trainer_nodes(recipe, cluster)
+    taken = [cluster.ranks_per_node if node < trainer_nodes else 0 for node in range(cluster.num_nodes)]
+    for engine in engines:
+        taken[engine.node] = max(taken[engine.node], 1 + max(engine.devices))
+    places = []
+    for name, section in recipe.served.items():
+        workers = section.layout.workers
+        if cluster.shared:
+            places.append(EnginePlace(0, tuple(worker % cluster.devices_per_node for worker in range(workers))))
+            continue
+        node = next((node for node, used in enumerate(taken) if used + workers <= cluster.devices_per_node), None)
+        if node is None:
+            raise PlacementError(
+                f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
+                f"engine has, and {count(cluster.num_nodes, 'node')} of {count(cluster.devices_per_node, 'device')} "
+                f"{'has' if cluster.num_nodes == 1 else 'have'} none left: more nodes, or remove teachers.{name}.engine"
+            )
+        places.append(EnginePlace(node, tuple(range(taken[node], taken[node] + workers))))
+        taken[node] += workers
+    return tuple(places)
+
+
 def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
     """The list of `devices` for a process, by the names that its node `listed`; None: the node lists no devices. Raises
     PlacementError where the node lists fewer."""
@@ -134,10 +159,11 @@ def nodes_with(recipe: Recipe, devices_per_node: int, ranks_per_node: int) -> No
     trainer_nodes = -(-recipe.trainer.ranks // ranks_per_node)
     apart = recipe.has_engines and recipe.rollout.placement == "separate"
     failure = PlacementError("")
-    for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
+    for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0) + len(recipe.served)):
         needed = NodesNeeded(trainer_nodes, rollout_nodes, ranks_per_node)
         try:
-            place_engines(recipe, needed.cluster(devices_per_node))
+            cluster = needed.cluster(devices_per_node)
+            place_teachers(recipe, cluster, place_engines(recipe, cluster))
             return needed
         except PlacementError as error:
             failure = error
@@ -222,12 +248,13 @@ class NodeSize:
 
 @dataclass(frozen=True)
 class PlacedRun:
-    """A recipe on the fewest nodes that hold it, the place of each engine by its number, and the host memory of the fullest
-    node; None without a device."""
+    """A recipe on the fewest nodes that hold it, the place of each engine by its number and of each teacher's, and the host
+    memory of the fullest node; None without a device."""
 
     size: NodeSize
     needed: NodesNeeded
     engines: tuple[EnginePlace, ...]
+    teachers: tuple[EnginePlace, ...] = ()
     host: HostMemory | None = None
 
 
@@ -264,7 +291,9 @@ def place(recipe: Recipe, size: NodeSize) -> PlacedRun:
             needed = nodes_needed(recipe, size.devices)
         else:
             needed = nodes_with(recipe, size.devices, size.ranks or recipe.trainer.ranks)
-        return PlacedRun(size, needed, place_engines(recipe, needed.cluster(size.devices)))
+        cluster = needed.cluster(size.devices)
+        engines = place_engines(recipe, cluster)
+        return PlacedRun(size, needed, engines, place_teachers(recipe, cluster, engines))
     except PlacementError as error:
         raise PlacementError(f"on nodes {size.text} ({size.origin}): {error}") from error
 
@@ -277,6 +306,13 @@ def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
         head += f", rollout.placement = {rollout.placement}"
     alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _engines_on(placed, [node])[0]))
     lines = [head, *(_node_line(placed, list(nodes)) for _, nodes in alike)]
+    for name, place in zip(recipe.served, placed.teachers, strict=True):
+        where = (
+            f", {'device' if len(place.devices) == 1 else 'devices'} {_numbers(place.devices)}"
+            if placed.size.devices
+            else ""
+        )
+        lines.append(f"  node {place.node}{where}: the engine of teachers.{name}")
     if placed.host is not None and recipe.device is not None:
         room = recipe.device.host_memory_gib
         verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
@@ -293,6 +329,7 @@ def document(placed: PlacedRun) -> dict[str, Any]:
         "rollout_nodes": placed.needed.rollout_nodes,
         "host_memory": None if placed.host is None else asdict(placed.host) | {"total": placed.host.total},
         "engines": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.engines],
+        "teachers": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.teachers],
     }
 
 
@@ -389,6 +426,7 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostM
     """A node with so many trainer ranks and engines."""
     assert recipe.device is not None, "host memory is that of a device"
     kind, workers, shape = recipe.device.kind, engines * recipe.rollout.layout.workers, job.roles[0].shape
+    teachers = job.teachers.values() if ranks else ()  # as if none had a node without trainer ranks
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
     update_roles = [replace(role, memory=role.memory.model_copy(update={"offload": "none"})) for role in job.roles]
     updates = [schedule for schedule in job.schedules if schedule.is_update]
@@ -400,6 +438,7 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostM
         worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
         trainer = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
         devices = ranks * trainer + (0 if job.engines is None else workers * job.engines.memory.total)
+        devices += sum(teacher.workers * teacher.memory.total for teacher in teachers)
     if job.engines is not None:
         one_host = ranks == recipe.trainer.ranks and engines == recipe.rollout.engines
         if not one_host or recipe.weight_sync.transport == "group" or obstacle_to_mapping(recipe, kind == "cpu") is not None:
@@ -422,7 +461,8 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> HostM
         routing=routing,
         teacher_rows=_teacher_row_bytes(recipe, job) * ranks,
         ray=OBJECT_STORE_BYTES,
-        processes=PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
+        # Each engine has a process besides its workers.
+        processes=PROCESS_BYTES[kind] * (ranks + workers + engines + sum(teacher.workers + 1 for teacher in teachers)),
     )
 
 

@@ -223,7 +223,7 @@ class TimeMetrics:
         line["idle/device/busy_share"] = self._devices.busy_share(ranks, busy_s)
         per_s = sizes.useful / step_s
         line |= {"tokens/useful": sizes.useful, "tokens/per_s": per_s, "tokens/per_hour": per_s * 3600}
-        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in self._recipe.engine_phases}
+        passed = {phase: metrics.get(f"schedule/{phase}/tokens") for phase in self._recipe.running_phases}
         # The engines also sampled tokens that no update trains on; observations are not sampled.
         untrained = sum(metrics.get(f"rollout/{name}", 0) for name in ("discarded_tokens", "greedy_tokens"))
         passed["rollout"] = sum(map(int, sizes.completions)) + untrained - metrics.get("rollout/observation_tokens", 0)

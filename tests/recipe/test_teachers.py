@@ -70,6 +70,51 @@ def test_what_cannot_work_is_refused(folder: Path, edits: list[tuple[str, Any]],
     assert (key, True) in [(fault.key, rule in fault.rule) for fault in caught.value.violations]
 
 
+SERVED = {"math": {"path": "deep", "engine": {"tensor": 2}}, "code": {"path": "tiny"}}
+
+
+def test_a_served_teacher_has_a_phase_and_no_rank(folder: Path) -> None:
+    recipe = load_recipe(write(folder, edited(*changes(("teachers", SERVED)))))
+    assert {"teacher_logprob.code", "teacher_logprob.math"} <= set(recipe.running_phases)
+    assert "teachers.code" in recipe.roles and "teachers.math" not in recipe.roles
+    assert "teacher_logprob.math" not in recipe.engine_phases and list(recipe.served) == ["math"]
+    alone = (("teachers", {"math": SERVED["math"]}), ("phases.teacher_logprob", ...))
+    assert load_recipe(write(folder, edited(*changes(*alone)))).roles == tuple(
+        role for role in recipe.roles if role != "teachers.code"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edits", "key", "rule"),
+    [
+        (
+            [("algorithm.distillation", {"place": "loss", "over": "vocabulary"})],
+            "teachers.math.engine",
+            "sampled token alone",
+        ),
+        (
+            [("algorithm.distillation", {"place": "loss", "over": "top_k", "top_k": 4})],
+            "teachers.math.engine",
+            "over = top_k",
+        ),
+        ([("rollout.temperature", 0.7)], "rollout.temperature", "temperature 1"),
+        ([("rollout.replay", ".")], "teachers.math.engine", "no engines are started"),
+        ([("teachers.math.engine.tensor", 3)], "teachers.math.engine.tensor", "divide"),
+        ([("teachers.math.layout", {"tensor": 2})], "teachers.math.engine", "nothing reads its layout"),
+        ([("teachers.math.memory", {"offload": "all"})], "teachers.math.engine", "nothing reads its memory"),
+        ([("teachers.code", ...)], "phases.teacher_logprob", "never runs"),
+        ([("teachers.math.path", "sixty-four")], "teachers.math.engine", "at most 63 tokens"),
+        ([("device", {"memory_gib": 0.05})], "teachers.math.engine.tensor", "a worker needs"),
+    ],
+)
+def test_what_an_engine_cannot_give_is_refused(folder: Path, edits: list[tuple[str, Any]], key: str, rule: str) -> None:
+    (folder / "sixty-four").mkdir()
+    (folder / "sixty-four" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, edited(*changes(("teachers", SERVED), *edits))))
+    assert (key, True) in [(fault.key, rule in fault.rule and bool(fault.nearest)) for fault in caught.value.violations]
+
+
 @pytest.mark.parametrize("distillation", [{"over": "vocabulary"}, {"over": "top_k", "top_k": 4}])
 def test_a_wider_vocabulary_is_refused_where_all_of_it_is_compared(folder: Path, distillation: dict[str, Any]) -> None:
     file = write(folder, edited(*changes(("teachers.code.path", "wide"), place="loss", **distillation)))
