@@ -339,8 +339,8 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
     answer = None
     if recipe.algorithm.distillation is not None and recipe.algorithm.distillation.data_share:
-        limit = recipe.rollout.max_new_tokens
-        answer = partial(answer_of, data=recipe.data, tokenizer=tokenizer, stop_token_ids=stops, max_new_tokens=limit)
+        longest = recipe.rollout.max_new_tokens
+        answer = partial(answer_of, data=recipe.data, tokenizer=tokenizer, stop_token_ids=stops, max_new_tokens=longest)
     prompts = stream(recipe.data, answer=answer)
     if prompts.num_dropped:
         limit = "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens"

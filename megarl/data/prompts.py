@@ -205,7 +205,7 @@ class _Part:
                 _check_vocabulary(row, token_ids, num_tokens)
                 if answer is not None:
                     examples = (answer(row),)
-                    _check_vocabulary(row, examples[0].token_ids, num_tokens)
+                    _check_vocabulary(row, examples[0].token_ids.tolist(), num_tokens)
                 try:
                     judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
                 except ValueError as error:

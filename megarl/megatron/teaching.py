@@ -32,6 +32,7 @@ from megarl.models.megatron_weights import padded_vocab, weight_segments
 from megarl.models.weight_table import head
 from megarl.recipe.algorithm_section import DistillationSection
 from megarl.recipe.phases_section import role_of
+from megarl.recipe.role_sections import TeacherEngineSection
 from megarl.schedule import Plan, Schedule, violations
 from megarl.telemetry.clock import span
 
@@ -75,7 +76,7 @@ def _with_logprobs(batch: Batch, judged: Mapping[int, Tensor]) -> Batch:
 
 
 def ask_engines(
-    teachers: Iterable[str],
+    teachers: Mapping[str, TeacherEngineSection],
     phases: Collection[str],
     batch: Batch,
     payload: Payload,
@@ -85,15 +86,15 @@ def ask_engines(
     """Return the batch with what the engines of `teachers` give for the samples that these judge, and metrics. `phases` are
     those of the step, and `begin` opens one; the `pool` is on rank 0 only. Collective."""
     metrics: dict[str, float] = {}
-    for name in teachers:
+    for name, engine in teachers.items():
         phase = f"teacher_logprob.{name}"
         if phase not in phases or not (judged := np.flatnonzero(batch.teachers == name).tolist()):
             continue
         with begin(phase), span("wait_engines"):
             scores = broadcast_from_first(None if pool is None else pool.judge(name, payload, judged))
         batch = _with_logprobs(batch, dict(zip(judged, map(torch.tensor, scores), strict=True)))
-        metrics[f"schedule/{phase}/sequences"] = len(judged)
-        metrics[f"schedule/{phase}/tokens"] = int(batch.lengths[judged].sum())
+        counts = {"sequences": len(judged), "tokens": batch.lengths[judged].sum(), "planned_max_tokens": engine.max_tokens}
+        metrics |= {f"schedule/{phase}/{key}": int(count) for key, count in counts.items()}
     return batch, metrics
 
 
