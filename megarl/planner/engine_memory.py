@@ -43,8 +43,8 @@ CACHE_BLOCK_TOKENS = 16
 class PlannedEngines:
     """The rollout engines: `count` of them, each sharded by `layout`. `utilization`, `placement` and `quantization` are the
     recipe's. `shared` engines take the host's memory, as the trainer does: on CPUs. `graphs`: they capture CUDA graphs.
-    `scored_tokens`: the most tokens of prompts whose log-probabilities are computed at once. An engine of a teacher is one
-    with a model of its own."""
+    `scored_tokens`: the most tokens of prompts whose log-probabilities are computed at once. A teacher's
+    engine has a model of its own, and scores the `share` of the rollouts."""
 
     shape: ModelShape
     count: int
@@ -59,6 +59,7 @@ class PlannedEngines:
     quantization: str | None = None
     graphs: bool = False
     scored_tokens: int = 0
+    share: float = 1.0
 
     @property
     def memory(self) -> DeviceMemory:

@@ -29,7 +29,7 @@ from megarl.planner.memory_estimate import (
 )
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import Recipe, role_of
-from megarl.recipe.sizes import engines_of, limits_of, memory_roles, teacher_engines, teacher_share
+from megarl.recipe.sizes import engines_of, limits_of, memory_roles, teacher_engines
 from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 from megarl.schedule import Quality, Schedule, plan_phase, quality, violations
 
@@ -59,7 +59,6 @@ class Job:
     tflops: float | None = None
     bucket_bytes: int = 0
     teachers: Mapping[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
-    teacher_shares: Mapping[str, float] = field(default_factory=dict)  # of the rollouts that such a teacher judges
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -91,8 +90,8 @@ class Job:
 
     def teacher_flops(self, name: str) -> float:
         """Operations of the engine of a teacher, which scores prompts and completions of its share of the rollouts."""
-        shape, lengths = self.teachers[name].shape, self.lengths.totals
-        return self.teacher_shares[name] * sum(forward_flops(shape, length, length) for length in lengths)
+        teacher, lengths = self.teachers[name], self.lengths.totals
+        return teacher.share * sum(forward_flops(teacher.shape, length, length) for length in lengths)
 
     def teacher_s(self, name: str) -> float | None:
         """Seconds that `teacher_flops` take at the device's rate."""
@@ -153,7 +152,6 @@ def job_of(
         tflops=tflops if tflops is not None or device is None else device.tflops,
         bucket_bytes=bucket_bytes_of(recipe),
         teachers=teacher_engines(recipe),
-        teacher_shares={name: teacher_share(recipe, name) for name in recipe.served},
     )
 
 

@@ -307,11 +307,7 @@ def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
     alike = groupby(range(needed.num_nodes), lambda node: (node < needed.trainer_nodes, _engines_on(placed, [node])[0]))
     lines = [head, *(_node_line(placed, list(nodes)) for _, nodes in alike)]
     for name, place in zip(recipe.served, placed.teachers, strict=True):
-        where = (
-            f", {'device' if len(place.devices) == 1 else 'devices'} {_numbers(place.devices)}"
-            if placed.size.devices
-            else ""
-        )
+        where = f", devices {_numbers(place.devices)}" if placed.size.devices else ""
         lines.append(f"  node {place.node}{where}: the engine of teachers.{name}")
     if placed.host is not None and recipe.device is not None:
         room = recipe.device.host_memory_gib

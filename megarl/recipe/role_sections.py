@@ -183,17 +183,6 @@ class TeacherSection(Section):
     engine: TeacherEngineSection | None = None
     """A vLLM engine that serves the teacher, on devices of its own; null keeps the teacher on the trainer's ranks. An engine
     gives log-probabilities of sampled tokens alone (`algorithm.distillation.over: sampled`)."""
-
-    @field_validator("engine")
-    @classmethod
-    def _takes_the_place_of_ranks(
-        cls, engine: TeacherEngineSection | None, info: ValidationInfo
-    ) -> TeacherEngineSection | None:
-        for name in ("layout", "memory") if engine is not None else ():
-            if info.data.get(name) != cls.model_fields[name].default:
-                raise broken_rule(f"no trainer rank holds the teacher, and nothing reads its {name}", f"remove {name}")
-        return engine
-
     weight: Above = 1.0
     """Share of the prompts whose completions this teacher judges, in proportion to the weights of the other teachers."""
 
@@ -301,6 +290,9 @@ def _served_rules(recipe: Recipe, distillation: DistillationSection) -> Violatio
     """What an engine cannot give of a teacher."""
     for name in recipe.served:
         key, given = f"teachers.{name}.engine", f"remove teachers.{name}.engine"
+        if recipe.teachers[name].layout is not None or recipe.teachers[name].memory != ReferenceMemorySection():
+            rule = "no trainer rank holds the teacher, and nothing reads its layout and its memory"
+            yield Violation(key, GIVEN, rule, f"{given}, or layout and memory")
         if distillation.over != "sampled":
             rule = "an engine gives the log-probability of the sampled token alone"
             rule += f", and algorithm.distillation.over = {distillation.over} compares more tokens"

@@ -82,19 +82,10 @@ def teacher_engines(recipe: Recipe, fetch: Fetch | None = None, on_gpu: bool | N
     for name, section in recipe.served.items():
         tokens = section.max_tokens if on_gpu else max(section.max_tokens, longest)
         engine = PlannedEngines(
-            model_shape(recipe.path(f"teachers.{name}"), fetch),
-            1,
-            section.layout,
-            recipe.rollout_precision,
-            kv_cache_bytes=0,
-            max_concurrent=min(GPU_CONCURRENT, tokens),
-            batched_tokens=tokens,
-            utilization=None,
-            placement="separate",
-            shared=not on_gpu,
-            graphs=on_gpu,
-            scored_tokens=tokens,
-        )
+            model_shape(recipe.path(f"teachers.{name}"), fetch), 1, section.layout, recipe.rollout_precision,
+            kv_cache_bytes=0, max_concurrent=min(GPU_CONCURRENT, tokens), batched_tokens=tokens, utilization=None,
+            placement="separate", shared=not on_gpu, graphs=on_gpu, scored_tokens=tokens, share=teacher_share(recipe, name),
+        )  # fmt: skip
         # Of the sequences of a forward pass, and of one of which a part is left.
         blocks = -(-(tokens + longest) // CACHE_BLOCK_TOKENS) + engine.max_concurrent
         engines[name] = replace(engine, kv_cache_bytes=blocks * CACHE_BLOCK_TOKENS * engine.token_bytes)

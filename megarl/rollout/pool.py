@@ -113,24 +113,12 @@ class EnginePool:
         """Return the engine of a teacher: the teacher's own files, which no sync changes."""
         recipe, planned = self._recipe, teacher_engines(self._recipe, on_gpu=platform.num_devices is not None)[name]
         settings = EngineSettings(
-            index=0,
-            model_path=str(model_directory(recipe.path(f"teachers.{name}"))),
-            precision=planned.precision,
-            layout=planned.layout,
-            max_model_len=recipe.max_sequence_tokens + 1,
-            batched_tokens=planned.batched_tokens,
-            max_new_tokens=1,
-            max_concurrent=planned.max_concurrent,
-            kv_cache_bytes=planned.kv_cache_bytes,
-            needed_bytes=planned.memory.total,
-            memory_utilization=None,
-            temperature=1.0,
-            stop_token_ids=(),
-            seed=self._seed,
-            place=place,
-            device_variable=platform.device_variable,
-            teacher=name,
-        )
+            index=0, teacher=name, model_path=str(model_directory(recipe.path(f"teachers.{name}"))),
+            precision=planned.precision, layout=planned.layout, max_model_len=recipe.max_sequence_tokens + 1,
+            batched_tokens=planned.batched_tokens, max_new_tokens=1, max_concurrent=planned.max_concurrent,
+            kv_cache_bytes=planned.kv_cache_bytes, needed_bytes=planned.memory.total, memory_utilization=None,
+            temperature=1.0, stop_token_ids=(), seed=self._seed, place=place, device_variable=platform.device_variable,
+        )  # fmt: skip
         return EngineHandle(settings, recipe.rollout.timeout_s, max_requests=1)
 
     def start(self) -> None:
