@@ -16,8 +16,8 @@ from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-def first_step(folder: Path, name: str, models: list[Path], teacher: dict[str, Any], **phases: Any) -> dict[str, Any]:
-    """The metrics of a step of two updates' worth of completions, half of them judged by each teacher."""
+def first_step(folder: Path, name: str, models: list[Path], teacher: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a step, in which each of two teachers judges about half of the completions."""
     recipe = yaml.safe_load((RECIPES / "distill.yaml").read_text())
     recipe["run"] |= {"name": name, "dir": str(folder / "runs"), "steps": 1}
     recipe["model"]["path"] = str(models[0])
@@ -35,9 +35,8 @@ def test_a_step_is_the_same_whoever_runs_the_teacher(tmp_path: Path) -> None:
     models = [save_tiny_model(tmp_path / f"model-{seed}", seed=seed, layers=2, head_dim=32) for seed in (7, 0, 3)]
     for model in models:
         save_tiny_tokenizer(model)
-    held, served = (
-        first_step(tmp_path, name, models, teacher) for name, teacher in (("held", {}), ("served", {"engine": {}}))
-    )
+    held = first_step(tmp_path, "held", models, {})
+    served = first_step(tmp_path, "served", models, {"engine": {}})
     for name in ("actor/teacher_kl", "actor/loss", "actor/grad_norm"):
         assert served[name] == pytest.approx(held[name], rel=1e-4)
     assert 0 < served["schedule/teacher_logprob.served/sequences"] < 32
