@@ -28,6 +28,7 @@ from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
 from megarl.data.prompts import PromptStream
 from megarl.data.routing import teachers_of
+from megarl.data.supervised import answer_of
 from megarl.megatron.model import has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
@@ -258,11 +259,11 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         memory = recipe.reference.memory if recipe.reference is not None else None
         path, place, follows = recipe.path("reference"), places["reference"], recipe.reference_follows
         roles["reference"] = build("reference", path, place, memory=memory, follows=follows)
-    for name, teacher in recipe.teachers.items():
-        role = f"teachers.{name}"
+    teachers = {f"teachers.{name}": teacher for name, teacher in recipe.teachers.items() if name not in recipe.served}
+    for role, teacher in teachers.items():
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
     if recipe.algorithm.distillation is not None:
-        directories = {f"teachers.{name}": model_directory(teacher.path) for name, teacher in recipe.teachers.items()}
+        directories = {role: model_directory(teacher.path) for role, teacher in teachers.items()}
         connect(recipe.algorithm.distillation, roles, directories, settings.compile)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
@@ -342,7 +343,11 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     directory = model_directory(recipe.model.path)
     # Before the engines start, so that a reward that does not load or cannot judge an answer ends the run at once.
     tokenizer, stream, stops = open_data(recipe, directory, run.first_start)
-    prompts = stream(recipe.data)
+    answer = None
+    if recipe.algorithm.distillation is not None and recipe.algorithm.distillation.data_share:
+        longest = recipe.rollout.max_new_tokens
+        answer = partial(answer_of, data=recipe.data, tokenizer=tokenizer, stop_token_ids=stops, max_new_tokens=longest)
+    prompts = stream(recipe.data, answer=answer)
     _print_dropped("data", prompts, "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens")
     trained_on = [prompts]
     if (supervised := recipe.supervised) is not None:
@@ -367,7 +372,8 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     else:
         ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
         bound_ranks = _bound_ranks()
-        parts.engines = EnginePool(recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, bound_ranks)
+        places, seed = (stage.engines, bound_ranks, stage.teachers), recipe.run.seed
+        parts.engines = EnginePool(recipe, str(directory), stops, seed, ray_address, *places)
         stack.callback(parts.engines.shutdown)
         parts.engines.start()
     rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replay is not None)

@@ -31,7 +31,7 @@ from megarl.megatron.parallel import (
 )
 from megarl.megatron.role import Role, Update, share_results
 from megarl.megatron.step_metrics import prove, stops_early, update_metrics
-from megarl.megatron.teaching import samples_of, take_judgement
+from megarl.megatron.teaching import ask_engines, samples_of, take_judgement
 from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import Recipe, kind_of, role_of
@@ -265,7 +265,8 @@ class Trainer:
             batch = self.guard.rewards(batch)
             metrics: Metrics = rollouts.metrics
             if not self.recipe.run.is_supervised:
-                metrics = rollout_metrics(rollouts) | replace(rewards, valid=batch.valid[batch.ends]).metrics()
+                counted = replace(rewards, valid=batch.valid[batch.ends])
+                metrics = rollout_metrics(rollouts) | counted.select(rollouts.sampled.tolist()).metrics()
                 metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
                 baselines, valid, of_greedy = taken.baselines(batch.valid[batch.ends])
@@ -288,7 +289,8 @@ class Trainer:
             for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
                 of_place = [plan for phase, plan in plans.items() if self.parts.roles[role_of(phase)].place == place]
                 samples |= distribute_samples(rollouts.payload, of_place, place)
-        return replace(batch, samples=samples), plans, metrics
+        batch, judged = ask_engines(self.recipe.served, phases, batch, rollouts.payload, self.parts.engines, self._phase)
+        return replace(batch, samples=samples), plans, metrics | judged
 
     def _plan(self, phase: str, batch: Batch, schedule: Schedule | None = None) -> Plan:
         """Plan a phase from its section, or `schedule`, and its role's layout; the same on every rank."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megarl.data.sample import Example, Prompt
 from megarl.megatron.batch import Batch
 from megarl.megatron.objective import PolicyObjective, token_weights
 from megarl.megatron.parallel import reduce_scalars
@@ -17,6 +18,7 @@ from megarl.megatron.role import share_results
 from megarl.megatron.teaching import connect, samples_of, take_judgement
 from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
+from megarl.rollout.groups import GroupResult
 from megarl.schedule import Plan, Schedule, plan_phase
 from megarl.schedule.phase_plan import join_plans
 from tests.divergence_cases import divergence
@@ -38,12 +40,18 @@ def settings_of(**distillation: Any) -> AlgorithmSection:
     return AlgorithmSection.model_validate(section)
 
 
-def judged_batch(teachers: Mapping[str, Path], vocab: int = 131) -> Batch:
-    """Twelve sequences with zeros for advantages; each second and third goes to the last teacher."""
+def judged_batch(teachers: Mapping[str, Path], from_data: bool = False, vocab: int = 131) -> Batch:
+    """Twelve sequences with zeros for advantages; each second and third goes to the last teacher. `from_data` makes each
+    fourth an answer of the data."""
     batch, names = small_batch(vocab), list(teachers)
+    for number, sample in list(batch.samples.items())[::4] if from_data else ():
+        tokens = np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int32)
+        answer = Example(tokens, np.arange(len(tokens)) >= len(sample.prompt_ids))
+        prompt = Prompt(number, sample.prompt_ids, "", "", {}, examples=(answer,))
+        batch.samples[number] = GroupResult.of_answer(prompt, 1, 0).sample(0)
     judged = np.array([names[-1] if sample % 3 else names[0] for sample in range(len(batch.lengths))])
     zeros = [torch.zeros(int(length)) for length in batch.own_lengths]
-    return replace(batch.with_fields(advantages=zeros), teachers=judged)
+    return replace(batch.with_fields(advantages=zeros), teachers=judged, max_staleness=int(from_data))
 
 
 def learn(
@@ -61,7 +69,7 @@ def learn(
         roles[f"teachers.{name}"] = engine(str(directory), places[layouts[1]], f"teachers.{name}")
     assert settings.distillation is not None
     connect(settings.distillation, roles, {f"teachers.{name}": path for name, path in teachers.items()}, compile=False)
-    batch = judged_batch(teachers)
+    batch = judged_batch(teachers, settings.distillation.data_share > 0)
     update_plan = _plan("actor_update", batch, layouts[0], max_tokens)
     for name in teachers:
         role = roles[f"teachers.{name}"]
@@ -72,6 +80,7 @@ def learn(
     (mini_batch,) = update_plan.mini_batches
     objective = PolicyObjective(settings, batch, token_weights(batch, mini_batch, settings.aggregation))
     update = actor.update(batch, mini_batch, objective)
+    assert all(np.isfinite(float(value)) for value in update.sums.values()), "the data's tokens have no log-probabilities"
     sums = {name: value for name, value in update.sums.items() if name in ("teacher_kl_sum", "tokens")}
     total = reduce_scalars(sums, actor.place, "sum")
     return Learned(total_loss(update, actor.place), update.grad_norm, total["teacher_kl_sum"] / total["tokens"])
@@ -93,8 +102,9 @@ def expected(student: Path, teachers: Mapping[str, Path], settings: AlgorithmSec
         name: hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
         for name, path in {"": student, **teachers}.items()
     }
-    section, batch = settings.distillation, judged_batch(teachers)
+    section = settings.distillation
     assert section is not None
+    batch = judged_batch(teachers, section.data_share > 0)
     values, policy_losses = [], []
     for number, sample in batch.samples.items():
         tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import ray
 
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Example, Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
@@ -265,14 +265,16 @@ class ScriptedPool:
 
 @dataclass(eq=False)
 class ScriptedPrompts:
-    """In the place of a PromptStream. `learned` has the prompts whose rewards it was given, in order."""
+    """In the place of a PromptStream. `learned` has the prompts whose rewards it was given, in order; each prompt has the
+    `examples`."""
 
     position: int = 0
+    examples: tuple[Example, ...] = ()
     learned: list[int] = field(default_factory=list)
 
     def take(self, count: int) -> list[Prompt]:
         self.position += count
-        return [prompt(index) for index in range(self.position - count, self.position)]
+        return [replace(prompt(index), examples=self.examples) for index in range(self.position - count, self.position)]
 
     def learn(self, prompts: Sequence[Prompt], rewards: np.ndarray, valid: np.ndarray) -> None:
         self.learned += [prompt.index for prompt in prompts]

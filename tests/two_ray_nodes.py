@@ -67,7 +67,9 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
 
     monkeypatch.setattr(handle_module, "RolloutEngine", Placed)
     for node in (0, 1):
-        settings: Any = SimpleNamespace(index=node, layout=RolloutLayout(), place=EnginePlace(node, (0,)))
+        settings: Any = SimpleNamespace(
+            name=f"engine {node}", index=node, teacher="", layout=RolloutLayout(), place=EnginePlace(node, (0,))
+        )
         engine = EngineHandle(settings, DEADLINE_S, 4)
         assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
     _watch(1)

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import ray
 
 from megarl.cluster.ray_cluster import ClusterError, join_cluster, numbered_nodes
-from megarl.planner.placement import Cluster, EnginePlace, PlacementError, Transport, choose_transport, place_engines
+from megarl.planner.placement import (
+    Cluster,
+    EnginePlace,
+    PlacementError,
+    Transport,
+    choose_transport,
+    place_engines,
+    place_teachers,
+)
 from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.weight_sync_section import obstacle_to_mapping
@@ -19,11 +27,13 @@ WAY_OUT = "end that Ray on every node (ray stop) and start the job again through
 
 class Stage(NamedTuple):
     """The place of each engine, and the weight transport (None if no weights are synced). `servers`, by engine and worker,
-    are the trainer ranks on the device of each worker if trainer and engines share devices."""
+    are the trainer ranks on the device of each worker if trainer and engines share devices. `teachers` are the places of the
+    engines of `recipe.served`."""
 
     engines: tuple[EnginePlace, ...]
     transport: Transport | None
     servers: tuple[tuple[int, ...], ...] = ()
+    teachers: tuple[EnginePlace, ...] = ()
 
 
 def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
@@ -49,7 +59,7 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
             f"rollout engine {remote} is on node {places[remote].node}, and MASTER_ADDR = {master} leads nowhere from "
             f"there: give torchrun an address of node 0 that the others reach (MASTER_ADDRESS in launch/node.sh)"
         )
-    return Stage(places, transport, servers)
+    return Stage(places, transport, servers, place_teachers(recipe, cluster, places))
 
 
 def servers_of(places: Sequence[EnginePlace], ranks: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,7 @@ class PromptStream:
 
     The next prompts depend only on the recipe's section, the seed and `state()`. `num_tokens` is the size of the model's
     vocabulary; `judge` raises ValueError for a prompt whose answer no reward can use. `key` is the source's recipe key.
-    Raises ValueError for unusable data, and if no row is left.
+    `answer` gives a prompt its row's answer as an example. Raises ValueError for unusable data, and if no row is left.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class PromptStream:
         num_tokens: int | None = None,
         judge: Callable[[Prompt], None] = lambda _: None,
         key: str = "data.prompts",
+        answer: Callable[[Row], Example] | None = None,
     ) -> None:
         if data.prompts.kind == "mixture":
             self._weights = data.prompts.weights
@@ -47,7 +48,7 @@ class PromptStream:
         for source, seeds, place in sources:
             bad = BadRows(data.on_bad_row)
             rows = load_rows(source, seed, data, place, bad)
-            self._parts.append(_Part(data, rows, seeds, tokenizer, num_tokens, judge, bad, place))
+            self._parts.append(_Part(data, rows, seeds, tokenizer, num_tokens, judge, bad, place, answer))
         self.position = 0
 
     @property
@@ -177,6 +178,7 @@ class _Part:
         judge: Callable[[Prompt], None],
         bad: BadRows,
         key: str,
+        answer: Callable[[Row], Example] | None,
     ) -> None:
         self.rows: list[Row] = []
         self._token_ids: list[np.ndarray] = []
@@ -201,6 +203,9 @@ class _Part:
                 continue
             try:
                 _check_vocabulary(row, token_ids, num_tokens)
+                if answer is not None:
+                    examples = (answer(row),)
+                    _check_vocabulary(row, examples[0].token_ids.tolist(), num_tokens)
                 try:
                     judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
                 except ValueError as error:

@@ -1,4 +1,5 @@
-"""Which teacher judges the completions of a prompt: `algorithm.distillation.route`, or a draw by the teachers' weights."""
+"""What distillation draws for a prompt: the teacher that judges its completions, by `algorithm.distillation.route` or by the
+teachers' weights, and whether the completions are the data's (`data_share`)."""
 
 from __future__ import annotations
 
@@ -31,3 +32,10 @@ def teachers_of(recipe: Recipe, prompts: Iterable[Prompt]) -> dict[int, str]:
                 f"of {', '.join(teachers)}"
             )
     return routes
+
+
+def takes_answer(recipe: Recipe, index: int) -> bool:
+    """Say whether the completions of the prompt with an index are the data's answer, not the policy's samples."""
+    distillation = recipe.algorithm.distillation
+    # Drawn as teachers are; the text keeps this draw apart from theirs.
+    return distillation is not None and random.Random(f"{recipe.run.seed} {index}").random() < distillation.data_share

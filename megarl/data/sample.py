@@ -28,7 +28,8 @@ class Prompt:
 
     `index` is the position in the prompt stream, which counts across epochs; `token_ids` is int32 [prompt tokens]; `row` is
     the data set's row, for reward functions; `origin` is the number of the data's part and the row's number in the part;
-    `where` names the row in errors. A supervised run has `examples`: one sequence, or the chosen and the rejected one.
+    `where` names the row in errors. A supervised run has `examples`: one sequence, or the chosen and the rejected one; a run
+    with `distillation.data_share` has the row's answer.
     """
 
     index: int
@@ -47,7 +48,8 @@ class Completion:
 
     `token_ids` is int32 [completion tokens] and includes sampled stop tokens; `own` is bool of the same length, True for
     sampled tokens (None: all). `logprobs` is float32 of the same length, under the sampling distribution, and 0 for
-    observations. `finish_reason` comes from the engine ("stop", "length") or from the episode. `versions` is int64 of the
+    observations. `finish_reason` comes from the engine ("stop", "length") or from the episode; it is "data" for an answer of
+    the data, whose tokens no engine sampled, and whose `logprobs` are NaN. `versions` is int64 of the
     same length: the weight version that sampled each token; an observation has the version of the turn before it.
 
     `routing`, if recorded, holds the experts of each token except the last token, which passed no layer: integers [prompt

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Example
-from megarl.data.sources import BadRows, Message, Pair, Row
+from megarl.data.sources import BadRows, ExampleForm, Message, Pair, Row
 from megarl.data.tokenizer import ANSWERERS, check_template, render_questions, rendering_errors
 from megarl.recipe.data_section import DataSection
 
@@ -27,17 +27,40 @@ def render_examples(
     nothing is trained, are bad rows."""
     for row in rows:
         try:
-            if data.chat_template:
-                examples = _conversations(tokenizer, row.prompt, data.system_prompt)
-            else:
-                examples = tuple(_text(tokenizer, pair, data.system_prompt) for pair in row.prompt)
-            for example in examples:
-                if not example.trained[1:].any():  # nothing predicts the first token
-                    raise ValueError("no token is trained: a chat needs a message of the role assistant, a text two tokens")
+            yield row, _examples(data, row, tokenizer)
         except ValueError as error:
-            bad.add(ValueError(f"{row.prompt_place}: {error}"))
+            bad.add(error)
+
+
+def _examples(data: DataSection, row: Row, tokenizer: Any) -> tuple[Example, ...]:
+    try:
+        if data.chat_template:
+            examples = _conversations(tokenizer, row.prompt, data.system_prompt)
         else:
-            yield row, examples
+            examples = tuple(_text(tokenizer, pair, data.system_prompt) for pair in row.prompt)
+        for example in examples:
+            if not example.trained[1:].any():  # nothing predicts the first token
+                raise ValueError("no token is trained: a chat needs a message of the role assistant, a text two tokens")
+    except ValueError as error:
+        raise ValueError(f"{row.prompt_place}: {error}") from error
+    return examples
+
+
+def answer_of(row: Row, data: DataSection, tokenizer: Any, stop_token_ids: Sequence[int], max_new_tokens: int) -> Example:
+    """Return a row's answer as the policy might have sampled it for the row's prompt: up to the first token that ends a
+    completion. Raises ValueError for an answer that cannot be rendered, or is longer than `max_new_tokens`."""
+    form = ExampleForm(data, "data.prompts", None)
+    (example,) = _examples(data, form.row(row.fields, row.where, row.prompt_field, row.answer_field), tokenizer)
+    ids, trained = example.token_ids, example.trained
+    end = int(np.flatnonzero(trained)[-1]) + 1
+    start = int(np.flatnonzero(~trained[:end])[-1]) + 1  # earlier turns of a chat are a part of the prompt
+    end = start + int(np.argmax(np.append(np.isin(ids[start : end - 1], stop_token_ids), True))) + 1
+    if start > data.max_prompt_tokens or end - start > max_new_tokens:
+        raise ValueError(
+            f"{row.where}: field {row.answer_field!r} has {end - start} tokens after a prompt of {start}, and at most "
+            f"rollout.max_new_tokens = {max_new_tokens} after data.max_prompt_tokens = {data.max_prompt_tokens} are allowed"
+        )
+    return Example(ids[:end], np.arange(end) >= start)
 
 
 def _text(tokenizer: Any, pair: Pair, system_prompt: str | None) -> Example:

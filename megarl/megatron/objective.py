@@ -67,7 +67,7 @@ class PolicyObjective:
         policy = logprobs if self.settings.has_policy_loss else logprobs.detach()
         tokens = PolicyTokens(policy, old, advantages, lengths)
         losses, clipped = self._loss(tokens)
-        difference = (old - rollout).abs() * kept
+        difference = (old - rollout).abs().nan_to_num() * kept  # NaN: a token of the data, which no engine sampled
         correction: Sums = {}
         corrected = torch.zeros_like(kept)
         if (mismatch := self.settings.mismatch) is not None:

@@ -3,14 +3,16 @@
 Over sampled tokens a teacher gives log-probabilities, which are replicated as all forward phases' results are. Rows are too
 large for that: the teacher's last hidden row of each token (`over: vocabulary`), or its likeliest tokens (`over: top_k`).
 They go from the rank that has them to the ranks of the actor's last stage that train on the sequence, and wait on the host.
+A teacher that an engine serves (`teachers.NAME.engine`) has no role; rank 0 asks its engine and broadcasts the answer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from megarl.algorithm.divergence import HALF, over_likeliest
 from megarl.megatron.batch import Batch, PackedMicroBatch
 from megarl.megatron.divergence import Divergence, likeliest_tokens, log_probabilities_of
 from megarl.megatron.logprobs import LogProbabilities
-from megarl.megatron.parallel import Place
+from megarl.megatron.parallel import Place, broadcast_from_first
 from megarl.megatron.role import Role
 from megarl.megatron.weights import load_shards
 from megarl.models import ModelShape
@@ -30,8 +32,13 @@ from megarl.models.megatron_weights import padded_vocab, weight_boxes
 from megarl.models.weight_table import head
 from megarl.recipe.algorithm_section import DistillationSection
 from megarl.recipe.phases_section import role_of
+from megarl.recipe.role_sections import TeacherEngineSection
 from megarl.schedule import Plan, Schedule, violations
 from megarl.telemetry.clock import span
+
+if TYPE_CHECKING:
+    from megarl.rollout.groups import Payload
+    from megarl.rollout.pool import EnginePool
 
 TEACHERS = "teachers."  # before the name in a role's name
 
@@ -59,10 +66,36 @@ def take_judgement(
     if teacher.reads_head is not None:
         moved = move_rows(rows, judged, plan, update, teacher, actor, batch)
         return batch.with_teacher_rows(moved)
-    known = list(batch.fields.get("teacher_logprobs", results))
-    for sample in judged:
-        known[sample] = results[sample]
-    return batch.with_fields(teacher_logprobs=known)
+    return _with_logprobs(batch, {sample: results[sample] for sample in judged})
+
+
+def _with_logprobs(batch: Batch, judged: Mapping[int, Tensor]) -> Batch:
+    """Return the batch with a teacher's log-probabilities of the samples that it judges."""
+    known = batch.fields.get("teacher_logprobs") or [torch.zeros(int(length)) for length in batch.own_lengths]
+    return batch.with_fields(teacher_logprobs=[judged.get(sample, known[sample]) for sample in range(len(known))])
+
+
+def ask_engines(
+    teachers: Mapping[str, TeacherEngineSection],
+    phases: Collection[str],
+    batch: Batch,
+    payload: Payload,
+    pool: EnginePool | None,
+    begin: Callable[[str], Any],
+) -> tuple[Batch, dict[str, float]]:
+    """Return the batch with what the engines of `teachers` give for the samples that these judge, and metrics. `phases` are
+    those of the step, and `begin` opens one; the `pool` is on rank 0 only. Collective."""
+    metrics: dict[str, float] = {}
+    for name, engine in teachers.items():
+        phase = f"teacher_logprob.{name}"
+        if phase not in phases or not (judged := np.flatnonzero(batch.teachers == name).tolist()):
+            continue
+        with begin(phase), span("wait_engines"):
+            scores = broadcast_from_first(None if pool is None else pool.judge(name, payload, judged))
+        batch = _with_logprobs(batch, dict(zip(judged, map(torch.tensor, scores), strict=True)))
+        counts = {"sequences": len(judged), "tokens": batch.lengths[judged].sum(), "planned_max_tokens": engine.max_tokens}
+        metrics |= {f"schedule/{phase}/{key}": int(count) for key, count in counts.items()}
+    return batch, metrics
 
 
 def move_rows(

@@ -261,11 +261,9 @@ def memory_lines(plan: Forecast) -> list[str]:
         where = "asleep while the trainer works" if engines.sleeps else "on devices of their own"
         where = "in the same memory as the trainer" if engines.shared else where
         share = "" if job.engine_share is None else f"; rollout.memory_utilization {job.engine_share:.3f} of a device"
-        lines.append(
-            f"engines: {engines.count} x {engine_name(engines.layout)}, {where}; "
-            f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
-            f"working memory {gib(memory.activations + memory.logits)}{share}"
-        )
+        lines.append(f"engines: {engines.count} x {engine_name(engines.layout)}, {where}; {_of_worker(memory)}{share}")
+    for name, teacher in job.teachers.items():
+        lines.append(f"the engine of teachers.{name}: {_of_worker(teacher.memory)}")
     if job.device_bytes is None:
         hint = "with device: {memory_gib: ..., tflops: ...} the plan says what fits and how long"
         return [*lines, f"device: not stated; {hint}"]
@@ -281,6 +279,14 @@ def memory_lines(plan: Forecast) -> list[str]:
     return [*lines, f"largest max_tokens that fits: {caps}"]
 
 
+def _of_worker(memory: DeviceMemory) -> str:
+    """What a worker of an engine takes, in words."""
+    return (
+        f"a worker takes {gib(memory.total)}: weights {gib(memory.weights)}, KV cache {gib(memory.engine)}, "
+        f"working memory {gib(memory.activations + memory.logits)}"
+    )
+
+
 def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in PHASE_COLUMNS:
@@ -293,6 +299,10 @@ def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
         numbers = _numbers(phases[row.phase]) if row.phase in phases else [""] * len(NUMBER_COLUMNS)
         if row.phase == "rollout":
             numbers[NUMBER_COLUMNS.index("TFLOP")] = _short(plan.rollout_flops / 1e12)
+        name = row.phase.removeprefix("teacher_logprob.")
+        if name in plan.job.teachers:  # an engine serves it
+            numbers[NUMBER_COLUMNS.index("TFLOP")] = _short(plan.job.teacher_flops(name) / 1e12)
+            numbers[NUMBER_COLUMNS.index("seconds")] = "" if (spent := plan.job.teacher_s(name)) is None else _short(spent)
         table.add_row(row.phase, layout, "" if row.phase == "weight_sync" else row.micro_batch, *numbers)
     return table
 

@@ -11,8 +11,8 @@ With t the engine's tensor ranks and b the bytes of its precision:
     engine        the KV cache, as the recipe sizes it
     activations   of a prefill step of `batched_tokens` tokens: four hidden states, attention's input and output, and
                   SwiGLU's gate, up and product; with CUDA graphs GRAPH_BYTES for each layer and graph
-    logits        a row of the whole vocabulary for each running sequence: logits in b and four copies in fp32 (widened,
-                  log-probabilities, probabilities, the sampler's noise)
+    logits        a row of the whole vocabulary for each running sequence, or for each token that is scored at once: logits
+                  in b and four copies in fp32 (widened, log-probabilities, probabilities, the sampler's noise)
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ CACHE_BLOCK_TOKENS = 16
 @dataclass(frozen=True)
 class PlannedEngines:
     """The rollout engines: `count` of them, each sharded by `layout`. `utilization`, `placement` and `quantization` are the
-    recipe's. `shared` engines take the host's memory, as the trainer does: on CPUs. `graphs`: they capture CUDA graphs."""
+    recipe's. `shared` engines take the host's memory, as the trainer does: on CPUs. `graphs`: they capture CUDA graphs.
+    `scored_tokens`: the most tokens of prompts whose log-probabilities are computed at once. A teacher's
+    engine has a model of its own, and scores the `share` of the rollouts."""
 
     shape: ModelShape
     count: int
@@ -56,6 +58,8 @@ class PlannedEngines:
     shared: bool = False
     quantization: str | None = None
     graphs: bool = False
+    scored_tokens: int = 0
+    share: float = 1.0
 
     @property
     def memory(self) -> DeviceMemory:
@@ -77,7 +81,7 @@ class PlannedEngines:
         return DeviceMemory(
             weights=max(stages) + ends * width,
             activations=graphs + self.batched_tokens * per_token * width,
-            logits=-(-self.max_concurrent // layout.data) * shape.vocab * (width + 4 * 4),
+            logits=max(-(-self.max_concurrent // layout.data), self.scored_tokens) * shape.vocab * (width + 4 * 4),
             engine=self.kv_cache_bytes,
         )
 

@@ -9,7 +9,8 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 
 from megarl.planner.engine_memory import PlannedEngines
@@ -28,7 +29,7 @@ from megarl.planner.memory_estimate import (
 )
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import Recipe, role_of
-from megarl.recipe.sizes import engines_of, limits_of, memory_roles
+from megarl.recipe.sizes import engines_of, limits_of, memory_roles, teacher_engines
 from megarl.recipe.weight_sync_section import BUCKET_BYTES, obstacle_to_mapping
 from megarl.schedule import Quality, Schedule, plan_phase, quality, violations
 
@@ -58,6 +59,7 @@ class Job:
     tflops: float | None = None
     bucket_bytes: int = 0
     supervised: tuple[Schedule, BatchLimits] | None = None
+    teachers: Mapping[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -87,10 +89,20 @@ class Job:
         legal = (n for n in range(least, total) if not violations(schedule, n, role.layout, self.limits.longest))
         return next(legal, total)
 
+    def teacher_flops(self, name: str) -> float:
+        """Operations of the engine of a teacher, which scores prompts and completions of its share of the rollouts."""
+        teacher, lengths = self.teachers[name], self.lengths.totals
+        return teacher.share * sum(forward_flops(teacher.shape, length, length) for length in lengths)
+
+    def teacher_s(self, name: str) -> float | None:
+        """Seconds that `teacher_flops` take at the device's rate."""
+        return None if self.tflops is None else self.teacher_flops(name) / (self.teachers[name].workers * self.tflops * 1e12)
+
     @property
     def engine_bytes(self) -> int:
         """What working engines take of one device; on a CPU, of one trainer rank's share of the machine."""
-        return 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
+        rollout = 0 if self.engines is None else self.engines.awake_bytes(self.ranks, self.device_bytes)
+        return rollout + sum(teacher.bytes_during_training(self.ranks) for teacher in self.teachers.values())
 
     @property
     def engine_share(self) -> float | None:
@@ -103,7 +115,8 @@ class Job:
     @property
     def bytes_during_training(self) -> int:
         """What engines hold of a trainer rank's device while the trainer works."""
-        return 0 if self.engines is None else self.engines.bytes_during_training(self.ranks)
+        every = [*([] if self.engines is None else [self.engines]), *self.teachers.values()]
+        return sum(engine.bytes_during_training(self.ranks) for engine in every)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -140,6 +153,7 @@ def job_of(
         tflops=tflops if tflops is not None or device is None else device.tflops,
         bucket_bytes=bucket_bytes_of(recipe),
         supervised=None if supervised is None else (supervised.schedule("actor_update"), limits_of(supervised)),
+        teachers=teacher_engines(recipe),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +135,31 @@ def place_engines(recipe: Recipe, cluster: Cluster) -> tuple[EnginePlace, ...]:
     return tuple(places)
 
 
+def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePlace]) -> tuple[EnginePlace, ...]:
+    """The place of each teacher's engine, in the order of `recipe.served`: on the first node with enough devices after those
+    of the trainer and of the rollout `engines`. On CPUs on node 0. Raises PlacementError where one has no room."""
+    trainer_nodes = _trainer_nodes(recipe, cluster)
+    taken = [cluster.ranks_per_node if node < trainer_nodes else 0 for node in range(cluster.num_nodes)]
+    for engine in engines:
+        taken[engine.node] = max(taken[engine.node], 1 + max(engine.devices))
+    places = []
+    for name, section in recipe.served.items():
+        workers = section.layout.workers
+        if cluster.shared:
+            places.append(EnginePlace(0, tuple(worker % cluster.devices_per_node for worker in range(workers))))
+            continue
+        node = next((node for node, used in enumerate(taken) if used + workers <= cluster.devices_per_node), None)
+        if node is None:
+            raise PlacementError(
+                f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
+                f"engine has, and {count(cluster.num_nodes, 'node')} of {count(cluster.devices_per_node, 'device')} "
+                f"{'has' if cluster.num_nodes == 1 else 'have'} none left: more nodes, or remove teachers.{name}.engine"
+            )
+        places.append(EnginePlace(node, tuple(range(taken[node], taken[node] + workers))))
+        taken[node] += workers
+    return tuple(places)
+
+
 def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
     """The list of `devices` for a process, by the names that its node `listed`; None: the node lists no devices. Raises
     PlacementError where the node lists fewer."""
@@ -156,10 +181,11 @@ def nodes_needed(recipe: Recipe, devices_per_node: int, ranks_per_node: int | No
     apart = recipe.has_engines and recipe.rollout.placement == "separate"
     divisors = [ranks // nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
     for each in divisors if ranks_per_node is None else [ranks_per_node]:
-        for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0)):
+        for rollout_nodes in range(1 + (recipe.rollout.engines if apart else 0) + len(recipe.served)):
             needed = NodesNeeded(-(-ranks // each), rollout_nodes, each)
             try:
-                place_engines(recipe, needed.cluster(devices_per_node))
+                cluster = needed.cluster(devices_per_node)
+                place_teachers(recipe, cluster, place_engines(recipe, cluster))
                 return needed
             except PlacementError as error:
                 failure = error
@@ -226,12 +252,13 @@ class NodeSize:
 
 @dataclass(frozen=True)
 class PlacedRun:
-    """A recipe on the fewest nodes that hold it, the place of each engine by its number, and the host memory of the fullest
-    node; None without a device."""
+    """A recipe on the fewest nodes that hold it, the place of each engine by its number and of each teacher's, and the host
+    memory of the fullest node; None without a device."""
 
     size: NodeSize
     needed: NodesNeeded
     engines: tuple[EnginePlace, ...]
+    teachers: tuple[EnginePlace, ...] = ()
     host: dict[str, int] | None = None
 
 
@@ -266,7 +293,9 @@ def place(recipe: Recipe, size: NodeSize) -> PlacedRun:
     try:
         ranks = size.ranks if size.devices else size.ranks or recipe.trainer.ranks
         needed = nodes_needed(recipe, size.devices, ranks)
-        return PlacedRun(size, needed, place_engines(recipe, needed.cluster(size.devices)))
+        cluster = needed.cluster(size.devices)
+        engines = place_engines(recipe, cluster)
+        return PlacedRun(size, needed, engines, place_teachers(recipe, cluster, engines))
     except PlacementError as error:
         raise PlacementError(f"on nodes {size.text} ({size.origin}): {error}") from error
 
@@ -279,9 +308,11 @@ def placement_lines(recipe: Recipe, placed: PlacedRun) -> list[str]:
     lines = [head, f"  {count(recipe.trainer.ranks, 'trainer rank')}: {nodes}"]
     if recipe.has_engines:
         lines[0] += f", rollout.placement = {recipe.rollout.placement}"
-    for number, engine in enumerate(placed.engines):
+    places = {f"engine {number}": engine for number, engine in enumerate(placed.engines)}
+    places |= {f"engine of teachers.{name}": engine for name, engine in zip(recipe.served, placed.teachers, strict=True)}
+    for name, engine in places.items():
         devices = f", devices {', '.join(map(str, engine.devices))}" if placed.size.devices else ""
-        lines.append(f"  engine {number}: node {engine.node}{devices}")
+        lines.append(f"  {name}: node {engine.node}{devices}")
     if placed.host is not None and recipe.device is not None:
         room = recipe.device.host_memory_gib
         verdict = "device.host_memory_gib is not stated" if room is None else f"of {room:g} GiB: fits"
@@ -298,6 +329,7 @@ def document(placed: PlacedRun) -> dict[str, Any]:
         "rollout_nodes": placed.needed.rollout_nodes,
         "host_memory": None if placed.host is None else placed.host | {"total": sum(placed.host.values())},
         "engines": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.engines],
+        "teachers": [{"node": engine.node, "devices": list(engine.devices)} for engine in placed.teachers],
     }
 
 
@@ -338,30 +370,39 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> dict[
     """A node with so many trainer ranks and engines."""
     assert recipe.device is not None, "host memory is that of a device"
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
+    teachers = job.teachers.values() if ranks else ()  # as if none had a node without trainer ranks
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
     update_roles = [replace(role, memory=role.memory.model_copy(update={"offload": "none"})) for role in job.roles]
     updates = [schedule for schedule in job.schedules if schedule.is_update]
     activations = max(worst_memory(replace(job, roles=tuple(update_roles)), schedule).host for schedule in updates)
     # fp32 weights and moments of the parameters that one rank saves (`megatron/checkpoint.py`, `_states_of_owned`).
     saved = max(3 * 4 * optimizer_share(role, stage) for role in job.roles for stage in range(role.layout.pipeline))
-    devices = weight_sync = 0
+    devices = weight_sync = routing = 0
     if kind == "cpu":
         worst = {schedule.phase: worst_memory(job, schedule) for schedule in job.schedules}
         trainer = max(memory.total for memory in on_devices(replace(job, engines=None), worst).values())
         devices = ranks * trainer + (0 if job.engines is None else workers * job.engines.memory.total)
+        devices += sum(teacher.workers * teacher.memory.total for teacher in teachers)
     if job.engines is not None and recipe.weight_sync.wire == "delta":  # both ends keep the weights that were sent last
         actor = job.roles[0]
         sent = max(stage_weights(actor, stage) + adapter_weights(actor, stage) for stage in range(actor.layout.pipeline))
         weight_sync = sent * actor.bytes_per_weight * ranks + job.engines.memory.weights * workers
+    if ranks and recipe.actor.router_replay and (experts := job.roles[0].shape.experts) is not None:
+        # The experts' choice of a whole batch, which the first node gets.
+        shape = job.roles[0].shape
+        choices = sum(map(shape.has_experts, range(shape.num_layers))) * experts.per_token
+        routing = recipe.num_sequences * recipe.max_sequence_tokens * choices * (1 if experts.count <= 256 else 2)
     return {
         "devices": devices,
         "offloaded": int(rounding * moved_away(job.roles)) * ranks,
         "activations": int(rounding * activations) * ranks,
         "checkpoint": saved * ranks,
         "weight_sync": weight_sync,
+        "routing": routing,
         "teacher_rows": _teacher_row_bytes(recipe, job) * ranks,
         "ray": OBJECT_STORE_BYTES,
-        "processes": PROCESS_BYTES[kind] * (ranks + workers + engines),  # each engine has a process besides its workers
+        # Each engine has a process besides its workers.
+        "processes": PROCESS_BYTES[kind] * (ranks + workers + engines + sum(teacher.workers + 1 for teacher in teachers)),
     }
 
 

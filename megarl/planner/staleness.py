@@ -100,7 +100,7 @@ def rates(plan: Forecast) -> Rates | None:
         compute_s=(plan.rollout_flops - spared) / tokens / (layout.workers * operations_per_s),
         weights_s=memory.weights / bytes_per_s,
         cache_s=context * engines.token_bytes / layout.data / bytes_per_s,
-        train_s=sum(phase_s.values()),
+        train_s=sum(phase_s.values()) + sum(job.teacher_s(name) or 0.0 for name in job.teachers),
         logprob_s=0.0 if "actor_logprob" in phase_s else phase_s["actor_update"] / (3 * epochs),
         sync_s=2 * memory.weights / bytes_per_s,
         group_size=group,

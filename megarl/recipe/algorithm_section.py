@@ -144,6 +144,17 @@ class DistillationSection(Section):
     """With `over: top_k`, how many of the teacher's tokens are compared."""
     mixture: Below | None = None
     """With `jensen_shannon`, the teacher's share of the mixture; null for one half."""
+    data_share: Share = 0.0
+    """The share of prompts, drawn by `run.seed`, whose completions are not sampled: each is the row's own answer
+    (`data.prompts.answer_field`). With `over: top_k` or `vocabulary` only."""
+
+    @field_validator("data_share")
+    @classmethod
+    def _compares_more_than_sampled_tokens(cls, share: float, info: ValidationInfo) -> float:
+        if share and info.data.get("over") == "sampled":
+            raise broken_rule("the policy has not sampled the data's tokens, which estimate nothing", "0, or over: top_k")
+        return share
+
     route: Annotated[str, Field(min_length=1)] | None = None
     """With several teachers, the field of a data row that names the teacher of its completions; null draws a teacher for
     each prompt, by `teachers.NAME.weight`."""
@@ -375,6 +386,19 @@ def _distillation_rules(recipe: Recipe) -> Violations:
     if distillation is not None and distillation.place == "advantage" and algorithm.policy_loss.kind == "gmpo":
         rule = "has one advantage a sequence; algorithm.distillation.place = advantage gives each token its own"
         yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
+    if distillation is not None and distillation.data_share:
+        refused = {
+            f"the policy loss of algorithm.advantage = {algorithm.advantage} is of what the policy sampled": (
+                algorithm.advantage != "none"
+            ),
+            "algorithm.kl is estimated from what the policy sampled": algorithm.kl is not None,
+            "algorithm.early_stop is estimated from what the policy sampled": algorithm.early_stop is not None,
+            "data.curriculum reads pass rates off what the policy sampled": recipe.data.curriculum is not None,
+            "the turns of an environment are no answer of the data": recipe.environment is not None,
+            "a prompt of token ids has no answer of tokens (data.prompt_format)": recipe.data.prompt_format == "token_ids",
+        }
+        for rule in (rule for rule, holds in refused.items() if holds):
+            yield Violation("algorithm.distillation.data_share", distillation.data_share, rule, "0")
     if algorithm.advantage != "none":
         return
     if distillation is None:

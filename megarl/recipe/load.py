@@ -52,7 +52,7 @@ from megarl.recipe.role_sections import (
     teacher_rules,
     trained_role_rules,
 )
-from megarl.recipe.rollout_section import engines_fit_model, rollout_rules
+from megarl.recipe.rollout_section import engine_divides_model, engines_fit_model, rollout_rules
 from megarl.recipe.section import Section
 from megarl.recipe.sizes import resolve_caps, size_engines, with_least_caps
 from megarl.recipe.supervised import supervised_rules
@@ -177,6 +177,8 @@ def _model_faults(recipe: Recipe, key: str, path: str, fetch: Fetch | None, rank
         faults += same_tokens(recipe, key, path, fetch)
         if of_key.startswith("teachers."):
             faults += teacher_fits_model(recipe, key, path, shape, fetch)
+            if (engine := recipe.served.get(of_key.removeprefix("teachers."))) is not None:
+                return [*faults, *engine_divides_model(f"{of_key}.engine", engine.layout, shape)]
     if of_key == "reward_model":
         faults += reward_model_files(path, find_model(path, fetch))
     written = dict(written_layouts(recipe))

@@ -139,4 +139,8 @@ def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
         if canary is not None and recipe.has_engines:
             batch = f"canary: {canary.sequences} x {canary.length(recipe.max_sequence_tokens)} tokens"
         return PhaseRow(phase, "actor to engines", engines, transport, batch)
+    if phase.startswith("teacher_logprob."):
+        engine = recipe.served[phase.removeprefix("teacher_logprob.")]
+        rule, batch = f"max_tokens {engine.max_tokens}", f"{recipe.num_rollouts} (whole batch)"
+        return PhaseRow(phase, "an engine of its own", engine_name(engine.layout), rule, batch)
     return PhaseRow(phase, "", "", "", f"{recipe.num_rollouts} (whole batch)")

@@ -96,7 +96,7 @@ class PhasesSection(Section):
     reference_logprob: ForwardPhaseSection | None = None
     """Log-probabilities under the reference; runs with a KL term, and with `run.kind: dpo`."""
     teacher_logprob: ForwardPhaseSection | None = None
-    """What each teacher gives for the completions that it judges; runs once for each of `teachers`."""
+    """What each teacher gives for the completions that it judges; runs once for each of `teachers` without an `engine`."""
     critic_value: ForwardPhaseSection | None = None
     """Values of every token; runs with a critic."""
     critic_update: UpdatePhaseSection | None = None
@@ -162,7 +162,7 @@ REASONS = {
         "it runs with run.kind: dpo or reward_model, and for a policy loss with several updates per batch, "
         "rollout.max_staleness > 0 or algorithm.kl.place: reward; without a policy loss for algorithm.early_stop alone"
     ),
-    "teacher_logprob": "it runs with algorithm.distillation and teachers",
+    "teacher_logprob": "it runs with algorithm.distillation and teachers without an engine",
     "critic_value": "it runs with algorithm.advantage: gae (PPO)",
     "critic_update": "it runs with algorithm.advantage: gae (PPO)",
 }

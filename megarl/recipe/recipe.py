@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -30,6 +31,7 @@ from megarl.recipe.role_sections import (
     LoraSection,
     ReferenceSection,
     RewardModelSection,
+    TeacherEngineSection,
     TeacherSection,
 )
 from megarl.recipe.rollout_section import RolloutSection
@@ -106,11 +108,16 @@ class Recipe(Section):
 
     @property
     def engine_phases(self) -> tuple[str, ...]:
-        """Phases that a Megatron role may run, in order; one for each teacher."""
-        return self._for_each_teacher(ENGINE_PHASES)
+        """Phases that a Megatron role may run, in order; one for each teacher on the trainer's ranks."""
+        return self._for_each_teacher(ENGINE_PHASES, [name for name in self.teachers if name not in self.served])
 
-    def _for_each_teacher(self, phases: tuple[str, ...]) -> tuple[str, ...]:
-        of_teachers = tuple(f"teacher_logprob.{name}" for name in self.teachers) or ("teacher_logprob",)
+    @property
+    def served(self) -> dict[str, TeacherEngineSection]:
+        """The engines of the teachers that no trainer rank holds, by the teacher's name."""
+        return {name: section.engine for name, section in self.teachers.items() if section.engine is not None}
+
+    def _for_each_teacher(self, phases: tuple[str, ...], teachers: Iterable[str]) -> tuple[str, ...]:
+        of_teachers = tuple(f"teacher_logprob.{name}" for name in teachers) or ("teacher_logprob",)
         return tuple(one for phase in phases for one in (of_teachers if phase == "teacher_logprob" else (phase,)))
 
     def layout(self, role: str) -> Layout:
@@ -315,7 +322,7 @@ class Recipe(Section):
     @property
     def running_phases(self) -> tuple[str, ...]:
         """Phases of one step, in order."""
-        return tuple(phase for phase in self._for_each_teacher(PHASES) if self.runs(phase))
+        return tuple(phase for phase in self._for_each_teacher(PHASES, self.teachers) if self.runs(phase))
 
     @property
     def warmup_phases(self) -> tuple[str, ...]:
@@ -346,7 +353,7 @@ class Recipe(Section):
         if phase == "reference_logprob":
             return kl is not None or self.run.kind == "dpo"
         if kind_of(phase) == "teacher_logprob":
-            return bool(self.teachers) and self.algorithm.distillation is not None
+            return phase.partition(".")[2] in self.teachers and self.algorithm.distillation is not None
         if phase == "reward_model":
             return self.reward_model is not None
         if phase in ("critic_value", "critic_update"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from megarl.models import ModelShape
+from megarl.models.layout import RolloutLayout
 from megarl.planner.roles import adapted_sizes
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.layout_section import LayoutSection
@@ -19,6 +20,7 @@ from megarl.recipe.section import Above, Count, FilePath, Positive, Section, Sha
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
 if TYPE_CHECKING:
+    from megarl.recipe.algorithm_section import DistillationSection
     from megarl.recipe.recipe import Recipe
 
 
@@ -161,6 +163,18 @@ class ReferenceSection(Section):
     """Ways to need less of the device's memory."""
 
 
+class TeacherEngineSection(Section):
+    tensor: Positive = 1
+    """Tensor-parallel ranks of the engine."""
+    max_tokens: Positive = 2048
+    """Tokens of one forward pass; on CPUs, where vLLM does not divide sequences, at least the longest sequence."""
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """How the engine is sharded over its workers."""
+        return RolloutLayout(self.tensor)
+
+
 class TeacherSection(Section):
     path: FilePath
     """Hugging Face directory or hub name of the teacher, of any size and family with the actor's tokens."""
@@ -168,6 +182,9 @@ class TeacherSection(Section):
     """How the model is sharded over the trainer ranks; null takes the actor's layout."""
     memory: ReferenceMemorySection = ReferenceMemorySection()
     """Ways to need less of the device's memory."""
+    engine: TeacherEngineSection | None = None
+    """A vLLM engine that serves the teacher, on devices of its own; null keeps the teacher on the trainer's ranks. An engine
+    gives log-probabilities of sampled tokens alone (`algorithm.distillation.over: sampled`)."""
     weight: Above = 1.0
     """Share of the prompts whose completions this teacher judges, in proportion to the weights of the other teachers."""
 
@@ -260,6 +277,7 @@ def teacher_rules(recipe: Recipe) -> Violations:
             yield Violation("teachers", GIVEN, "without algorithm.distillation nothing reads them", "remove teachers")
         return
     route, key = distillation.route, "algorithm.distillation.route"
+    yield from _served_rules(recipe, distillation)
     if not teachers:
         yield Violation("teachers", MISSING, "required: algorithm.distillation has none", "teachers: {NAME: {path: ...}}")
     elif route is not None and len(teachers) == 1:
@@ -268,6 +286,24 @@ def teacher_rules(recipe: Recipe) -> Violations:
         if section.weight != 1.0 and (route is not None or len(teachers) == 1):
             rule = f"{key} chooses the teacher of each row" if route is not None else "one teacher judges all completions"
             yield Violation(f"teachers.{name}.weight", section.weight, rule, f"remove teachers.{name}.weight")
+
+
+def _served_rules(recipe: Recipe, distillation: DistillationSection) -> Violations:
+    """What an engine cannot give of a teacher."""
+    for name in recipe.served:
+        key, given = f"teachers.{name}.engine", f"remove teachers.{name}.engine"
+        if recipe.teachers[name].layout is not None or recipe.teachers[name].memory != ReferenceMemorySection():
+            rule = "no trainer rank holds the teacher, and nothing reads its layout and its memory"
+            yield Violation(key, GIVEN, rule, f"{given}, or layout and memory")
+        if distillation.over != "sampled":
+            rule = "an engine gives the log-probability of the sampled token alone"
+            rule += f", and algorithm.distillation.over = {distillation.over} compares more tokens"
+            yield Violation(key, GIVEN, rule, f"{given}, or over: sampled")
+        if recipe.rollout.temperature != 1.0:
+            rule = f"{key} gives log-probabilities at temperature 1"
+            yield Violation("rollout.temperature", recipe.rollout.temperature, rule, f"1.0, or {given}")
+        if not recipe.has_engines:
+            yield Violation(key, GIVEN, "with rollout.replay no engines are started", f"{given}, or rollout.replay")
 
 
 def teacher_fits_model(recipe: Recipe, key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
@@ -282,6 +318,10 @@ def teacher_fits_model(recipe: Recipe, key: str, path: str, shape: ModelShape, f
     if distillation.top_k is not None and distillation.top_k >= vocab:
         rule = f"the vocabulary has {vocab} tokens"
         yield Violation("algorithm.distillation.top_k", distillation.top_k, rule, "over: vocabulary, or fewer tokens")
+    longest, engine = recipe.max_sequence_tokens, recipe.served.get(key.split(".")[1])
+    if engine is not None and shape.max_positions == longest:
+        rule = f"vLLM scores sequences of at most {longest - 1} tokens where a model has {longest} positions"
+        yield Violation(f"{key.removesuffix('.path')}.engine", GIVEN, rule, "a shorter rollout.max_new_tokens")
     if shape.vocab == vocab:
         return
     rule = f"its vocabulary has {shape.vocab} tokens, that of model.path {vocab}"

@@ -180,16 +180,8 @@ def _stream_rules(recipe: Recipe) -> Violations:
 
 def engines_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
     """An engine's layout divides the actor's model, and its KV cache holds a whole sequence."""
-    rollout, layout, most = recipe.rollout, recipe.rollout.layout, max(shape.heads, shape.num_layers)
-
-    def is_legal(name: str, size: int) -> bool:
-        changed = RolloutLayout(**asdict(layout) | {name: size})
-        return all(fault != name for fault, _ in vllm.layout_faults(shape, changed))
-
-    for name, rule in vllm.layout_faults(shape, layout):
-        value = getattr(layout, name)
-        nearest = "false" if name == "expert_parallel" else closest_number(value, partial(is_legal, name), most) or "1"
-        yield Violation(f"rollout.{name}", value, rule, nearest)
+    rollout = recipe.rollout
+    yield from engine_divides_model("rollout", rollout.layout, shape)
     if shape.experts is None and rollout.data > 1:
         # vLLM 0.32 makes engines of them that know nothing of each other (`reconfigure_for_independent_dp_rank`).
         rule = "shards experts, and the model has none: its data-parallel ranks would be engines like any others"
@@ -201,6 +193,20 @@ def engines_fit_model(recipe: Recipe, shape: ModelShape) -> Violations:
     if rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed:
         rule = f"must hold one sequence of {recipe.max_sequence_tokens} tokens at {token_bytes} bytes a token"
         yield Violation("rollout.kv_cache_bytes", rollout.kv_cache_bytes, rule, str(needed))
+
+
+def engine_divides_model(key: str, layout: RolloutLayout, shape: ModelShape) -> Violations:
+    """The layout of the engine whose section is under `key` divides a model."""
+
+    def is_legal(name: str, size: int) -> bool:
+        changed = RolloutLayout(**asdict(layout) | {name: size})
+        return all(fault != name for fault, _ in vllm.layout_faults(shape, changed))
+
+    most = max(shape.heads, shape.num_layers)
+    for name, rule in vllm.layout_faults(shape, layout):
+        value = getattr(layout, name)
+        nearest = "false" if name == "expert_parallel" else closest_number(value, partial(is_legal, name), most) or "1"
+        yield Violation(f"{key}.{name}", value, rule, nearest)
 
 
 def _more_engines(recipe: Recipe) -> str:

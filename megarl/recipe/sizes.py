@@ -11,6 +11,7 @@ from megarl.planner.engine_memory import (
     CPU_BATCHED_TOKENS,
     CPU_CACHE_BYTES,
     GPU_BATCHED_TOKENS,
+    GPU_CONCURRENT,
     PlannedEngines,
     concurrent_sequences,
 )
@@ -52,11 +53,9 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
         )
     if distillation is None:
         return roles
-    names = [f"teachers.{name}" for name in recipe.teachers]
-    total = sum(teacher.weight for teacher in recipe.teachers.values())
-    # With a route all weights are 1: a plan does not see the rows, and takes them to be spread evenly.
-    for name, teacher in zip(names, recipe.teachers.values(), strict=True):
-        roles[name] = replace(roles[name], share=teacher.weight / total)
+    names = [f"teachers.{name}" for name in recipe.teachers if name not in recipe.served]
+    for name in names:
+        roles[name] = replace(roles[name], share=teacher_share(recipe, name.removeprefix("teachers.")))
     if distillation.over == "sampled":
         return roles
     for name in ("actor", *names):
@@ -67,6 +66,30 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
     if distillation.over == "vocabulary":
         roles["actor"] = replace(roles["actor"], teacher_widths=tuple(roles[name].shape.hidden for name in names))
     return roles
+
+
+def teacher_share(recipe: Recipe, name: str) -> float:
+    """The share of the rollouts that a teacher judges. With a route all weights are 1: a plan does not see the rows, and
+    takes them to be spread evenly."""
+    return recipe.teachers[name].weight / sum(teacher.weight for teacher in recipe.teachers.values())
+
+
+def teacher_engines(recipe: Recipe, fetch: Fetch | None = None, on_gpu: bool | None = None) -> dict[str, PlannedEngines]:
+    """The engines that serve teachers, by the teacher's name; `on_gpu` as in `engines_of`."""
+    if on_gpu is None:
+        on_gpu = recipe.device is not None and recipe.device.kind == "gpu"
+    engines, longest = dict[str, PlannedEngines](), recipe.max_sequence_tokens + 1  # vLLM samples a token after each
+    for name, section in recipe.served.items():
+        tokens = section.max_tokens if on_gpu else max(section.max_tokens, longest)
+        engine = PlannedEngines(
+            model_shape(recipe.path(f"teachers.{name}"), fetch), 1, section.layout, recipe.rollout_precision,
+            kv_cache_bytes=0, max_concurrent=min(GPU_CONCURRENT, tokens), batched_tokens=tokens, utilization=None,
+            placement="separate", shared=not on_gpu, graphs=on_gpu, scored_tokens=tokens, share=teacher_share(recipe, name),
+        )  # fmt: skip
+        # Of the sequences of a forward pass, and of one of which a part is left.
+        blocks = -(-(tokens + longest) // CACHE_BLOCK_TOKENS) + engine.max_concurrent
+        engines[name] = replace(engine, kv_cache_bytes=blocks * CACHE_BLOCK_TOKENS * engine.token_bytes)
+    return engines
 
 
 def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) -> PlannedEngines | None:
@@ -116,7 +139,8 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         return recipe, []
     roles, room, longest = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes), recipe.max_sequence_tokens
     engines = engines_of(recipe, roles["actor"].shape)
-    engine_bytes = 0 if engines is None else engines.bytes_during_training(recipe.trainer.ranks)
+    every = [*([] if engines is None else [engines]), *teacher_engines(recipe, fetch).values()]
+    engine_bytes = sum(engine.bytes_during_training(recipe.trainer.ranks) for engine in every)
     caps, faults = dict[str, int](), list[Violation]()
     for phase in automatic:
 
@@ -204,6 +228,11 @@ def size_engines(
     cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()
     if device is not None and on_gpu and recipe.has_engines:
         cache, faults = _cache_on_gpu(recipe, device.memory_bytes, fetch)
+        for name, engine in teacher_engines(recipe, fetch, on_gpu=True).items():
+            if (needed := engine.memory.total) > device.memory_bytes:
+                rule = f"a worker needs {needed / GIB:.3g} GiB, and the device has {device.memory_gib:.3g}"
+                way_out = f"more, or a smaller teachers.{name}.engine.max_tokens"
+                faults.append(Violation(f"teachers.{name}.engine.tensor", engine.layout.tensor, rule, way_out))
     return recipe.model_copy(update={"rollout": rollout.model_copy(update={"kv_cache_bytes": cache})}), faults
 
 

@@ -23,6 +23,7 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
+from megarl.rollout.engine_outputs import prompt_scores, routing_rows, token_versions
 from megarl.rollout.engine_process import EngineProcess, log_errors, own_processes
 from megarl.rollout.engine_report import EngineReport, RequestLog, counting_stat_logger
 from megarl.rollout.engine_settings import (
@@ -32,14 +33,13 @@ from megarl.rollout.engine_settings import (
     sampling_parameters,
     scoring_parameters,
 )
-from megarl.rollout.groups import GroupFacts, GroupResult, Partial
+from megarl.rollout.groups import GroupFacts, GroupResult, Partial, Payload
 from megarl.rollout.plugin import UNRECORDED, require_installed
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import WeightVersionSpan
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -258,20 +258,34 @@ class RolloutEngine:
     async def score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
         """Return the log-probabilities, at temperature 1, of all tokens but the first of sequences of one length, from every
         data-parallel rank: [ranks, sequences, tokens - 1]. Every worker takes part. Raises EngineDirty, EngineDied."""
+        ranks = self._settings.layout.data
+        return np.stack(await self._scores([*sequences] * ranks)).reshape(ranks, len(sequences), -1)
+
+    async def judge(self, payload: Payload, samples: Sequence[int]) -> list[np.ndarray]:
+        """Return the log-probabilities, at temperature 1, of the own tokens of some samples of a batch. Raises as `score`,
+        and what `payload.fetch` raises."""
+        known = await asyncio.to_thread(payload.fetch, samples)
+        judged = [known[sample] for sample in samples]
+        scores = await self._scores([np.concatenate([one.prompt_ids, one.completion.token_ids]) for one in judged])
+        pairs = zip(judged, scores, strict=True)
+        return [logprobs[len(sample.prompt_ids) - 1 :][sample.completion.own] for sample, logprobs in pairs]
+
+    async def _scores(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Score sequences, which the data-parallel ranks share in equal parts, one after the other."""
         async with self._exclusive:
             engine = self._clean()
             await self._pause_scheduler("keep", clear_cache=False)  # queue all first, for the same batches each time
-            ranks, collectors = self._settings.layout.data, []
-            for number, tokens in enumerate([*sequences] * ranks):
+            collectors = []
+            for number, tokens in enumerate(sequences):
                 prompt: Any = {"type": "token", "prompt_token_ids": tokens.tolist()}
                 self._num_scored += 1
-                name, rank = f"{UNRECORDED}-{self._num_scored}", number // len(sequences)
+                name, rank = f"{UNRECORDED}-{self._num_scored}", number * self._settings.layout.data // len(sequences)
                 parameters, adapter = scoring_parameters(), self._adapter
                 added = engine.add_request(name, prompt, parameters, data_parallel_rank=rank, lora_request=adapter)
                 collectors.append(await self._guard(added))
             await self._utility(engine.resume_generation())
             outputs = [await self._guard(collector.get()) for collector in collectors]
-        return np.stack([prompt_scores(output) for output in outputs]).reshape(ranks, len(sequences), -1)
+        return [prompt_scores(output) for output in outputs]
 
     async def report(self) -> EngineReport:
         """Return when the engine was busy since the last call, and the requests that ended."""
@@ -560,29 +574,6 @@ def vllm_seed(names: Sequence[int]) -> int:
     # The same for a list, in twice the time.
     entropy = np.array(names, np.uint32) if max(names) < 2**32 else names
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1  # vLLM takes a signed 64-bit seed
-
-
-def token_versions(spans: Sequence[WeightVersionSpan]) -> np.ndarray:
-    """Return the weight version of each token, int64 [tokens], from vLLM's spans of tokens."""
-    return np.repeat(np.array([int(span.version) for span in spans], np.int64), [span.end - span.start for span in spans])
-
-
-def prompt_scores(output: Any) -> np.ndarray:
-    """Return the log-probabilities of a prompt's tokens but the first, float32, from a `RequestOutput` of vLLM."""
-    tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return np.array([entry[token].logprob for token, entry in tokens], np.float32)
-
-
-def routing_rows(recorded: np.ndarray | None, num_tokens: int, layers: Sequence[int] | None) -> np.ndarray:
-    """Return the experts [num_tokens - 1, layers, experts a token] of a sequence: its last token was never fed, or only
-    because the engine ran ahead. `layers` selects rows of all layers, as vLLM records them. Raises ValueError if tokens are
-    missing."""
-    if recorded is None:
-        raise ValueError("vLLM recorded no experts")
-    if len(recorded) < num_tokens - 1:
-        raise ValueError(f"{len(recorded)} of {num_tokens - 1} tokens have recorded experts")
-    rows = recorded[: num_tokens - 1]
-    return rows if layers is None else rows[:, list(layers)]
 
 
 def worker_reports(answers: Sequence[dict[str, float] | tuple[bool, str, bool]], version: int) -> list[dict[str, float]]:

@@ -51,6 +51,12 @@ class EngineSettings:
     position: int = 0  # among the engines of its node
     times_requests: bool = False  # whether it records the times of each request, and counts preemptions
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # the recipe's, under vLLM's names
+    teacher: str = ""  # the name of the teacher that it serves
+
+    @property
+    def name(self) -> str:
+        """The engine's name in messages."""
+        return f"the engine of teachers.{self.teacher}" if self.teacher else f"rollout engine {self.index}"
 
 
 def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict[str, Any]:

@@ -18,13 +18,14 @@ import numpy as np
 import ray
 
 from megarl.cluster.ray_cluster import NAMESPACE
-from megarl.data.sample import Completion, Sample
+from megarl.data.sample import Completion, Prompt, Sample
 from megarl.planner.lengths import QUANTILES
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
 from megarl.rollout.session import Segment
 
 Record = TypeVar("Record")
+FROM_DATA = "data"  # the finish reason of a completion that is the data's answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +128,14 @@ class GroupResult:
             versions=np.concatenate([member.versions for member in members]),
             routing=np.concatenate(routing) if routing else None,
         )
+
+    @classmethod
+    def of_answer(cls, prompt: Prompt, size: int, version: int) -> GroupResult:
+        """Return a group whose completions all are the answer of the prompt's row."""
+        answer = prompt.examples[0].sample(prompt.index)
+        ids = answer.completion.token_ids
+        member = Partial(ids, np.full(len(ids), np.nan, np.float32), np.full(len(ids), version), FROM_DATA)
+        return cls.of(prompt.index, answer.prompt_ids, [member] * size)
 
     def sample(self, sequence: int) -> Sample:
         start = int(self.lengths[:sequence].sum())
@@ -357,6 +366,11 @@ class RolloutBatch:
         return np.array([self.finish_reasons[sequence] == "length" for sequence in self.last_segments])
 
     @property
+    def sampled(self) -> np.ndarray:
+        """The rollouts that the policy sampled, int: all but answers of the data."""
+        return np.flatnonzero([self.finish_reasons[sequence] != FROM_DATA for sequence in self.last_segments])
+
+    @property
     def lengths(self) -> np.ndarray:
         """Prompt and completion tokens of each sequence, int [sequences]."""
         return self.prompt_lengths + self.completion_lengths
@@ -408,6 +422,8 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "schedule/rollout/max_concurrent": rollouts.executed.max_concurrent,
         **rollouts.metrics,
     }
+    if num_answers := len(rollouts.last_segments) - len(rollouts.sampled):
+        metrics["rollout/data_share"] = num_answers / len(rollouts.last_segments)
     if rollouts.episodes is None:
         return metrics
     observed = int(lengths.sum() - rollouts.own_lengths.sum())

@@ -86,7 +86,7 @@ class EngineHandle:
 
     def __init__(self, settings: EngineSettings, timeout_s: float, max_requests: int) -> None:
         self.settings, self.max_requests = settings, max_requests
-        self.name = f"rollout engine {settings.index}"
+        self.name = settings.name
         self.restarts = 0
         self.process: EngineProcess | None = None
         self._timeout_s = timeout_s
@@ -104,7 +104,9 @@ class EngineHandle:
             resources=node_share(self.settings.place.node),
             max_concurrency=self.max_requests + OTHER_CALLS,
             max_restarts=0,  # the pool makes a new actor instead: one way back for a dead actor and a dead engine core
-            runtime_env={"env_vars": environment | watched_environment(f"engine-{self.settings.index}")},
+            runtime_env={
+                "env_vars": environment | watched_environment(f"engine-{self.settings.teacher or self.settings.index}")
+            },
         )
         self._actor = remote.remote(self.settings)
         return self.call("start", version)

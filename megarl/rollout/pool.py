@@ -18,15 +18,16 @@ from megarl.cluster.engine_nodes import one_machine
 from megarl.cluster.ray_cluster import node_share, start_cluster, stop_cluster
 from megarl.data.sample import Prompt
 from megarl.models import ModelShape
+from megarl.models.model_files import model_directory
 from megarl.planner.placement import EnginePlace, place_engines
 from megarl.platform import current as platform
 from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.recipe.recipe import Recipe
-from megarl.recipe.sizes import engines_of
+from megarl.recipe.sizes import engines_of, teacher_engines
 from megarl.rollout import EngineDied, EngineSilent, RolloutError, StreamStalled
 from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
-from megarl.rollout.groups import GroupFacts, GroupStore, RolloutBatch, RolloutExecuted, StoredPayload
+from megarl.rollout.groups import GroupFacts, GroupStore, Payload, RolloutBatch, RolloutExecuted, StoredPayload
 from megarl.rollout.handle import EngineHandle
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
@@ -45,10 +46,11 @@ class EnginePool:
         ray_address: str | None = None,
         places: Sequence[EnginePlace] = (),
         bound_ranks: int | None = None,
+        teachers: Sequence[EnginePlace] = (),
     ) -> None:
         """`model_path` is a Hugging Face directory. Without `ray_address` a local Ray is started. `places` has one place per
         engine; without places, engines are placed on this machine. `bound_ranks` is the number of trainer ranks of a node if
-        processes are bound to cores."""
+        processes are bound to cores. `teachers` are the places of the engines of `recipe.served`; without, none starts."""
         self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
         shape = ModelShape.from_directory(model_path)
         sizes = engines_of(recipe, shape, on_gpu=platform.num_devices is not None)
@@ -104,6 +106,20 @@ class EnginePool:
             )
             for index, place in enumerate(places)
         ]
+        served = zip(recipe.served, teachers, strict=True) if teachers else ()
+        self.teachers = {name: self._teacher_engine(name, place) for name, place in served}
+
+    def _teacher_engine(self, name: str, place: EnginePlace) -> EngineHandle:
+        """Return the engine of a teacher: the teacher's own files, which no sync changes."""
+        recipe, planned = self._recipe, teacher_engines(self._recipe, on_gpu=platform.num_devices is not None)[name]
+        settings = EngineSettings(
+            index=0, teacher=name, model_path=str(model_directory(recipe.path(f"teachers.{name}"))),
+            precision=planned.precision, layout=planned.layout, max_model_len=recipe.max_sequence_tokens + 1,
+            batched_tokens=planned.batched_tokens, max_new_tokens=1, max_concurrent=planned.max_concurrent,
+            kv_cache_bytes=planned.kv_cache_bytes, needed_bytes=planned.memory.total, memory_utilization=None,
+            temperature=1.0, stop_token_ids=(), seed=self._seed, place=place, device_variable=platform.device_variable,
+        )  # fmt: skip
+        return EngineHandle(settings, recipe.rollout.timeout_s, max_requests=1)
 
     def start(self) -> None:
         """Start Ray, and all engines at the same time. Raises RolloutError naming an engine that did not start."""
@@ -114,7 +130,7 @@ class EnginePool:
         # On rank 0's node: the loss of another node loses no rollouts.
         store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=node_share(0))
         self._store = store.remote(1 + batches)
-        started = [(engine, engine.begin_start()) for engine in self.engines]
+        started = [(engine, engine.begin_start()) for engine in self._every]
         for engine, reference in started:
             try:
                 engine.finish_start(reference)
@@ -274,11 +290,30 @@ class EnginePool:
                 scores[index] = self.engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
         return scores
 
+    def judge(self, teacher: str, payload: Payload, samples: Sequence[int]) -> list[np.ndarray]:
+        """Return the log-probabilities of the own tokens of a batch's samples from the engine of a teacher. A dead or silent
+        engine is restarted. Raises RolloutError for an engine that died too often, and for NaN."""
+        engine, phase = self.teachers[teacher], f"teacher_logprob.{teacher}"
+        while True:
+            try:
+                scores: list[np.ndarray] = engine.get(engine.call("judge", payload, samples), phase)
+                break
+            except (EngineDied, EngineSilent) as error:
+                self.restart(engine, phase, error)
+        for sample, logprobs in zip(samples, scores, strict=True):
+            if not np.isfinite(logprobs).all():
+                raise RolloutError(f"phase {phase}: a log-probability of sample {sample} is not finite in {engine.name}")
+        return scores
+
+    @property
+    def _every(self) -> list[EngineHandle]:
+        return [*self.engines, *self.teachers.values()]
+
     def shutdown(self) -> None:
         """End all engines, and Ray if `start` started it; safe after a failure and more than once."""
         if self.address is None:
             return
-        for engine in self.engines:
+        for engine in self._every:
             engine.stop()
         if self._store is not None:
             ray.kill(self._store)
@@ -289,7 +324,7 @@ class EnginePool:
     def end_restarts(self, ends: bool) -> None:
         """End engines that are starting, from another thread than theirs, and start none until the next call with False."""
         self._ends_restarts = ends
-        for engine in self.engines if ends else ():
+        for engine in self._every if ends else ():
             if engine.process is None:
                 engine.kill()
 
@@ -314,7 +349,7 @@ class EnginePool:
             )  # fmt: skip
             begun = time.monotonic()
             try:
-                start = engine.begin_start(self._version)
+                start = engine.begin_start(None if engine.settings.teacher else self._version)
                 if self._ends_restarts:
                     engine.kill()
                     raise RolloutError(f"{engine.name} is not started again: the run ends") from cause

@@ -29,7 +29,7 @@ import torch
 
 from megarl.algorithm.advantage import informative_groups
 from megarl.data.prompts import PromptStream
-from megarl.data.routing import teachers_of
+from megarl.data.routing import takes_answer, teachers_of
 from megarl.data.sample import Prompt
 from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
@@ -111,8 +111,7 @@ class RolloutStream:
     ) -> None:
         self._recipe, self._pool, self._seed = recipe, pool, seed
         self._prompts, self._rewards, self._environments = prompts, rewards, environments
-        algorithm, rollout = recipe.algorithm, recipe.rollout
-        dynamic = algorithm.dynamic_sampling
+        algorithm, rollout, dynamic = recipe.algorithm, recipe.rollout, recipe.algorithm.dynamic_sampling
         self._filters = dynamic is not None
         self._per_step, self._size = recipe.phases.rollout.prompts, algorithm.group_size
         self._with_greedy = algorithm.advantage == "remax"
@@ -283,6 +282,9 @@ class RolloutStream:
             group = Group(prompt, self._size, self._step, number=self._admission.start())
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, self._step, temperature=0.0)
+            if takes_answer(self._recipe, prompt.index):
+                result = GroupResult.of_answer(prompt, self._size, self._version)
+                group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
             self._groups[group.number] = group
             self._to_learn.append(group)
             self._start(group)
@@ -346,7 +348,7 @@ class RolloutStream:
         """Let an engine complete a group, in turns with environments if there are any; `send` is called whenever an engine
         gets a request."""
         if group.facts is not None:
-            return  # before this run was interrupted
+            return  # before this run was interrupted, or by the data
         if self._environments is None:
             prompt = group.prompt
             seeds = tuple(request_seed(self._seed, group.step, prompt.index, member) for member in range(group.size))
@@ -549,8 +551,7 @@ class RolloutStream:
         self, ordered: Sequence[Group], chosen: Sequence[Group], rewards: RewardResult, num_rounds: int
     ) -> dict[str, float]:
         """Return what dynamic sampling cost: groups without information, and groups and tokens that nobody trains on."""
-        num_informative = sum(map(self._is_informative, ordered))
-        num_used = sum(map(self._is_informative, chosen))
+        num_informative, num_used = (sum(map(self._is_informative, groups)) for groups in (ordered, chosen))
         tokens, used = (
             sum(sum(group.facts.own_lengths) for group in groups if group.facts is not None) for groups in (ordered, chosen)
         )

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pyarrow
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.prompts import PromptStream, not_trained_on
+from megarl.data.supervised import answer_of
 from megarl.recipe.data_section import DataSection
 
 HEAD = "{% for m in messages %}"
@@ -185,3 +187,30 @@ def test_a_prompt_whose_answer_is_trained_is_not_held_out(tmp_path, chat):
         data = DataSection.model_validate({"prompts": source, "chat_template": chat, **limits})
         streams.append(PromptStream(data, 1, tokenizer))
     assert [prompt.question for prompt in not_trained_on(*streams)] == ["b"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_is_what_the_policy_would_sample_for_the_prompt(tmp_path, name):
+    """After the prompt that engines get, up to the end of the turn; longer answers are bad rows."""
+    tokenizer = byte_tokenizer(TEMPLATES[name])
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot|>", "<|end|>", "</s>"])
+    file = tmp_path / "rows.jsonl"
+    answers = ["4", "four", "it is four"]
+    file.write_text("".join(json.dumps({"q": LONG[:3], "a": answer}) + "\n" for answer in answers))
+    source = {"kind": "jsonl", "path": str(file), "prompt_field": "q", "answer_field": "a"}
+    data = DataSection.model_validate(
+        {"prompts": source, "prompt_format": "messages", "max_prompt_tokens": 200, "shuffle": False, "on_bad_row": "skip"}
+    )
+    given = {"data": data, "tokenizer": tokenizer, "stop_token_ids": stops}
+    prompts = PromptStream(data, 0, tokenizer, answer=partial(answer_of, max_new_tokens=40, **given)).take(3)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        sample = prompt.examples[0].sample(prompt.index)
+        ids = sample.completion.token_ids.tolist()
+        assert ids[-1] in stops and not set(ids[:-1]) & set(stops) and sample.completion.own.all()
+        assert tokenizer.decode(ids[:-1]).removeprefix("<think>\n\n</think>\n\n").strip() == answer
+        assert np.array_equal(sample.prompt_ids, prompt.token_ids)
+    shorter = PromptStream(data, 0, tokenizer, answer=partial(answer_of, max_new_tokens=len(ids) - 1, **given))
+    assert (shorter.num_rows, shorter.num_bad_rows) == (2, 1)
+    stopped = data.model_copy(update={"on_bad_row": "stop"})
+    with pytest.raises(ValueError, match=r"line 3: field 'a' has \d+ tokens .* rollout.max_new_tokens = \d+"):
+        PromptStream(stopped, 0, tokenizer, answer=partial(answer_of, max_new_tokens=len(ids) - 1, **given))

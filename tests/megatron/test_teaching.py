@@ -20,7 +20,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"place": "loss", "estimator": "k2"},
     {"place": "loss", "over": "vocabulary", "coefficient": 0.5},
     {"place": "loss", "over": "vocabulary", "divergence": "forward_kl"},
-    {"place": "loss", "over": "vocabulary", "divergence": "jensen_shannon", "mixture": 0.3},
+    {"place": "loss", "over": "vocabulary", "divergence": "jensen_shannon", "mixture": 0.3, "data_share": 0.25},
     {"place": "loss", "over": "top_k", "top_k": 8},
 )
 

@@ -76,6 +76,7 @@ def test_the_command_prints_the_placement_or_refuses(tmp_path: Path) -> None:
         "trainer_nodes": 2,
         "rollout_nodes": 0,
         "engines": [{"node": 0, "devices": [0, 1, 2, 3]}, {"node": 1, "devices": [0, 1, 2, 3]}],
+        "teachers": [],
     }
     assert check("--json", "--devices-per-node", "2")[0] == 2
 

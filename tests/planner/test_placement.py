@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megarl.planner.placement import (
     PlacementError,
     nodes_needed,
     place_engines,
+    place_teachers,
     visible_devices,
 )
 from megarl.recipe import Recipe
@@ -27,7 +29,7 @@ def of(ranks: int, placement: str = "colocated", **rollout: Any) -> Recipe:
     return one.model_copy(update={"trainer": one.trainer.model_copy(update={"ranks": ranks})})
 
 
-def places(*found: tuple[int, range]) -> tuple[EnginePlace, ...]:
+def places(*found: tuple[int, Sequence[int]]) -> tuple[EnginePlace, ...]:
     return tuple(EnginePlace(node, tuple(devices)) for node, devices in found)
 
 
@@ -66,6 +68,45 @@ PLACED: dict[str, tuple[Recipe, Cluster, tuple[EnginePlace, ...]]] = {
 def test_engines_are_placed(name: str) -> None:
     wanted, cluster, expected = PLACED[name]
     assert place_engines(wanted, cluster) == expected
+
+
+def with_teachers(wanted: Recipe, *sizes: int) -> Recipe:
+    """A recipe with a teacher of so many workers each."""
+    values = wanted.model_dump()
+    values["teachers"] = {f"t{number}": {"path": "model", "engine": {"tensor": size}} for number, size in enumerate(sizes)}
+    return wanted.model_validate(values)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+@pytest.mark.parametrize(("ranks", "sizes"), [(4, (2,)), (8, (4, 2, 4)), (8, (8, 1)), (6, (1, 1, 8))])
+def test_engines_of_teachers_have_devices_that_nobody_else_has(placement: str, ranks: int, sizes: tuple[int, ...]) -> None:
+    wanted = with_teachers(of(ranks, placement, engines=2, tensor=2), *sizes)
+    needed = nodes_needed(wanted, 8)
+    cluster = needed.cluster(8)
+    engines = place_engines(wanted, cluster)
+    teachers = place_teachers(wanted, cluster, engines)
+    assert [len(place.devices) for place in teachers] == list(sizes)
+    taken = [(place.node, device) for place in teachers for device in place.devices]
+    others = {(node, device) for node in range(needed.trainer_nodes) for device in range(needed.ranks_per_node)}
+    others |= {(place.node, device) for place in engines for device in place.devices}
+    assert len(set(taken)) == len(taken) and not others & set(taken)
+    assert all(node < needed.num_nodes and device < 8 for node, device in taken)
+    if needed.rollout_nodes:
+        fewer = Cluster(needed.num_nodes - 1, 8, needed.ranks_per_node)
+        with pytest.raises(PlacementError):
+            place_teachers(wanted, fewer, place_engines(wanted, fewer))
+
+
+def test_engines_of_teachers_share_the_cores_of_a_cpu() -> None:
+    cluster = Cluster(1, 2, 2, shared=True)
+    assert place_teachers(with_teachers(of(2), 1, 4), cluster, ()) == places((0, range(1)), (0, [0, 1, 0, 1]))
+
+
+def test_a_teacher_without_room_is_named() -> None:
+    with pytest.raises(
+        PlacementError, match=r"teachers.t1.engine needs 3 devices of one node .* 1 node of 8 devices has none"
+    ):
+        place_teachers(with_teachers(of(4), 2, 3), Cluster(1, 8, 4), ())
 
 
 REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.routing import teachers_of
+from megarl.data.routing import takes_answer, teachers_of
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
 from tests.recipe_cases import CONFIG, edited, make_folder, write
@@ -70,6 +70,51 @@ def test_what_cannot_work_is_refused(folder: Path, edits: list[tuple[str, Any]],
     assert (key, True) in [(fault.key, rule in fault.rule) for fault in caught.value.violations]
 
 
+SERVED = {"math": {"path": "deep", "engine": {"tensor": 2}}, "code": {"path": "tiny"}}
+
+
+def test_a_served_teacher_has_a_phase_and_no_rank(folder: Path) -> None:
+    recipe = load_recipe(write(folder, edited(*changes(("teachers", SERVED)))))
+    assert {"teacher_logprob.code", "teacher_logprob.math"} <= set(recipe.running_phases)
+    assert "teachers.code" in recipe.roles and "teachers.math" not in recipe.roles
+    assert "teacher_logprob.math" not in recipe.engine_phases and list(recipe.served) == ["math"]
+    alone = (("teachers", {"math": SERVED["math"]}), ("phases.teacher_logprob", ...))
+    assert load_recipe(write(folder, edited(*changes(*alone)))).roles == tuple(
+        role for role in recipe.roles if role != "teachers.code"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edits", "key", "rule"),
+    [
+        (
+            [("algorithm.distillation", {"place": "loss", "over": "vocabulary"})],
+            "teachers.math.engine",
+            "sampled token alone",
+        ),
+        (
+            [("algorithm.distillation", {"place": "loss", "over": "top_k", "top_k": 4})],
+            "teachers.math.engine",
+            "over = top_k",
+        ),
+        ([("rollout.temperature", 0.7)], "rollout.temperature", "temperature 1"),
+        ([("rollout.replay", ".")], "teachers.math.engine", "no engines are started"),
+        ([("teachers.math.engine.tensor", 3)], "teachers.math.engine.tensor", "divide"),
+        ([("teachers.math.layout", {"tensor": 2})], "teachers.math.engine", "nothing reads its layout and"),
+        ([("teachers.math.memory", {"offload": "all"})], "teachers.math.engine", "nothing reads its layout and its memory"),
+        ([("teachers.code", ...)], "phases.teacher_logprob", "never runs"),
+        ([("teachers.math.path", "sixty-four")], "teachers.math.engine", "at most 63 tokens"),
+        ([("device", {"memory_gib": 0.05})], "teachers.math.engine.tensor", "a worker needs"),
+    ],
+)
+def test_what_an_engine_cannot_give_is_refused(folder: Path, edits: list[tuple[str, Any]], key: str, rule: str) -> None:
+    (folder / "sixty-four").mkdir()
+    (folder / "sixty-four" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, edited(*changes(("teachers", SERVED), *edits))))
+    assert (key, True) in [(fault.key, rule in fault.rule and bool(fault.nearest)) for fault in caught.value.violations]
+
+
 @pytest.mark.parametrize("distillation", [{"over": "vocabulary"}, {"over": "top_k", "top_k": 4}])
 def test_a_wider_vocabulary_is_refused_where_all_of_it_is_compared(folder: Path, distillation: dict[str, Any]) -> None:
     file = write(folder, edited(*changes(("teachers.code.path", "wide"), place="loss", **distillation)))
@@ -87,12 +132,63 @@ def test_a_wider_vocabulary_is_refused_where_all_of_it_is_compared(folder: Path,
         {"place": "advantage", "estimator": "k2"},
         {"place": "loss", "over": "vocabulary", "top_k": 3},
         {"place": "loss", "over": "vocabulary", "mixture": 0.4},
+        {"place": "loss", "estimator": "k2", "data_share": 0.5},
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(folder: Path, section: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(folder, edited(*changes(("algorithm.distillation", section)))))
-    assert [fault.key for fault in caught.value.violations] == ["algorithm.distillation"]
+    assert {fault.key.removesuffix(".data_share") for fault in caught.value.violations} == {"algorithm.distillation"}
+
+
+NO_REWARDS: list[tuple[str, Any]] = [
+    ("algorithm.advantage", "none"), ("algorithm.gae", ...), ("algorithm.value_loss", ...), ("algorithm.kl", ...),
+    ("critic", ...), ("phases.critic_value", ...), ("phases.critic_update", ...), ("phases.reference_logprob", ...),
+    ("phases.actor_logprob", ...),
+]  # fmt: skip
+FROM_DATA = {"place": "loss", "over": "vocabulary", "data_share": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("edits", "rule"),
+    [
+        ([], "policy loss of algorithm.advantage = gae"),
+        ([*NO_REWARDS, ("algorithm.kl", {"place": "loss", "coefficient": 0.1, "estimator": "k3"}),
+          ("phases.reference_logprob", SECTION)], "algorithm.kl is estimated"),
+        ([*NO_REWARDS, ("algorithm.early_stop", {"target_kl": 0.1})], "algorithm.early_stop is estimated"),
+        ([*NO_REWARDS, ("data.curriculum", {"low": 0.1, "high": 0.9})], "pass rates"),
+        ([*NO_REWARDS, ("environment", {"target": "json:Game", "max_turns": 2, "max_observation_tokens": 8})], "turns"),
+        ([*NO_REWARDS, ("data.prompt_format", "token_ids"), ("data.prompts", {
+            "kind": "jsonl", "path": "qa.jsonl", "prompt_field": "q", "answer_field": "a"})], "token ids"),
+    ],
+)  # fmt: skip
+def test_answers_of_the_data_teach_by_the_divergence_alone(folder: Path, edits: list[tuple[str, Any]], rule: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(folder, edited(*changes(*edits, **FROM_DATA))))
+    key = "algorithm.distillation.data_share"
+    assert (key, True) in [(fault.key, rule in fault.rule) for fault in caught.value.violations]
+
+
+def test_a_share_of_the_prompts_has_the_answers_of_the_data(folder: Path) -> None:
+    """Each by its number and the seed, whatever its teacher."""
+
+    def drawn(**run: Any) -> list[bool]:
+        edits = [(f"run.{key}", value) for key, value in run.items()]
+        recipe = load_recipe(write(folder, edited(*changes(*NO_REWARDS, *edits, **FROM_DATA))))
+        for share in (0.0, 1.0):
+            algorithm = recipe.algorithm.model_copy(
+                update={"distillation": recipe.algorithm.distillation.model_copy(update={"data_share": share})}  # type: ignore[union-attr]
+            )
+            every = recipe.model_copy(update={"algorithm": algorithm})
+            assert {takes_answer(every, index) for index in range(100)} == {share == 1.0}
+        teachers = teachers_of(recipe, map(prompt, range(4000)))
+        taken = [takes_answer(recipe, index) for index in range(4000)]
+        for name in recipe.teachers:
+            of_teacher = [taken[index] for index, teacher in teachers.items() if teacher == name]
+            assert sum(of_teacher) / len(of_teacher) == pytest.approx(0.3, abs=0.03)
+        return taken
+
+    assert drawn() == drawn() != drawn(seed=5)
 
 
 def prompt(index: int, **row: Any) -> Prompt:

@@ -37,7 +37,7 @@ class Scripted(EngineHandle):
     """An engine that answers each call from a list, then from the last entry; starting it takes no time."""
 
     def __init__(self, index: int, pauses: list[Said], reports: list[Said]) -> None:
-        super().__init__(SimpleNamespace(index=index, takes_turns=False), 1.0, 1)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(index=index, takes_turns=False, name=f"rollout engine {index}", teacher=""), 1.0, 1)  # type: ignore[arg-type]
         self._said = {"pause": pauses, "receive": reports}
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -136,7 +136,7 @@ def test_what_an_engine_leaves_behind_is_removed_on_its_node(monkeypatch: pytest
     monkeypatch.setattr(handle, "clear_away", lambda process: asked.append("here"))
     monkeypatch.setattr(handle, "node_share", gone)
     for node in (0, 1):
-        engine = EngineHandle(SimpleNamespace(index=0, place=SimpleNamespace(node=node)), 1.0, 1)  # type: ignore[arg-type]
+        engine = EngineHandle(SimpleNamespace(name="", place=SimpleNamespace(node=node)), 1.0, 1)  # type: ignore[arg-type]
         engine.process = EngineProcess("node0", (), (), 4)
         engine.kill()
     assert asked == ["here", "there"]

@@ -8,13 +8,16 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
-from megarl.data.sample import Prompt
+from megarl.data.sample import Example, Prompt
 from megarl.reward.verifiers import TextScore
 from megarl.rollout import RolloutError, stream
 from megarl.rollout.engine import GroupRequest
+from megarl.rollout.groups import rollout_metrics
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -265,3 +268,31 @@ def test_a_stream_that_gives_nothing_for_longer_than_any_part_may_take_ends_the_
 
 async def never(*_: Any) -> Any:
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_answers_of_the_data_are_taken_once_and_no_engine_gets_their_prompts(staleness: int) -> None:
+    pool, num_steps = ScriptedPool.of(2), 20
+    for engine in pool.engines:
+        engine.delay = lambda request: 0.001
+    taken: dict[int, list[list[int]]] = {}
+    answer = Example(np.array([3, 4, 9, 8, 1], np.int32), np.arange(5) > 1)
+    prompts = ScriptedPrompts(examples=(answer,))
+    with (
+        mock.patch.object(stream, "takes_answer", lambda recipe, index: index % 3 == 0),
+        mock.patch.object(stream.ray, "put", lambda result: result),
+        trainer(pool, prompts=prompts, max_staleness=staleness) as run,
+    ):
+        for _ in range(num_steps):
+            run.begin()
+            batch = run.take().rollouts
+            for sequence, sample in batch.payload.fetch(range(len(batch))).items():
+                taken.setdefault(sample.group, []).append(sample.completion.token_ids.tolist())
+                is_answer = sample.group % 3 == 0
+                assert np.isnan(sample.completion.logprobs).all() == is_answer != (sequence in batch.sampled)
+            assert rollout_metrics(batch).get("rollout/data_share", 0) == (batch.groups % 3 == 0).mean()
+            run.sync()
+    assert all(tokens == SIZE * [[9, 8, 1] if group % 3 == 0 else [7, 1]] for group, tokens in taken.items())
+    assert len(taken) == num_steps * PER_STEP
+    sent = [group for engine in pool.engines for batch in engine.groups for group in batch]
+    assert len(sent) == len(set(sent)) and all(group % 3 for group in sent)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.models.layout import Layout
+from tests.distillation_cases import judged_batch, learn, settings_of
+from tests.ranks import run_ranks
 from tests.runs import metrics_of, train_on_ranks
 from tests.supervised_cases import LR, MINI_BATCH, STEPS, batches_of, supervised_recipe, supervised_run
+from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.layout, pytest.mark.nightly]
 
@@ -79,3 +86,32 @@ def test_preference_optimization_is_that_of_trl(tmp_path: Path) -> None:
     for line, (loss, norm) in zip(metrics_of(tmp_path, "dpo"), expected, strict=True):
         assert line["preference/loss"] == pytest.approx(loss, rel=1e-5)
         assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("mixture", [0.2, 0.5])
+def test_distillation_is_that_of_trl(tmp_path: Path, mixture: float) -> None:
+    """An update on completions of both the policy and the data, where TRL sees labels alone."""
+    from trl.experimental.gkd import GKDTrainer
+
+    student, teacher = (save_tiny_model(tmp_path / f"model-{seed}", seed=seed, layers=2) for seed in (1, 2))
+    loss = {"place": "loss", "over": "vocabulary", "divergence": "jensen_shannon", "mixture": mixture, "data_share": 0.25}
+    (learned,) = run_ranks(learn, 1, student, {"one": teacher}, (Layout(), Layout()), 40, settings_of(**loss))
+    samples = judged_batch({"one": teacher}, from_data=True).samples.values()
+    rows = [torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids])).long() for sample in samples]
+    labels = [row.clone() for row in rows]
+    for label, sample in zip(labels, samples, strict=True):
+        label[: len(sample.prompt_ids)] = -100
+    padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    inputs = {
+        "input_ids": padded(rows),
+        "labels": padded(labels, padding_value=-100),
+        "attention_mask": padded([torch.ones_like(row) for row in rows]),
+    }
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (student, teacher)]
+    trainer: Any = SimpleNamespace(
+        teacher_model=models[1], beta=mixture, generalized_jsd_loss=GKDTrainer.generalized_jsd_loss
+    )
+    expected = GKDTrainer.compute_loss(trainer, models[0], inputs)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in models[0].parameters() if weight.grad is not None])
+    assert (learned.loss, learned.grad_norm) == pytest.approx((expected.item(), norm.item()), rel=1e-5)
