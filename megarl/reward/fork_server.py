@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -406,17 +406,22 @@ UNREACHED = {
 NO_ROUTE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 
-def is_outage(error: BaseException | None) -> bool:
+def causes_of(
+    error: BaseException | None, hides: Callable[[BaseException], bool] = lambda error: False
+) -> Iterator[BaseException]:
+    """Yield an error and those that caused it, but not what was handled when an error was raised that `hides` it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ or hides(error) else error.__context__)
+
+
+def is_outage(error: BaseException) -> bool:
     """Return whether an error, or one that caused it, says that a service was not reached or cannot judge now (status 429 or
     5xx). An error that a completion can cause is no outage: a missing file, an invalid URL, a program that closes its
     pipe."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if _is_of_transport(error):
-            return True
-        seen.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+    return any(map(_is_of_transport, causes_of(error)))
 
 
 def _is_of_transport(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from megarl.recipe.environment_section import AgentSection, CommandSection
 from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
-from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, is_outage, is_unreached
+from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, causes_of, is_outage, is_unreached
 from megarl.rollout.environment import Fields, Make, Reply, shown
 
 # Of what an agent prints, and of the file with its reward, this many bytes at the end are kept.
@@ -220,18 +220,14 @@ class _AgentProcess:
             raise ValueError(f"{shown(text)} is {where}; a number is needed, or JSON with reward and metrics") from None
 
 
-def _is_refusal(error: BaseException | None, url: str) -> bool:
+def _is_refusal(error: BaseException, url: str) -> bool:
     """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many. A
     service that is not reached while such an answer is handled is no part of it."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        response: Any = getattr(error, "response", None)
+    for cause in causes_of(error, hides=is_unreached):
+        response: Any = getattr(cause, "response", None)
         with suppress(AttributeError, RuntimeError):  # httpx raises the latter for a response without a request
             if str(response.request.url).startswith(url):
                 return True
-        seen.append(error)
-        hides = error.__suppress_context__ or is_unreached(error)
-        error = error.__cause__ or (None if hides else error.__context__)
     return False
 
 
