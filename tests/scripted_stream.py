@@ -96,6 +96,7 @@ class ScriptedEngine:
     work: dict[int, Work] = field(default_factory=dict)  # unfinished, by position
     held: list[Work] = field(default_factory=list)
     is_dead: bool = False
+    is_lost: bool = False
     is_silent: bool = False  # when it is to cut its requests
     holds_submissions: bool = False
     submissions: list[asyncio.Future[None]] = field(default_factory=list)
@@ -221,7 +222,8 @@ class InMemory:
 
 @dataclass(eq=False)
 class ScriptedPool:
-    """In the place of an EnginePool. A restart waits for `may_restart`, and fails with `restart_error`, or with its cause if
+    """In the place of an EnginePool. A restart waits for `may_restart`, does nothing for an engine that is lost, and
+    fails with `restart_error`, or with its cause if
     an engine was restarted `max_restarts` times."""
 
     engines: list[ScriptedEngine]
@@ -242,6 +244,8 @@ class ScriptedPool:
     def restart(self, engine: ScriptedEngine, phase: str, cause: Exception) -> bool:
         assert self.may_restart.wait(60)
         self.restarted.append(engine.index)
+        if engine.is_lost:
+            return False
         if self.restart_error is not None:
             raise self.restart_error
         if engine.restarts >= self.max_restarts:

@@ -57,7 +57,8 @@ class RolloutSection(Section):
     timeout_s: Seconds = 600.0
     """Deadline of every call to an engine; in a rollout, of an engine from one finished group to the next."""
     max_restarts: Count = 2
-    """How often a dead engine is started again, and a group or turn whose tokens were lost sampled again, at most."""
+    """How often a dead engine is started again, and a group or turn whose tokens were lost sampled again, at most. After
+    that the run goes on without the engine, or ends if it was the last one."""
     kv_cache_bytes: Positive | None = None
     """KV cache of one engine worker. null: on a GPU what weights, working memory and the trainer's idle roles leave of the
     device, up to all concurrent sequences at their longest; 256 MiB on CPUs."""

@@ -88,6 +88,7 @@ class EngineHandle:
         self.settings, self.max_requests = settings, max_requests
         self.name = settings.name
         self.restarts = 0
+        self.is_lost = False  # for good: it was restarted too often, and the run goes on without it
         self.process: EngineProcess | None = None
         self._timeout_s = timeout_s
         self._actor: Any = None

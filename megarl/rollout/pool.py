@@ -158,6 +158,8 @@ class EnginePool:
         sizes = tuple(len(group.lengths) for group in facts)
         payload = StoredPayload(self._store_name, name, sizes, timeout_s)
         metrics: dict[str, float] = {"rollout/num_restarts": sum(engine.restarts for engine in self.engines)}
+        if num_lost := sum(engine.is_lost for engine in self.engines):
+            metrics["rollout/num_lost_engines"] = num_lost
         return RolloutBatch.of(facts, payload, executed, metrics)
 
     def take_times(self) -> list[EngineReport]:
@@ -173,7 +175,8 @@ class EnginePool:
 
     def rest(self) -> None:
         """After a step's rollouts: engines that share GPUs with the trainer sleep until the next sync."""
-        calls = [(engine, engine.call("sleep")) for engine in self.engines if engine.settings.takes_turns]
+        engines = [engine for engine in self.engines if engine.settings.takes_turns and not engine.is_lost]
+        calls = [(engine, engine.call("sleep")) for engine in engines]
         for engine, call in calls:
             with contextlib.suppress(EngineDied):  # its memory is free as well, and the sync restarts it
                 engine.get(call, "rollout")
@@ -188,9 +191,9 @@ class EnginePool:
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> list[int]:
         """Pause the given engines for a version, unless `ask` did, after which their weights are unknown; return how often
-        each of all engines was restarted. Completions in flight are waited for, kept or aborted, by the recipe. A dead
-        engine is restarted, and so is a silent one unless completions are waited for. Raises RolloutError for an engine that
-        does not pause."""
+        each of all engines was restarted, -1 for an engine that is lost for good. Completions in flight are waited for, kept
+        or aborted, by the recipe. A dead engine is restarted, and so is a silent one unless completions are waited for.
+        Raises RolloutError for an engine that does not pause."""
         if attempt == 1:
             self._reports, self._refusals = {}, {}
         self._version = version
@@ -199,7 +202,8 @@ class EnginePool:
         calls |= self._call_pause((index for index in engines if index not in calls), version)
         for index in engines:
             engine = self.engines[index]
-            while True:
+            report = {"pause_s": 0.0, "in_flight": 0.0}
+            while not engine.is_lost:
                 try:
                     call = calls.pop(index, None) or engine.call("pause", version, section.in_flight)
                     report = engine.get_paused(call, section.in_flight, section.timeout_s)
@@ -214,7 +218,7 @@ class EnginePool:
                 # Completions that an earlier attempt kept or aborted are counted again in this one.
                 "in_flight": max(earlier["in_flight"], report["in_flight"]),
             }
-        return [engine.restarts for engine in self.engines]
+        return [-1 if engine.is_lost else engine.restarts for engine in self.engines]
 
     def _call_pause(self, engines: Iterable[int], version: int) -> dict[int, Any]:
         """Return the calls by engine, without engines that have no actor."""
@@ -237,8 +241,8 @@ class EnginePool:
     def finish(self) -> tuple[tuple[int, ...], dict[str, float]]:
         """Wait for the engines that receive. Returns the engines that need another attempt, and the metrics of all others.
 
-        A dead or silent engine is restarted. Raises RolloutError for an engine that died too often, SyncError for one that
-        refused the version more than `weight_sync.retries` times: it answers nothing until a later sync succeeds.
+        A dead or silent engine is restarted. Raises RolloutError if none is left that did not die too often, SyncError for
+        one that refused the version more than `weight_sync.retries` times: it answers nothing until a later sync succeeds.
         """
         again: list[int] = []
         restarted: set[int] = set()
@@ -329,8 +333,9 @@ class EnginePool:
                 engine.kill()
 
     def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> bool:
-        """Start a fresh engine, without the published weights; return whether there are none. Raises RolloutError if the
-        engine was restarted too often, or after `end_restarts`."""
+        """Start a fresh engine, without the published weights; return whether there are none. An engine that was restarted
+        too often is lost, and nothing is started. Raises RolloutError if that leaves no engine or is a teacher's, if it is
+        silent, and after `end_restarts`."""
         limit = self._recipe.rollout.max_restarts
         while True:
             # A silent engine that ends the run is left alive, so that the watchdog can print its stacks first.
@@ -338,10 +343,16 @@ class EnginePool:
             if not left_alive:
                 engine.kill()
             if engine.restarts >= limit:
-                raise (EngineSilent if left_alive else RolloutError)(
+                engine.is_lost = not left_alive
+                end = (
                     f"{engine.name} died in phase {phase} after {engine.restarts} restarts "
                     f"(rollout.max_restarts = {limit}); cause: {cause}"
-                ) from cause
+                )
+                num_left = 0 if engine.settings.teacher else sum(not other.is_lost for other in self.engines)
+                if left_alive or not num_left:
+                    raise (EngineSilent if left_alive else RolloutError)(end) from cause
+                logger.warning("the run goes on with %d of %d engines: %s", num_left, len(self.engines), end)
+                return False
             engine.restarts += 1
             logger.warning(
                 "%s is lost in phase %s and started again (restart %d of rollout.max_restarts = %d): %s",

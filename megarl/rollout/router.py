@@ -25,8 +25,8 @@ class Engines(Protocol):
     engines: list[EngineHandle]
 
     def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> bool:
-        """Start a dead engine again; return whether it serves at once, as no weights were published yet. Raises RolloutError
-        if that was done too often, or after `end_restarts`."""
+        """Start a dead engine again, unless that was done too often, after which it is lost; return whether it serves at
+        once, as no weights were published yet. Raises RolloutError if no engine is left, and after `end_restarts`."""
 
     def end_restarts(self, ends: bool) -> None:
         """End engines that are starting, and start none until the next call with False."""
@@ -117,7 +117,7 @@ class Router:
         """Engines that need weights before any request can go on; empty while a live engine is left."""
         if self.is_paused or any(lane.is_live for lane in self._lanes.values()) or self._restarts:
             return []
-        return list(self._lanes)
+        return [index for index, lane in self._lanes.items() if not lane.engine.is_lost]
 
     def sample(
         self,
@@ -181,7 +181,7 @@ class Router:
         meanwhile are started again."""
         self.is_paused = False
         for index, lane in self._lanes.items():
-            lane.is_live |= engines is None or index in engines
+            lane.is_live |= (engines is None or index in engines) and not lane.engine.is_lost
             cause, lane.cause = lane.cause, None
             if cause is not None and lane.restarts == lane.engine.restarts:  # nobody started it again
                 lane.is_live = False

@@ -58,7 +58,8 @@ class AdapterSync:
             sent_bytes = attempt = 0
             while wanted:
                 attempt += 1
-                engines.pause(version, attempt, wanted)
+                starts = engines.pause(version, attempt, wanted)
+                wanted = tuple(engine for engine in wanted if starts[engine] >= 0)  # others are lost for good
                 manifest = AdapterManifest(version, wanted, recipe.weight_sync.timeout_s, files, digest)
                 engines.begin(manifest)
                 sent_bytes += manifest.num_bytes * len(wanted)

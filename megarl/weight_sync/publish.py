@@ -55,7 +55,7 @@ class Engines(Protocol[Manifest]):
 
     def pause(self, version: int, attempt: int, engines: Sequence[int]) -> Sequence[int]:
         """Pause some engines for a version, unless they were asked already, and wait. Return for all engines how often each
-        was started."""
+        was started, -1 for an engine that is lost for good."""
 
     def begin(self, manifest: Manifest) -> None:
         """Have the manifest's engines start to receive; does not wait."""
@@ -121,6 +121,9 @@ class WeightSync:
         while wanted:
             attempt += 1
             manifest, present = self._from_first(partial(self._begin, version, attempt, wanted))
+            every = manifest.engines if attempt == 1 else every
+            if not manifest.engines:  # those that needed another attempt are lost
+                break
             try:
                 with span("send"):
                     sent = self._together("weight_sync: send", partial(self._send, manifest, present, parameters))
@@ -218,6 +221,7 @@ class WeightSync:
         """On rank 0, begin the next attempt: have the engines receive; return the engines that join new groups."""
         assert self._engines is not None, "rank 0 has engines"
         starts = self._engines.pause(version, attempt, wanted)
+        wanted = tuple(engine for engine in wanted if starts[engine] >= 0)
         new = [engine for engine in wanted if not self._groups_of[engine] or starts[engine] != self._starts[engine]]
         for engine in new:
             self._groups_of[engine] = next(self._group_numbers)

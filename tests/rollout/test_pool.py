@@ -90,7 +90,8 @@ def sync(pool: EnginePool) -> tuple[int, dict[str, float]]:
         assert attempt < 9, "no end to it"
         if attempt == 1:
             pool.ask(1, wanted)
-        pool.pause(1, attempt, wanted)
+        starts = pool.pause(1, attempt, wanted)
+        wanted = tuple(engine for engine in wanted if starts[engine] >= 0)
         pool.begin(replace(MANIFEST, attempt=attempt, engines=wanted))
         wanted, metrics = pool.finish()
     return attempt, metrics
@@ -100,8 +101,23 @@ def test_an_engine_is_not_blamed_for_another_engine_that_died(pools: Pools) -> N
     dies = Scripted(0, [PAUSED], [DEAD, DEAD, RECEIVED])
     pool = pools(dies, Scripted(1, [PAUSED], [ABORTED, ABORTED, RECEIVED]))
     assert sync(pool)[0] == 3 and dies.restarts == 2
-    pool = pools(Scripted(0, [PAUSED], [DEAD]), Scripted(1, [PAUSED], [ABORTED]))
-    with pytest.raises(RolloutError, match="rollout engine 0 died in phase weight_sync after 2 restarts"):
+    pool = pools(Scripted(0, [PAUSED], [DEAD]), Scripted(1, [PAUSED], [DEAD]))
+    with pytest.raises(RolloutError, match="rollout engine [01] died in phase weight_sync after 2 restarts"):
+        sync(pool)
+
+
+@pytest.mark.parametrize("moment", ["pause", "receive"])
+def test_syncs_go_on_without_an_engine_that_died_too_often(
+    pools: Pools, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dies = Scripted(0, [DEAD], [RECEIVED]) if moment == "pause" else Scripted(0, [PAUSED], [DEAD])
+    other = Scripted(1, [PAUSED], [ABORTED, ABORTED, RECEIVED] if moment == "receive" else [RECEIVED])
+    pool = pools(dies, other)
+    assert sync(pool)[1]["sync/received_bytes"] == 8.0 and dies.is_lost and dies.restarts == 2
+    assert caplog.text.count("the run goes on with 1 of 2 engines: rollout engine 0 died in phase weight_sync") == 1
+    assert sync(pool)[0] == 1, "nobody waits for it again"
+    other._said["receive"] = [DEAD]
+    with pytest.raises(RolloutError, match="rollout engine 1 died in phase weight_sync after 2 restarts"):
         sync(pool)
 
 

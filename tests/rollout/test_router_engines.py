@@ -165,3 +165,39 @@ def test_a_restarted_engine_serves_at_once_while_no_weights_were_published() -> 
         await routes.close()
 
     run(body())
+
+
+def test_an_engine_that_is_lost_for_good_gets_nothing_more_and_the_others_go_on() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        lost, other = pool.engines
+        unserved: list[list[int]] = []
+        routes = router(pool, unserved=unserved)
+        answers = [routes.sample(request(group), 1) for group in range(4)]
+        await settle()
+        lost.is_lost = True
+        lost.die()
+        while not pool.restarted:
+            await asyncio.sleep(0)
+        await routes.pause()
+        routes.resume(None)  # a sync of all engines that are left
+        answers += [routes.sample(request(group), 1) for group in range(4, 6)]
+        await settle()
+        assert sorted(work.request.group for work in other.work.values()) == list(range(6)) and not lost.work
+        for position in list(other.work):
+            other.finish(position)
+        assert [facts.group for facts, _ in await asyncio.gather(*answers)] == list(range(6))
+        answer = routes.sample(request(6), 1)
+        await settle()
+        other.die()
+        while not unserved:
+            await asyncio.sleep(0)
+        assert unserved[0] == [1], "no weights are sent to it"
+        await routes.pause()
+        routes.resume([1])
+        await settle()
+        other.finish(next(iter(other.work)))
+        await answer
+        await routes.close()
+
+    run(body())
