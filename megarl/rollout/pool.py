@@ -175,8 +175,11 @@ class EnginePool:
 
     def rest(self) -> None:
         """After a step's rollouts: engines that share GPUs with the trainer sleep until the next sync."""
-        engines = [engine for engine in self.engines if engine.settings.takes_turns and not engine.is_lost]
-        calls = [(engine, engine.call("sleep")) for engine in engines]
+        calls = []
+        for engine in self.engines:
+            if engine.settings.takes_turns:
+                with contextlib.suppress(EngineDied):  # it is lost
+                    calls.append((engine, engine.call("sleep")))
         for engine, call in calls:
             with contextlib.suppress(EngineDied):  # its memory is free as well, and the sync restarts it
                 engine.get(call, "rollout")

@@ -25,8 +25,8 @@ class Engines(Protocol):
     engines: list[EngineHandle]
 
     def restart(self, engine: EngineHandle, phase: str, cause: Exception) -> bool:
-        """Start a dead engine again, unless that was done too often, after which it is lost; return whether it serves at
-        once, as no weights were published yet. Raises RolloutError if no engine is left, and after `end_restarts`."""
+        """Start a dead engine again, or call it lost if that was done too often; return whether it serves at once, as no
+        weights were published yet. Raises RolloutError if no engine is left, and after `end_restarts`."""
 
     def end_restarts(self, ends: bool) -> None:
         """End engines that are starting, and start none until the next call with False."""

@@ -108,7 +108,7 @@ ADVICE = (
     Advice("rollout/num_restarts", 0, "fault", "{value} rollout engines died and were started again",
            "the engine's last words in the log; a smaller `rollout.memory_utilization` where memory ran out",
            any_step=True, form=".0f"),
-    Advice("rollout/num_lost_engines", 0, "fault", "{value} rollout engines died too often, and the run went on without",
+    Advice("rollout/num_lost_engines", 0, "fault", "{value} rollout engines died too often; the run went on without them",
            "the log of their nodes, and a resume once they are back: it starts all engines", any_step=True, form=".0f"),
     Advice("sync/attempts", 1, "fault", "a weight sync took {value} attempts",
            "the log says which engine refused its bytes; `weight_sync.retries` bounds how often",
