@@ -222,9 +222,8 @@ class InMemory:
 
 @dataclass(eq=False)
 class ScriptedPool:
-    """In the place of an EnginePool. A restart waits for `may_restart`, does nothing for an engine that is lost, and
-    fails with `restart_error`, or with its cause if
-    an engine was restarted `max_restarts` times."""
+    """In the place of an EnginePool. A restart waits for `may_restart`, does nothing for an engine that is lost, and fails
+    with `restart_error`, or with its cause if an engine was restarted `max_restarts` times."""
 
     engines: list[ScriptedEngine]
     restarted: list[int] = field(default_factory=list)

@@ -350,7 +350,7 @@ class Router:
             lane.is_live |= await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
             self._renew_deadline(lane)
         except Exception as error:  # an engine that cannot be started again ends the run
-            lanes = [lane.entries for lane in self._lanes.values()]
+            lanes = [lane.entries.values() for lane in self._lanes.values()]
             self._fail([entry for entries in (*self._waiting, *lanes) for entry in entries], error)
             self._on_error(error)
 
