@@ -151,7 +151,7 @@ class RolloutStream:
     def wait_sampled(self, resync: Resync) -> None:
         """Wait until the next step waits for no completion any more. `resync` sends the weights to some engines when no live
         engine is left. Raises what engines and environments raise."""
-        self._call(self._wait_sampled(), resync)
+        self._call(self._until(lambda: self._admission.is_sampled), resync)
 
     def next_part(self, num_groups: int, resync: Resync) -> RolloutBatch:
         """Return the groups of this step that were sampled first, without those of earlier parts, in the order of their
@@ -406,21 +406,18 @@ class RolloutStream:
     async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
         self._num_sampling[True] += len(groups)
         await asyncio.gather(*(self._complete(group, answers) for group in groups))
-        return await self._join(groups, answers)
+        rewards = None if self._rewards is None else _rewards_of(self._rewards, groups, answers)
+        return await self._join(groups), rewards
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
-        await self._until(lambda: len(self._in_no_part()) >= num_groups)
-        part = sorted(self._in_no_part()[:num_groups], key=lambda group: group.number)
+        def in_no_part() -> list[Group]:
+            return [group for group in self._groups.values() if group.facts is not None and not group.is_in_part]
+
+        await self._until(lambda: len(in_no_part()) >= num_groups)
+        part = sorted(in_no_part()[:num_groups], key=lambda group: group.number)
         for group in part:
             group.is_in_part = True
-        return (await self._join(part))[0]
-
-    def _in_no_part(self) -> list[Group]:
-        return [group for group in self._groups.values() if group.facts is not None and not group.is_in_part]
-
-    async def _wait_sampled(self) -> None:
-        self._is_awaited = True
-        await self._until(lambda: self._admission.is_sampled)
+        return await self._join(part)
 
     async def _take(self) -> Taken | None:
         taken: tuple[list[int], list[int]] | None = None
@@ -445,12 +442,12 @@ class RolloutStream:
         ordered = sorted([*chosen, *passed_over], key=lambda group: group.number)
         rewards = _rewards_of(self._rewards, ordered)
         numbers = [n * self._size + m for n, group in enumerate(ordered) if group in chosen for m in range(self._size)]
-        rollouts, _ = await self._join(chosen)
+        rollouts = await self._join(chosen)
         greedy = [group.greedy for group in chosen if group.greedy is not None]
         greedy_rewards = None
         if greedy:
             greedy_rewards = _rewards_of(self._rewards, greedy)
-            rollouts = replace(rollouts, greedy=(await self._join(greedy))[0])
+            rollouts = replace(rollouts, greedy=await self._join(greedy))
         metrics = self._passed_over_metrics(ordered, chosen, rewards, num_rounds) if self._filters else {}
         if num_sampled_again := sum(part.num_sampled_again for group in ordered for part in group.parts):
             metrics["rollout/num_sampled_again"] = num_sampled_again
@@ -459,15 +456,11 @@ class RolloutStream:
         teachers = teachers_of(self._recipe, [group.prompt for group in chosen])
         return Taken(rollouts, rewards.select(numbers), greedy_rewards, metrics, teachers)
 
-    async def _join(self, groups: Sequence[Group], answers: bool = False) -> tuple[RolloutBatch, RewardResult | None]:
-        """Return finished groups as one batch, with their rewards if they were scored for an evaluation."""
+    async def _join(self, groups: Sequence[Group]) -> RolloutBatch:
+        """Return finished groups as one batch."""
         facts = [group.facts for group in groups if group.facts is not None]
         batch = await self._pool.store_batch(facts, [group.tokens for group in groups])
-        if groups[0].episodes is not None:
-            batch = replace(batch, episodes=_episodes_of(groups))
-        if self._rewards is None or not groups[0].is_evaluation:
-            return batch, None
-        return batch, _rewards_of(self._rewards, groups, answers)
+        return batch if groups[0].episodes is None else replace(batch, episodes=_episodes_of(groups))
 
     async def _state(self) -> dict[str, Any]:
         assert self._prompts is not None, "a stream without prompts has no state"
