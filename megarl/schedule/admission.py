@@ -178,6 +178,9 @@ class Admission:
         waiting = [group for group in self._waiting.values() if group.is_informative]
         if len(ready := list(filter(is_ready, waiting))) < self._per_step:
             return ready
+        due = list(filter(self._is_due, waiting))
+        if len(due) <= self._per_step and not all(map(is_ready, due)):
+            return []  # all of them must be taken now: the same comes out below, but takes longer
         counts = Counter(group.version for group in waiting if group.version is not None)
         must = {
             old: sum(counts[version] for version in counts if version <= old)
