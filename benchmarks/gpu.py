@@ -340,7 +340,7 @@ def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 10) -> float:
 
 def quickstart(dry: bool, folder: Path) -> Result:
     """A run of the quickstart on one rank, as its report counts it."""
-    from megarl.telemetry.time_metrics import run_totals
+    from megarl.telemetry.time_metrics import totals_lines
 
     recipe, changes = ROOT / "recipes" / "quickstart.yaml", ["trainer.ranks=1", "actor.layout.pipeline=1"]
     if dry:
@@ -350,14 +350,8 @@ def quickstart(dry: bool, folder: Path) -> Result:
         return {"values": {"did not run": f"{model} is not here; `make setup` prepares it"}, "targets": []}
     lines = train(recipe, folder / "runs" / "quickstart", *changes)
     rewards = [line["reward/mean"] for line in lines]
-    totals = run_totals(lines)
-    kept = {
-        key: totals[key]
-        for key in ("steps", "seconds", "start_s", "tokens_per_s", "phases", "shares", "mfu")
-        if key in totals
-    }
     ends = {"first_rewards": statistics.mean(rewards[:3]), "last_rewards": statistics.mean(rewards[-3:])}
-    return {"values": {"recipe": str(recipe.relative_to(ROOT)), **ends, **kept}, "targets": []}
+    return {"values": {"recipe": str(recipe.relative_to(ROOT)), **ends, "totals": totals_lines(lines)}, "targets": []}
 
 
 def train(recipe: Path, run: Path, *changes: str) -> list[Result]:
