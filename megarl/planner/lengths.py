@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megarl.planner.memory_estimate import BatchLimits
 
 # The quantiles of a step's lengths in `metrics.jsonl`, in per cent.
@@ -98,6 +96,8 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
         keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]
         means = [mean(key, limits.max_completion, "rollout.max_new_tokens") for key in keys]
         prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
+    import numpy as np  # `megarl check` without lengths of a run starts without it
+
     generator, completions = random.Random(f"{seed}/completions"), []
     for _ in range(limits.num_sequences):
         completions.append(max(1, round(float(np.interp(100 * generator.random(), QUANTILES, means)))))
