@@ -80,7 +80,7 @@ from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
 from megarl.weight_sync.boxes import vllm_columns  # noqa: E402
-from megarl.weight_sync.buckets import Round, Stream, sync_rounds, sync_stream  # noqa: E402
+from megarl.weight_sync.buckets import PieceStream, Round, sync_rounds, sync_stream  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
 from megarl.weight_sync.manifest import SyncSettings  # noqa: E402
 from megarl.weight_sync.plan import ReshardPlan, sync_plan  # noqa: E402
@@ -159,12 +159,12 @@ class Case:
     def source_nodes(self, cluster: Cluster) -> tuple[int, ...]:
         return tuple(rank // cluster.node_gpus for rank in range(self.trainer.ranks))
 
-    def streams(self, plan: ReshardPlan, by_layer: bool = False) -> list[Stream]:
+    def streams(self, plan: ReshardPlan, by_layer: bool = False) -> list[PieceStream]:
         """The streams to the workers of an engine."""
         settings = SyncSettings("bf16", self.rollout, 1, self.bucket_bytes, 0.0, transport="group", merges=by_layer)
         return [sync_stream(self.shape, plan, worker, settings) for worker in range(self.rollout.workers)]
 
-    def readers(self, cluster: Cluster, streams: Sequence[Stream]) -> list[Reader]:
+    def readers(self, cluster: Cluster, streams: Sequence[PieceStream]) -> list[Reader]:
         """The workers of all engines, on one GPU after another, from the first node of the trainer or behind its last."""
         buckets = list(map(bucket_parts, streams))
         shared = self.placement == "colocated"
@@ -244,7 +244,7 @@ CASES = (
 )
 
 
-def bucket_parts(stream: Stream) -> list[list[tuple[int, int]]]:
+def bucket_parts(stream: PieceStream) -> list[list[tuple[int, int]]]:
     """The source rank and the bytes of each part of each bucket."""
     return [[(part.source_rank, part.end - part.start) for part in parts] for parts in stream.parts]
 

@@ -20,7 +20,7 @@ from megarl.cluster.watched import Watch
 from megarl.data.sample import Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, load_rollouts, save_checkpoint
-from megarl.megatron.early import Forward, Part, join_parts, results_of
+from megarl.megatron.early import EarlyPart, Forward, join_parts, results_of
 from megarl.megatron.non_finite import FiniteGuard
 from megarl.megatron.objective import OBJECTIVES, token_weights
 from megarl.megatron.parallel import (
@@ -192,7 +192,7 @@ class Trainer:
 
     # Phases: from inputs to outputs and metrics ---------------------------------------------------------------------
 
-    def _sample(self, number: int) -> tuple[Taken, list[Part]]:
+    def _sample(self, number: int) -> tuple[Taken, list[EarlyPart]]:
         """Run the phases rollout and reward, and phases that start early. `algorithm.dynamic_sampling` may take several
         rounds. Returns lengths and rewards on every rank."""
         stream, taken, parts = self.parts.rollouts, None, []
@@ -219,7 +219,7 @@ class Trainer:
             self.parts.dump(number, taken.rollouts)
         return taken, parts
 
-    def _part(self, phases: Sequence[str]) -> Part:
+    def _part(self, phases: Sequence[str]) -> EarlyPart:
         """Run phases on the part of the step's groups that is sampled next."""
         rollouts: RolloutBatch | None = None
         with self._phase("rollout"):
@@ -231,7 +231,7 @@ class Trainer:
             assert rollouts is not None
             unknown = np.zeros(len(rollouts.last_segments), np.float32)
             batch = self._empty_batch(rollouts, unknown, unknown == 0)
-        part = Part(rollouts.groups)
+        part = EarlyPart(rollouts.groups)
         for phase in phases:
             with self._phase(phase):
                 plan = part.plans[phase] = self._plan(phase, batch)
@@ -257,7 +257,9 @@ class Trainer:
             max_staleness=self.recipe.rollout.max_staleness,
         )
 
-    def _batch(self, taken: Taken, parts: Sequence[Part], phases: Sequence[str]) -> tuple[Batch, dict[str, Plan], Metrics]:
+    def _batch(
+        self, taken: Taken, parts: Sequence[EarlyPart], phases: Sequence[str]
+    ) -> tuple[Batch, dict[str, Plan], Metrics]:
         """Make the step's batch with the tokens of this rank, and the plan of each Megatron phase."""
         rollouts, rewards = taken.rollouts, taken.rewards
         with self._phase("reward"):

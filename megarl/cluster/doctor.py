@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.doctor_checks import DoctorOptions, Finding, Severity, check_node, fail, ok
+from megarl.cluster.doctor_checks import CheckResult, DoctorOptions, Severity, check_node, fail, ok
 from megarl.cluster.job_environment import package_versions
 
 RETRY_S = 0.2
@@ -43,7 +43,7 @@ class NodeReport:
     shares_run_dir: bool | None = None
 
 
-def examine(options: DoctorOptions) -> Iterator[Finding]:
+def examine(options: DoctorOptions) -> Iterator[CheckResult]:
     """Yield the findings as they are made. The comparison of the nodes comes last, so that this node's faults show even if
     other nodes never answer."""
     failures = []
@@ -63,7 +63,7 @@ def compare_nodes(
     timeout_s: float,
     run_dir: Path | None = None,
     clock: Callable[[], float] = time.time,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Return the findings about all nodes, the same list on each node. Node 0 listens at `master`; the other nodes report
     there.
 
@@ -74,7 +74,7 @@ def compare_nodes(
         with _token_in(run_dir) as token:
             return _report_to_first_node(report, master, timeout_s, token, clock)
     try:
-        server = _Server(("", master[1]), _Handler)
+        server = _ReportServer(("", master[1]), _Handler)
     except OSError as error:
         fix = "choose another port (MASTER_PORT), or end the program that listens there"
         return [fail("node 0", f"cannot listen for the others at port {master[1]}: {error.strerror}", fix)]
@@ -93,7 +93,7 @@ def compare_nodes(
     return server.findings
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _ReportServer(socketserver.ThreadingTCPServer):
     """Collects the reports of the other nodes, a line of JSON each, and holds the findings once they are `decided`."""
 
     allow_reuse_address = True
@@ -104,7 +104,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, *arguments: Any) -> None:
         self.reports: dict[int, NodeReport] = {}
         self.arrived, self.decided = threading.Condition(), threading.Event()
-        self.findings: list[Finding] = []
+        self.findings: list[CheckResult] = []
         super().__init__(*arguments)
 
     def handle_error(self, *arguments: Any) -> None:
@@ -115,7 +115,7 @@ class _Handler(socketserver.StreamRequestHandler):
     """Takes the report of one node and answers with the findings."""
 
     timeout = REQUEST_TIMEOUT_S
-    server: _Server
+    server: _ReportServer
 
     def handle(self) -> None:
         server = self.server
@@ -137,7 +137,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 def _report_to_first_node(
     report: NodeReport, master: tuple[str, int], timeout_s: float, token: tuple[str, int] | None, clock: Callable[[], float]
-) -> list[Finding]:
+) -> list[CheckResult]:
     end, reason = time.monotonic() + timeout_s, "nobody listens"
     while time.monotonic() < end:
         try:
@@ -145,7 +145,7 @@ def _report_to_first_node(
                 connection.settimeout(2 * timeout_s)  # node 0 answers after the last report
                 connection.sendall(json.dumps(asdict(report) | {"time": clock(), "token": token}).encode() + b"\n")
                 rows = json.loads(connection.makefile("rb").readline())
-                return [Finding(row["check"], Severity(row["severity"]), row["message"], row["fix"]) for row in rows]
+                return [CheckResult(row["check"], Severity(row["severity"]), row["message"], row["fix"]) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error)
             time.sleep(RETRY_S)
@@ -154,7 +154,7 @@ def _report_to_first_node(
     return [fail("node 0", message, fix)]
 
 
-def _compare_presence(nodes: Mapping[int, NodeReport], num_nodes: int, timeout_s: float) -> list[Finding]:
+def _compare_presence(nodes: Mapping[int, NodeReport], num_nodes: int, timeout_s: float) -> list[CheckResult]:
     """Name missing nodes and repeat each node's failures, so that no node waits for ranks that never start."""
     findings = [ok("nodes", f"all {num_nodes} came: {', '.join(node.name for node in nodes.values())}")]
     if missing := [str(rank) for rank in range(num_nodes) if rank not in nodes]:
@@ -166,7 +166,7 @@ def _compare_presence(nodes: Mapping[int, NodeReport], num_nodes: int, timeout_s
     return findings
 
 
-def _compare_versions(nodes: Mapping[int, NodeReport]) -> list[Finding]:
+def _compare_versions(nodes: Mapping[int, NodeReport]) -> list[CheckResult]:
     first, findings = nodes[0], []
     for package in sorted({package for node in nodes.values() for package in node.versions}):
         versions = {node.name: node.versions.get(package, "none") for node in nodes.values()}
@@ -177,7 +177,7 @@ def _compare_versions(nodes: Mapping[int, NodeReport]) -> list[Finding]:
     return findings or [ok("same versions", "on all nodes that came")]
 
 
-def _compare_clocks(nodes: Mapping[int, NodeReport]) -> list[Finding]:
+def _compare_clocks(nodes: Mapping[int, NodeReport]) -> list[CheckResult]:
     farthest = max(nodes.values(), key=lambda node: abs(node.clock_ahead_s))
     if abs(farthest.clock_ahead_s) <= MAX_CLOCK_DIFFERENCE_S:
         return [ok("same time", f"within {abs(farthest.clock_ahead_s):.3f} s")]
@@ -185,7 +185,7 @@ def _compare_clocks(nodes: Mapping[int, NodeReport]) -> list[Finding]:
     return [fail("same time", message, "run chrony or systemd-timesyncd on all nodes")]
 
 
-def _compare_run_dirs(nodes: Mapping[int, NodeReport], run_dir: Path | None) -> list[Finding]:
+def _compare_run_dirs(nodes: Mapping[int, NodeReport], run_dir: Path | None) -> list[CheckResult]:
     apart = [f"node {node.rank} ({node.name})" for node in nodes.values() if node.shares_run_dir is False]
     if run_dir is None or not (apart or any(node.shares_run_dir for node in nodes.values())):
         return []

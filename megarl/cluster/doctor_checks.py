@@ -45,7 +45,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of a check and, unless the result is ok, how to fix the fault."""
 
     check: str
@@ -72,19 +72,19 @@ class DoctorOptions:
     timeout_s: float = 60.0
 
 
-def ok(check: str, message: str) -> Finding:
-    return Finding(check, Severity.OK, message)
+def ok(check: str, message: str) -> CheckResult:
+    return CheckResult(check, Severity.OK, message)
 
 
-def warn(check: str, message: str, fix: str) -> Finding:
-    return Finding(check, Severity.WARN, message, fix)
+def warn(check: str, message: str, fix: str) -> CheckResult:
+    return CheckResult(check, Severity.WARN, message, fix)
 
 
-def fail(check: str, message: str, fix: str) -> Finding:
-    return Finding(check, Severity.FAIL, message, fix)
+def fail(check: str, message: str, fix: str) -> CheckResult:
+    return CheckResult(check, Severity.FAIL, message, fix)
 
 
-def check_node(options: DoctorOptions) -> Iterator[Finding]:
+def check_node(options: DoctorOptions) -> Iterator[CheckResult]:
     """Yield the findings of all checks of this node."""
     yield from check_packages()
     yield from check_machine(options.run_dir)
@@ -107,7 +107,7 @@ def check_node(options: DoctorOptions) -> Iterator[Finding]:
             yield ok("model", str(directory))
 
 
-def check_packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[CheckResult]:
     """Compare Python packages with the tested versions, and import the fragile ones."""
     # The CUDA version of the installed torch, without an import of torch; None for a CPU build or no torch.
     spec = importlib.util.find_spec("torch")
@@ -131,7 +131,7 @@ def check_packages() -> Iterator[Finding]:
         yield _check_import("torchvision", "import torchvision, transformers", fix)
 
 
-def _check_pins(extra: str) -> Iterator[Finding]:
+def _check_pins(extra: str) -> Iterator[CheckResult]:
     """Compare packages with the pins of megarl's extra: a missing package fails, another version warns."""
     num_pins = num_wrong = 0
     for line in importlib.metadata.requires("megarl") or []:
@@ -154,13 +154,13 @@ def _check_pins(extra: str) -> Iterator[Finding]:
         yield ok("packages", f"all {num_pins} match the pins of megarl[{extra}]")
 
 
-def _check_import(package: str, statement: str, fix: str) -> Finding:
+def _check_import(package: str, statement: str, fix: str) -> CheckResult:
     """Run an import in a child process, because a broken library may crash the process."""
     error = _command_error([sys.executable, "-W", "ignore", "-c", statement], IMPORT_TIMEOUT_S)
     return ok(package, "imports") if error is None else fail(package, f"`{statement}` fails: {error}", fix)
 
 
-def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[CheckResult]:
     """Check shared memory, open files and the run directory, which need not exist yet."""
     yield _check_shared_memory(shared_memory)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -173,7 +173,7 @@ def check_machine(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Iterato
     yield check_writable("run directory", run_dir)
 
 
-def check_precision(precision: str, cpu_info: Path = CPU_INFO) -> Finding:
+def check_precision(precision: str, cpu_info: Path = CPU_INFO) -> CheckResult:
     """Check that this CPU does not emulate trainer.precision."""
     if precision == "bf16" and not multiplies_bf16(cpu_info):
         message = "trainer.precision = bf16 on a CPU without bf16 units (avx512_bf16, amx_bf16): emulated, many times slower"
@@ -186,7 +186,7 @@ def multiplies_bf16(cpu_info: Path = CPU_INFO) -> bool:
     return not BF16_UNITS.isdisjoint(cpu_info.read_text(encoding="utf-8").split())
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> CheckResult:
     """Try the sandbox of rewards of kind: code."""
     reason = refusal()
     if reason is None:
@@ -195,7 +195,7 @@ def check_sandbox() -> Finding:
     return fail("sandbox", message, f"code runs in {fix}")
 
 
-def _check_shared_memory(root: Path) -> Finding:
+def _check_shared_memory(root: Path) -> CheckResult:
     if not root.is_dir():
         return fail("shared memory", f"{root} does not exist", f"mount a tmpfs there: mount -t tmpfs tmpfs {root}")
     usage, wanted = shutil.disk_usage(root), f"megarl wants {SHARED_MEMORY_BYTES // MIB} MiB"
@@ -208,7 +208,7 @@ def _check_shared_memory(root: Path) -> Finding:
     return fail("shared memory", message, f"{wanted}: remove what dead programs left in {root}")
 
 
-def check_writable(check: str, directory: Path) -> Finding:
+def check_writable(check: str, directory: Path) -> CheckResult:
     """Check that a directory, or its nearest existing parent, takes files and has space."""
     place = job_environment.nearest_existing(directory)
     if not place.is_dir():
@@ -223,7 +223,7 @@ def check_writable(check: str, directory: Path) -> Finding:
     return ok(check, message) if free_bytes >= DISK_BYTES else warn(check, message, "checkpoints may not fit: make room")
 
 
-def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
     """Check name, interfaces, proxies, and that `ports` (by the program that will listen) are free on this node."""
     name = socket.gethostname()
     try:
@@ -254,7 +254,7 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
         yield warn(proxies[0], environment[proxies[0]], fix)
 
 
-def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     """Check the interfaces that the user chose. A wrong name fails gloo at once, and NCCL at the first collective."""
     # Do not read /sys, which may show another network in a container.
     present = sorted(name for _, name in socket.if_nameindex())
@@ -271,7 +271,7 @@ def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[Finding
             yield fail(variable, f"{value}, but this node has {', '.join(present)}", f"export {variable}=one of these")
 
 
-def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def check_slurm(environment: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
     """Check Slurm's controller, inside a job only."""
     # A container may lack Slurm's programs; the job outside of the container calls them.
     if "SLURM_JOB_ID" in environment and shutil.which("scontrol") is not None:

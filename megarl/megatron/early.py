@@ -25,7 +25,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Part:
+class EarlyPart:
     """Some groups of a step (`groups` int [samples of the part], as in `Batch`), and what phases gave for them."""
 
     groups: np.ndarray
@@ -38,12 +38,12 @@ class Part:
         return [firsts[int(group)] + i - int(np.argmax(self.groups == group)) for i, group in enumerate(self.groups)]
 
 
-def join_parts(parts: Sequence[Part], phase: str, batch: Batch) -> Plan:
+def join_parts(parts: Sequence[EarlyPart], phase: str, batch: Batch) -> Plan:
     """Return the plan that the parts of a phase ran together."""
     return join_plans([part.plans[phase] for part in parts], [part.positions(batch) for part in parts])
 
 
-def results_of(parts: Sequence[Part], phase: str, batch: Batch) -> Forward | None:
+def results_of(parts: Sequence[EarlyPart], phase: str, batch: Batch) -> Forward | None:
     """Return what the parts of a phase gave for the whole batch; None for a phase that did not start early."""
     if not parts or phase not in parts[0].ran:
         return None

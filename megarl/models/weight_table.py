@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from megarl.models.shape import ModelShape
 
 
-class Piece(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of the tensor (half-open) and where it starts in the rank's parameter."""
 
     row0: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 class Sharding(Protocol):
     """A way to shard a tensor over `ranks`."""
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
         """Yield the rectangles of the tensor that `rank` holds, without padding."""
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
@@ -42,8 +42,8 @@ class Replicated:
     before: int = 0
     total: int = 0
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
-        yield Piece(0, rows, 0, columns, self.before, 0)
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
+        yield Rectangle(0, rows, 0, columns, self.before, 0)
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return self.total or rows, columns
@@ -56,9 +56,9 @@ class Rows:
     before: int = 0
     total: int = 0
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
         share = rows // ranks
-        yield Piece(rank * share, (rank + 1) * share, 0, columns, self.before // ranks, 0)
+        yield Rectangle(rank * share, (rank + 1) * share, 0, columns, self.before // ranks, 0)
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return (self.total or rows) // ranks, columns
@@ -68,9 +68,9 @@ class Rows:
 class Columns:
     """Equal intervals of columns."""
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
         share = columns // ranks
-        yield Piece(0, rows, rank * share, (rank + 1) * share, 0, 0)
+        yield Rectangle(0, rows, rank * share, (rank + 1) * share, 0, 0)
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return rows, columns // ranks
@@ -87,11 +87,11 @@ class PaddedRows:
         unit = self.unit * ranks if self.each_rank else self.unit
         return -(-rows // unit) * unit
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
         share = self.padded(rows, ranks) // ranks
         start, stop = rank * share, min((rank + 1) * share, rows)
         if start < stop:
-            yield Piece(start, stop, 0, columns, 0, 0)
+            yield Rectangle(start, stop, 0, columns, 0, 0)
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return self.padded(rows, ranks) // ranks, columns
@@ -111,7 +111,7 @@ class InterleavedRows:
     before: int
     total: int
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
         share = self.total // ranks
         start, stop = rank * share, (rank + 1) * share
         for block in range(max(0, (start - self.before) // self.stride), rows // self.height):
@@ -121,7 +121,7 @@ class InterleavedRows:
             low, high = max(fused, start), min(fused + self.height, stop)
             if low < high:
                 row = block * self.height + low - fused
-                yield Piece(row, row + high - low, 0, columns, low - start, 0)
+                yield Rectangle(row, row + high - low, 0, columns, low - start, 0)
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return self.total // ranks, columns
@@ -137,12 +137,12 @@ class FusedHeads:
     groups: int
     size: int  # rows of a head
 
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Piece]:
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
         queries, keys = self.heads // ranks, max(1, self.groups // ranks)
         first = rank * queries if self.part == 0 else rank // max(1, ranks // self.groups) * keys
         count = queries if self.part == 0 else keys
         before = (0, queries, queries + keys)[self.part]
-        yield Piece(first * self.size, (first + count) * self.size, 0, columns, before * self.size, 0)
+        yield Rectangle(first * self.size, (first + count) * self.size, 0, columns, before * self.size, 0)
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return (self.heads // ranks + 2 * max(1, self.groups // ranks)) * self.size, columns

@@ -70,7 +70,7 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _StubbedLoader(importlib.machinery.SourceFileLoader):
     """Compiles the rewritten source without a `.pyc`, which a CUDA process would share."""
 
     def get_code(self, fullname: str) -> CodeType:
@@ -107,7 +107,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader = _StubbedLoader(spec.loader.name, spec.loader.path)
         return spec
 
 

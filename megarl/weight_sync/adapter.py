@@ -19,7 +19,7 @@ from megarl.models.layout import Layout
 from megarl.recipe import Recipe
 from megarl.telemetry.clock import span
 from megarl.weight_sync.manifest import AdapterManifest, digest_of
-from megarl.weight_sync.publish import Engines, from_first
+from megarl.weight_sync.publish import SyncedEngines, from_first
 
 
 class AdapterSync:
@@ -35,7 +35,7 @@ class AdapterSync:
         self,
         version: int,
         parameters: Mapping[str, torch.Tensor],
-        engines: Engines[AdapterManifest] | None = None,
+        engines: SyncedEngines[AdapterManifest] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Send a version to all engines, or to the `chosen` engines of rank 0; as `WeightSync.publish`.

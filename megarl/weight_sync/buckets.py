@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class PieceStream:
     """The pieces of one destination, as int64 columns [pieces].
 
     A piece is `rows` rows, from row `row` on, of the copy number `copy` of the plan, from trainer rank `source`. It lies in
@@ -142,7 +142,7 @@ class Stream:
         bucket_bytes: int,
         quantised: Collection[str] = (),
         apart: Collection[int] = (),
-    ) -> Stream:
+    ) -> PieceStream:
         """Pack `copies`, positions in the plan to one destination in its order.
 
         Elements travel in `dtype`, except those of the tensors that are `quantised` to FP8 blocks. A new bucket begins at
@@ -309,7 +309,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def sync_stream(shape: ModelShape, plan: ReshardPlan, worker: int, settings: SyncSettings) -> Stream:
+def sync_stream(shape: ModelShape, plan: ReshardPlan, worker: int, settings: SyncSettings) -> PieceStream:
     """Return the stream to one of an engine's workers, the same for all engines; both ends compute it. By layer no bucket
     holds pieces of two layers, so a rank can finish a layer for all workers before it begins the next. Mapped weights have
     no buckets; then a piece is what a worker copies and hashes at a time."""
@@ -317,14 +317,14 @@ def sync_stream(shape: ModelShape, plan: ReshardPlan, worker: int, settings: Syn
     quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
     copies = plan.to_destination(worker)
     apart = layer_starts(plan, copies).tolist() if settings.by_layer else ()
-    return Stream.of(plan, copies, settings.dtype, bucket_bytes, quantised, apart)
+    return PieceStream.of(plan, copies, settings.dtype, bucket_bytes, quantised, apart)
 
 
 # (bucket, stream); a round has at most one bucket of each stream.
 Round = Sequence[tuple[int, int]]
 
 
-def sync_rounds(plan: ReshardPlan, streams: Sequence[Stream], by_layer: bool) -> list[Round]:
+def sync_rounds(plan: ReshardPlan, streams: Sequence[PieceStream], by_layer: bool) -> list[Round]:
     """Return the rounds in which the buckets for all workers of an engine travel; all ranks go through them in order.
 
     A round has the next bucket of each stream, as long as no rank writes more than `MOST_WRITTEN` of a bucket; with

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megarl.models.quantised_blocks import BLOCK, scale_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, FP8, LocalBox, Part, Stream
+from megarl.weight_sync.buckets import ALIGNMENT, FP8, LocalBox, Part, PieceStream
 from megarl.weight_sync.manifest import SyncError, WeightManifest
 
 SCALES = "_scale_inv"  # suffix of the parameter with the scales of a weight in FP8 blocks
@@ -144,7 +144,7 @@ class SentParts:
 class TakenParts:
     """A worker's copy of the stream that it received last, in host memory."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: PieceStream) -> None:
         self.stream = stream
         self.version: int | None = None  # of all contents
         self._contents = [[torch.zeros(p.check - p.start, dtype=torch.uint8) for p in b] for b in stream.parts]

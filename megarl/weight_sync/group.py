@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megarl.platform import GlooMessages, NcclMessages
 from megarl.platform import current as platform
 from megarl.platform.messages import deadline_passed, peer_lost
-from megarl.weight_sync.buckets import NUM_BUCKETS, Part, Round, Stream
+from megarl.weight_sync.buckets import NUM_BUCKETS, Part, PieceStream, Round
 from megarl.weight_sync.codec import SentParts, TakenParts
 from megarl.weight_sync.manifest import RANK_WAITS, SyncAborted, SyncError, SyncLate, SyncSettings, WeightManifest
 
@@ -196,7 +196,7 @@ class Inbox:
     """The two buckets in which the parts of one stream arrive, uint8 [2, capacity]. With `parts` messages are differences,
     which are added to the bytes of the version before."""
 
-    def __init__(self, stream: Stream, memory: torch.Tensor, settings: SyncSettings) -> None:
+    def __init__(self, stream: PieceStream, memory: torch.Tensor, settings: SyncSettings) -> None:
         self.stream, self.memory = stream, memory
         self.parts = TakenParts(stream) if settings.wire == "delta" else None
         self._posted: dict[int, list[tuple[int, torch.Tensor, Message]]] = {}  # by bucket: number and memory of each part
@@ -261,7 +261,7 @@ def finish(group: MessageGroup, message: Message, deadline: float) -> None:
 class HandOver(Inbox):
     """The buckets of one worker that a trainer rank serves, which the worker maps by their `handle`."""
 
-    def __init__(self, stream: Stream, settings: SyncSettings) -> None:
+    def __init__(self, stream: PieceStream, settings: SyncSettings) -> None:
         memory, self.handle = platform.share_bytes(NUM_BUCKETS * stream.capacity, settings.on_device)
         super().__init__(stream, memory.view(NUM_BUCKETS, -1), settings)
 
@@ -285,7 +285,7 @@ class BucketSender:
 
     def __init__(
         self,
-        streams: Sequence[Stream],
+        streams: Sequence[PieceStream],
         rounds: Sequence[Round],
         rank: int,
         groups: EngineGroups,

@@ -47,7 +47,7 @@ class Sent(NamedTuple):
     content_bytes: int = 0
 
 
-class Engines(Protocol[Manifest]):
+class SyncedEngines(Protocol[Manifest]):
     """The engines, seen from rank 0."""
 
     def ask(self, version: int, engines: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class WeightSync:
         self,
         version: int,
         parameters: Mapping[str, torch.Tensor],
-        engines: Engines[WeightManifest] | None = None,
+        engines: SyncedEngines[WeightManifest] | None = None,
         chosen: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Send a version to all engines, or to the `chosen` engines of rank 0; return the `sync/...` metrics on every rank.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
-from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox, Part, Piece, Stream, sync_stream
+from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox, Part, Piece, PieceStream, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import blocks_in, scales_of
 from megarl.weight_sync.copies import SpareMemory, Works, in_threads, num_threads
@@ -95,7 +95,7 @@ class WeightReader:
         self._shape, self._worker = shape, worker
         self._key: tuple[Any, ...] | None = None  # identifies the plan and the stream
         self._plan: ReshardPlan
-        self._stream: Stream
+        self._stream: PieceStream
         # Elements that come with a version, by local parameter and by module; other elements are padding.
         self.elements: dict[str, int] = {}
         self.module_elements: Counter[str] = Counter()

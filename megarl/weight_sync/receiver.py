@@ -58,20 +58,20 @@ class NoInit(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):
     """`WeightManifest.as_dict()`, and the number of this engine."""
 
     manifest: dict[str, Any]
     engine: int
 
 
-class WeightReceiver(WeightTransferEngine[NoInit, Update]):
+class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
     """Takes this worker's shards of a version while they arrive. A sync that fails leaves a mixture of two versions, so the
     engine must answer nothing until a sync succeeds.
     """
 
     init_info_cls = NoInit
-    update_info_cls = Update
+    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     # By module and parameter: the live tensor of a parameter that is in spare memory. None on CPUs: they have no CUDA
     # graphs.
@@ -122,7 +122,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, Update]):
             self.report = (isinstance(error, SyncAborted), message, isinstance(error, SyncLate))
 
     @torch.no_grad()
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         manifest = WeightManifest.from_dict(update_info.manifest)
         if manifest.rollout != self._rollout:
             raise SyncError(f"manifest for engines cut as {manifest.rollout}; this one is cut as {self._rollout}")

@@ -17,8 +17,8 @@ import pytest
 
 from megarl.cluster.doctor import NodeReport, compare_nodes, examine
 from megarl.cluster.doctor_checks import (
+    CheckResult,
     DoctorOptions,
-    Finding,
     Severity,
     check_machine,
     check_network,
@@ -32,12 +32,12 @@ NOON = 1_800_000_000.0
 VERSIONS = {"megarl": "0.1.0", "torch": "2.13.0"}
 
 
-def finding_of(findings: Iterator[Finding] | list[Finding], check: str) -> Finding:
+def finding_of(findings: Iterator[CheckResult] | list[CheckResult], check: str) -> CheckResult:
     (finding,) = [finding for finding in findings if finding.check == check]
     return finding
 
 
-def assert_fails(findings: Iterator[Finding] | list[Finding], check: str, *texts: str) -> None:
+def assert_fails(findings: Iterator[CheckResult] | list[CheckResult], check: str, *texts: str) -> None:
     finding = finding_of(findings, check)
     assert finding.severity == Severity.FAIL and finding.fix
     assert all(text in f"{finding.message} {finding.fix}" for text in texts), finding
@@ -49,7 +49,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple[int, list[Finding]]:
+def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple[int, list[CheckResult]]:
     """Run the command with packages of `path` before all other packages; return exit status and findings."""
     environment = {
         **os.environ,
@@ -58,7 +58,7 @@ def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple
     command = f"{before}{sys.executable} -m megarl.cli doctor --json {' '.join(arguments)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout.startswith("["), done.stderr
-    return done.returncode, [Finding(**row) for row in json.loads(done.stdout)]
+    return done.returncode, [CheckResult(**row) for row in json.loads(done.stdout)]
 
 
 def test_a_node_without_faults_is_fit() -> None:
@@ -173,7 +173,7 @@ def compare(
     timeout_s: float,
     ahead_s: dict[int, float] | None = None,
     run_dirs: dict[int, Path] | None = None,
-) -> list[list[Finding]]:
+) -> list[list[CheckResult]]:
     """Return the findings of each node. The clocks stand still, `ahead_s` ahead, so that a slow answer on a busy machine
     does not count as a clock difference."""
     master, findings = ("127.0.0.1", unused_port()), {}

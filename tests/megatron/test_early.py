@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.megatron.early import Forward, Part, join_parts, results_of
+from megarl.megatron.early import EarlyPart, Forward, join_parts, results_of
 from megarl.models.layout import Layout
 from megarl.schedule import Executed, MicroBatch, Schedule, compare, plan_phase
 
@@ -40,7 +40,7 @@ def test_parts_in_any_order_give_what_the_whole_batch_gives(seed: int, data: int
         plan = plan_phase(schedule, [lengths[sample] for sample in samples], layout, seed=seed)
         ran = executed(plan.mini_batches[0].micro_batches[0])
         results = [torch.full((lengths[sample],), float(sample)) for sample in samples]
-        part = Part(np.array([groups[sample] for sample in samples]), {"critic_value": plan})
+        part = EarlyPart(np.array([groups[sample] for sample in samples]), {"critic_value": plan})
         part.ran["critic_value"] = Forward(results, ran)
         parts.append(part)
 

@@ -17,7 +17,7 @@ from megarl.models.megatron_weights import megatron_boxes
 from megarl.models.quantised_blocks import BLOCK, block_bytes, check_blocks, quantised_tensors, scale_bytes
 from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.boxes import shard_bytes
-from megarl.weight_sync.buckets import ALIGNMENT, Stream, sync_rounds, sync_stream
+from megarl.weight_sync.buckets import ALIGNMENT, PieceStream, sync_rounds, sync_stream
 from megarl.weight_sync.checks import CHECKSUM_BYTES
 from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.plan import ReshardPlan, sync_plan
@@ -49,11 +49,11 @@ cases = st.tuples(
 )
 
 
-def stream_of(case: tuple[Layout, RolloutLayout, int, int, int]) -> tuple[ReshardPlan, np.ndarray, Stream]:
+def stream_of(case: tuple[Layout, RolloutLayout, int, int, int]) -> tuple[ReshardPlan, np.ndarray, PieceStream]:
     layout, rollout, itemsize, bucket_bytes, worker = case
     plan, worker = sync_plan(SHAPE, layout, rollout), worker % rollout.workers
     copies = plan.to_destination(worker)
-    return plan, copies, Stream.of(plan, copies, DTYPES[itemsize], bucket_bytes)
+    return plan, copies, PieceStream.of(plan, copies, DTYPES[itemsize], bucket_bytes)
 
 
 @settings(max_examples=30, deadline=None)
@@ -119,7 +119,7 @@ def test_nothing_in_a_bucket_lies_over_anything_else_and_parts_are_whole(case: t
 def test_buckets_are_full_but_for_less_than_a_row() -> None:
     """Otherwise half-empty buckets would slow a sync down."""
     plan = sync_plan(SHAPE, Layout(), RolloutLayout())
-    stream = Stream.of(plan, plan.to_destination(0), torch.float32, 16_384)
+    stream = PieceStream.of(plan, plan.to_destination(0), torch.float32, 16_384)
     overhead = stream.num_buckets * (96 * 4 + 3 * ALIGNMENT) + len(stream.copy) * ALIGNMENT
     assert stream.num_buckets * 16_384 <= stream.size.sum() + overhead
 
@@ -127,10 +127,10 @@ def test_buckets_are_full_but_for_less_than_a_row() -> None:
 def test_a_row_that_no_bucket_holds_is_refused_with_the_size_it_needs() -> None:
     plan = sync_plan(SHAPE, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"weight_sync\.bucket_bytes = 511 is less than a row of model\.") as caught:
-        Stream.of(plan, plan.to_destination(0), torch.float32, 511)
+        PieceStream.of(plan, plan.to_destination(0), torch.float32, 511)
     needed = int(str(caught.value).split(" bytes with")[0].rsplit(" ", 1)[1])
     assert needed > 511
-    assert Stream.of(plan, plan.to_destination(0), torch.float32, 4 * needed).capacity <= 4 * needed
+    assert PieceStream.of(plan, plan.to_destination(0), torch.float32, 4 * needed).capacity <= 4 * needed
 
 
 def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
@@ -142,7 +142,9 @@ def test_blocks_stay_whole_and_their_scales_travel_with_them() -> None:
     layout, rollout = Layout(tensor=2), RolloutLayout(2)
     check_blocks(megatron_boxes(shape, layout), vllm_boxes(shape, rollout), quantised)
     plan = sync_plan(shape, layout, rollout)
-    stream, other = (Stream.of(plan, plan.to_destination(worker), torch.bfloat16, 1 << 16, quantised) for worker in (0, 1))
+    stream, other = (
+        PieceStream.of(plan, plan.to_destination(worker), torch.bfloat16, 1 << 16, quantised) for worker in (0, 1)
+    )
     assert stream.size.sum() + other.size.sum() == shard_bytes(shape, rollout, 2, quantised)
     names = [plan.names[plan.name[copy]] for copy in stream.copy]
     for piece, name in enumerate(names):
@@ -164,19 +166,19 @@ def test_a_plan_that_cuts_blocks_is_refused() -> None:
         check_blocks(megatron_boxes(shape, Layout()), vllm_boxes(shape, RolloutLayout()), quantised)
     plan = sync_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"FP8 blocks: model\.layers\.0\.self_attn\.k_proj\.weight .* starts inside one"):
-        Stream.of(plan, plan.to_destination(0), torch.bfloat16, 1 << 16, quantised)
+        PieceStream.of(plan, plan.to_destination(0), torch.bfloat16, 1 << 16, quantised)
 
 
 def test_a_row_of_blocks_that_fits_no_bucket_is_named() -> None:
     shape = ModelShape.from_config(BLOCKS)
     plan = sync_plan(shape, Layout(), RolloutLayout())
     with pytest.raises(ValueError, match=r"bucket_bytes = 20000 is less than a row of blocks of model\.layers\.0\."):
-        Stream.of(plan, plan.to_destination(0), torch.bfloat16, 20000, quantised_tensors(shape))
+        PieceStream.of(plan, plan.to_destination(0), torch.bfloat16, 20000, quantised_tensors(shape))
 
 
 def streams_of(
     shape: ModelShape, plan: ReshardPlan, rollout: RolloutLayout, bucket_bytes: int, by_layer: bool
-) -> list[Stream]:
+) -> list[PieceStream]:
     settings = SyncSettings("bf16", rollout, 1, bucket_bytes, 60.0, transport="group", merges=by_layer)
     return [sync_stream(shape, plan, worker, settings) for worker in range(rollout.workers)]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.weight_sync import publish, read
-from megarl.weight_sync.buckets import Round, Stream
+from megarl.weight_sync.buckets import PieceStream, Round
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum, device_checksum
 from megarl.weight_sync.group import BucketSender, Written
 from megarl.weight_sync.manifest import SyncError
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     models: tuple[Path, Path]
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> PieceStream:
         return self.publisher.sync._streams[0]
 
     def publish(self, model: int, mutation: Mutation | None = None) -> None:

@@ -67,7 +67,7 @@ def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
         receiver.WeightManifest, "from_dict", lambda values: replace(MANIFEST, rollout=RolloutLayout(), mode=mode)
     )
     with pytest.raises((ValueError, KeyError), match="no such parameter|no.such.weight") as failure:
-        worker.receive_weights(receiver.Update({}, 0))
+        worker.receive_weights(receiver.UpdateInfo({}, 0))
     assert reader.closed
     assert failure.traceback, "it is held, and with it all that the failed call had in hand"
     worker.report = {"version": 1}
