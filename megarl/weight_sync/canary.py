@@ -99,17 +99,13 @@ class Canary:
     def check(self, score: Callable[[], Mapping[int, np.ndarray]] | None, restarted: bool) -> dict[str, float]:
         """`judge` the engines, which rank 0 asks (`score` is None elsewhere), and return the metrics on all ranks. Raises
         SyncError on all ranks for an engine that has drifted, unless `weight_sync.canary.action` is `warn`. Collective."""
-        verdict: Verdict | None = None
-        if score is not None:
-            with span("wait_engines"):
-                verdict = self.judge(score, restarted)
-        verdict = broadcast_from_first(verdict)
-        if verdict.drift is not None:
-            if self.stops:
-                raise SyncError(verdict.drift)
-            if score is not None:
-                logger.warning("%s", verdict.drift)
-        return verdict.metrics
+        with span("wait_engines"):  # the other ranks wait for rank 0
+            metrics, drift = broadcast_from_first(None if score is None else self.judge(score, restarted))
+        if drift is not None and self.stops:
+            raise SyncError(drift)
+        if drift is not None and score is not None:
+            logger.warning("%s", drift)
+        return metrics
 
     def judge(self, score: Callable[[], Mapping[int, np.ndarray]], restarted: bool = False) -> Verdict:
         """Compare engines with the actor and among each other. `score` has them score now and returns [data-parallel ranks,

@@ -202,21 +202,6 @@ class WeightSync:
             self._settings = replace(self._settings, transport="group")
             self._prepare()
 
-    def _manifest(self, version: int, attempt: int, engines: tuple[int, ...], base: int | None = None) -> WeightManifest:
-        settings = self._settings
-        return WeightManifest(
-            **vars(settings) | {"servers": settings.servers if settings.transport == "group" else ()},
-            version=version,
-            attempt=attempt,
-            plan_hash=self._plan.hash,
-            layout=self._layout,
-            engines=engines,
-            port=self._port,
-            groups=tuple(self._groups_of),
-            base=base,
-            addresses=self._addresses,
-        )
-
     def _begin(self, version: int, attempt: int, wanted: tuple[int, ...]) -> tuple[WeightManifest, list[int]]:
         """On rank 0, begin the next attempt: have the engines receive; return the engines that join new groups."""
         assert self._engines is not None, "rank 0 has engines"
@@ -230,7 +215,19 @@ class WeightSync:
         base, self._base = self._base if attempt == 1 and kept == {self._base} else None, None
         for engine in wanted:
             self._starts[engine] = starts[engine]
-        manifest = self._manifest(version, attempt, wanted, base)
+        settings = self._settings
+        manifest = WeightManifest(
+            **vars(settings) | {"servers": settings.servers if settings.transport == "group" else ()},
+            version=version,
+            attempt=attempt,
+            plan_hash=self._plan.hash,
+            layout=self._layout,
+            engines=wanted,
+            port=self._port,
+            groups=tuple(self._groups_of),
+            base=base,
+            addresses=self._addresses,
+        )
         self._engines.begin(manifest)
         return manifest, present_engines(self._store, manifest, new)
 
