@@ -372,8 +372,9 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     else:
         ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
         bound_ranks = _bound_ranks()
-        places, seed = (stage.engines, bound_ranks, stage.teachers), recipe.run.seed
-        parts.engines = EnginePool(recipe, str(directory), stops, seed, ray_address, *places)
+        parts.engines = EnginePool(
+            recipe, str(directory), stops, recipe.run.seed, ray_address, stage.engines, bound_ranks, stage.teachers
+        )
         stack.callback(parts.engines.shutdown)
         parts.engines.start()
     rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replay is not None)

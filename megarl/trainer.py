@@ -392,7 +392,8 @@ class Trainer:
         if number % every == 0:
             with span("refresh"):
                 self.parts.roles["reference"].take_weights(self.parts.roles["actor"])
-        return {"reference/of_step": max(number // every * every, self.recipe.sft_steps)}
+        refreshed, warmed = number // every * every, self.recipe.sft_steps
+        return {"reference/of_step": refreshed if refreshed > warmed else warmed * self.recipe.reference_is_warm}
 
     def _agree(self, plan: Plan) -> None:
         """Raise PlanMismatch on all ranks unless all are about to run this plan; otherwise they would hang."""
@@ -508,7 +509,7 @@ class Trainer:
             writer.evaluated(0, self.version, self.evaluate(preemption.agreed))
         writer.started(clock.take(), {f"start_{name}": value for name, value in start_metrics.items()})
         for number in range(done + 1, recipe.run.steps + 1):
-            watch.begin(number)
+            watch.begin(number, number == recipe.sft_steps + 1)  # after a warm-up the first rollouts
             with clock.phase("agree"):  # ranks wait here for a late one
                 leaves = preemption.agreed()
             if leaves:

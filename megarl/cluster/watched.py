@@ -69,10 +69,10 @@ class Watch:
         self._standing["since"] = time.monotonic()  # the same clock in all processes of a machine
         os.pwrite(self._page, json.dumps(self._standing).encode() + b"\n", 0)
 
-    def begin(self, step: int) -> None:
-        """Publish the start of a step."""
+    def begin(self, step: int, is_new: bool = False) -> None:
+        """Publish the start of a step. One that `is_new` does what no step did before, and may take as long as the first."""
         self._first_step = step if self._first_step is None else self._first_step
-        self._write(step=step, first=step == self._first_step, phase=None, span=None)
+        self._write(step=step, first=is_new or step == self._first_step, phase=None, span=None)
 
     def beat(self, phase: str | None, span: str | None) -> None:
         """Publish the phase and the span inside it; None between phases, or in no span."""

@@ -80,6 +80,8 @@ def fuse(optimizer: Any) -> None:
 def forget(optimizer: Any) -> None:
     """Set Adam's moments and step counts to those of a new optimizer. In place: a checkpoint needs the states."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:  # of a rank without a trained weight
+            continue
         for state in part.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq", "step"):
                 if name in state:

@@ -150,10 +150,11 @@ def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePla
             continue
         node = next((node for node, used in enumerate(taken) if used + workers <= cluster.devices_per_node), None)
         if node is None:
+            way_out = "more nodes" if workers <= cluster.devices_per_node else f"a smaller teachers.{name}.engine.tensor"
             raise PlacementError(
                 f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
                 f"engine has, and {count(cluster.num_nodes, 'node')} of {count(cluster.devices_per_node, 'device')} "
-                f"{'has' if cluster.num_nodes == 1 else 'have'} none left: more nodes, or remove teachers.{name}.engine"
+                f"{'has' if cluster.num_nodes == 1 else 'have'} none left: {way_out}, or remove teachers.{name}.engine"
             )
         places.append(EnginePlace(node, tuple(range(taken[node], taken[node] + workers))))
         taken[node] += workers
@@ -370,7 +371,7 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> dict[
     """A node with so many trainer ranks and engines."""
     assert recipe.device is not None, "host memory is that of a device"
     kind, workers = recipe.device.kind, engines * recipe.rollout.layout.workers
-    teachers = job.teachers.values() if ranks else ()  # as if none had a node without trainer ranks
+    teachers = job.teachers.values() if ranks else ()  # counted on nodes with trainer ranks only
     rounding = PINNED_ROUNDING if kind == "gpu" else 1.0
     update_roles = [replace(role, memory=role.memory.model_copy(update={"offload": "none"})) for role in job.roles]
     updates = [schedule for schedule in job.schedules if schedule.is_update]

@@ -67,7 +67,7 @@ class NoDevice(ValueError):
 
 
 class NothingFits(ValueError):
-    """No layout on these ranks holds the model; whatever it saves."""
+    """No layout on these ranks holds the model, even with all of `memory`."""
 
 
 def suggest(job: Job) -> list[Suggestion]:
@@ -252,7 +252,11 @@ def _fits(job: Job) -> bool:
     assert usable is not None and budget is not None, "a suggestion has a device"
     if any(memory.total > usable for memory in on_devices(job, {}).values()):
         return False
-    return all(worst_memory(job, schedule).total <= budget for schedule in job.schedules)
+    jobs = [(job, schedule) for schedule in job.schedules]
+    if job.supervised is not None:
+        schedule, limits = job.supervised
+        jobs.append((replace(job, limits=limits), schedule))
+    return all(worst_memory(of_phase, schedule).total <= budget for of_phase, schedule in jobs)
 
 
 def _with_caps(job: Job) -> Job:

@@ -227,7 +227,7 @@ def trained_role_rules(recipe: Recipe) -> Violations:
     of_run += f" - warmup.sft.steps = {steps}" if steps < recipe.run.steps else ""
     if critic_warmup and critic_warmup >= steps:
         rule = f"the actor would never learn from rollouts: must be below {of_run}"
-        yield Violation("critic.warmup_steps", critic_warmup, rule, str(steps - 1))
+        yield Violation("critic.warmup_steps", critic_warmup, rule, str(max(0, steps - 1)))
     for role, section in trained_sections(recipe):
         updates, warmup = steps - (critic_warmup if role == "actor" else 0), section.optimizer.warmup_steps
         if warmup > updates > 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -59,7 +60,9 @@ class Service:
                     "variable; set it wherever reward workers run, before Ray starts there"
                 )
             headers[header] = os.environ[variable]
-        self._client = httpx.AsyncClient(headers=headers, timeout=section.timeout_s)
+        # A proxy would look for a loopback address on its own machine.
+        is_here = httpx.URL(section.url).host in ("localhost", "127.0.0.1", "::1")
+        self._client = httpx.AsyncClient(headers=headers, timeout=section.timeout_s, trust_env=not is_here)
 
     async def score(self, texts: Sequence[str], prompts: Sequence[Prompt], timeout_s: float) -> list[TextScore]:
         """Score each text, in order, batch by batch. A text that is not scored after `timeout_s` is masked as late."""
@@ -132,13 +135,18 @@ def as_json(samples: list[dict[str, Any]]) -> bytes:
 
     def plain(value: Any) -> Any:
         if isinstance(value, np.generic | np.ndarray):
-            return value.tolist()
+            value = value.tolist()
+        if isinstance(value, dict):
+            return {key if isinstance(key, str) else str(plain(key)): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [plain(item) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
         if isinstance(value, bytes):
             return value.decode(errors="replace")
-        return list(value) if isinstance(value, set | frozenset) else str(value)
+        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
-    document = json.loads(json.dumps({"samples": samples}, default=plain), parse_constant=lambda constant: None)
-    return json.dumps(document).encode()
+    return json.dumps(plain({"samples": samples})).encode()
 
 
 async def _read(response: httpx.Response) -> bytes:

@@ -181,9 +181,10 @@ class Router:
         meanwhile are started again."""
         self.is_paused = False
         for index, lane in self._lanes.items():
-            lane.is_live |= (engines is None or index in engines) and not lane.engine.is_lost
+            lane.is_live = (lane.is_live or engines is None or index in engines) and not lane.engine.is_lost
             cause, lane.cause = lane.cause, None
-            if cause is not None and lane.restarts == lane.engine.restarts:  # nobody started it again
+            # Nobody started it again.
+            if cause is not None and lane.restarts == lane.engine.restarts and not lane.engine.is_lost:
                 lane.is_live = False
                 self._spawn(self._restart(lane, cause), self._restarts)
             self._renew_deadline(lane)
@@ -350,7 +351,7 @@ class Router:
             lane.is_live |= await asyncio.to_thread(self._pool.restart, lane.engine, "rollout", cause)
             self._renew_deadline(lane)
         except Exception as error:  # an engine that cannot be started again ends the run
-            lanes = [lane.entries.values() for lane in self._lanes.values()]
+            lanes = [lane.entries for lane in self._lanes.values()]
             self._fail([entry for entries in (*self._waiting, *lanes) for entry in entries], error)
             self._on_error(error)
 

@@ -282,9 +282,6 @@ class RolloutStream:
             group = Group(prompt, self._size, self._step, number=self._admission.start())
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, self._step, temperature=0.0)
-            if takes_answer(self._recipe, prompt.index):
-                result = GroupResult.of_answer(prompt, self._size, self._version)
-                group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
             self._groups[group.number] = group
             self._to_learn.append(group)
             self._start(group)
@@ -347,6 +344,9 @@ class RolloutStream:
     async def _sample(self, group: Group, send: Callable[[], None] = lambda: None, is_last: bool = False) -> None:
         """Let an engine complete a group, in turns with environments if there are any; `send` is called whenever an engine
         gets a request."""
+        if group.facts is None and not group.is_evaluation and takes_answer(self._recipe, group.prompt.index):
+            result = GroupResult.of_answer(group.prompt, group.size, self._version)
+            group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
         if group.facts is not None:
             return  # before this run was interrupted, or by the data
         if self._environments is None:

@@ -115,6 +115,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         except Exception as error:  # a failed call would mix up the answers of other workers; `report` has the error
+            if self._reader is not None:
+                self._reader.leave()  # so that nobody waits for this worker
             message = str(error)
             if not isinstance(error, SyncError):
                 logger.exception("a worker took no weights")

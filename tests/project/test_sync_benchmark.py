@@ -20,7 +20,7 @@ from benchmarks.weight_sync_scale import BYTES, CASES, MODELS, Case, check_cut, 
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
 from megarl.weight_sync.buckets import sync_rounds
-from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.manifest import SyncSettings, WeightManifest
 from megarl.weight_sync.plan import sync_plan
 from megarl.weight_sync.publish import WeightSync
 from megarl.weight_sync.read import WeightReader
@@ -115,7 +115,10 @@ def test_the_streams_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
     plan = sync_plan(shape, Layout(), rollout)
     assert settings.dtype.itemsize == BYTES
     with contextlib.closing(WeightSync(shape, Layout(), settings, 0, None)) as sync:
-        manifest = sync._manifest(1, 1, (0, 1, 2))
+        manifest = WeightManifest(
+            **vars(settings), version=1, attempt=1, plan_hash=plan.hash, layout=Layout(), engines=(0, 1, 2), port=0,
+            groups=(0, 0, 0),
+        )  # fmt: skip
         streams = case.streams(plan)
         assert sync._rounds == sync_rounds(plan, streams, False)
         for worker, stream in enumerate(sync._streams):
