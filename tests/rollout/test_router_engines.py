@@ -127,7 +127,8 @@ def test_an_engine_that_calls_itself_broken_while_paused_is_started_again(synced
     run(body())
 
 
-def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_also_without_requests() -> None:
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_for_all_requests_if_there_are_any(is_busy: bool) -> None:
     async def body() -> None:
         pool, errors = ScriptedPool.of(2), []  # type: ignore[var-annotated]
         pool.restart_error = RolloutError("rollout.max_restarts = 0")
@@ -137,13 +138,16 @@ def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_also_without
         pool.may_restart.clear()
         pool.engines[0].die()
         await settle()
-        for position in list(pool.engines[1].work):
-            pool.engines[1].finish(position)
-        await asyncio.gather(*answers)
+        if not is_busy:
+            for position in list(pool.engines[1].work):
+                pool.engines[1].finish(position)
+            await asyncio.gather(*answers)
         pool.may_restart.set()
         while not errors:
             await asyncio.sleep(0)
         assert errors == [pool.restart_error]
+        if is_busy:
+            assert await asyncio.gather(*answers, return_exceptions=True) == [pool.restart_error] * 2
         await routes.close()
 
     run(body())
