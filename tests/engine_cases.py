@@ -95,9 +95,9 @@ def save_weights(role: Role, folder: str) -> None:
 
 def save_boxes(folder: Path, shape: ModelShape, boxes: Iterable[Box], shards: Mapping[str, torch.Tensor]) -> None:
     """Rank 0 writes the checkpoint tensors that the boxes of all ranks make up, replicas included. Collective."""
-    own = [(box, view_of(shards[box.parameter], box).float()) for box in boxes]
+    local_boxes = [(box, view_of(shards[box.parameter], box).float()) for box in boxes]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, local_boxes)
     if dist.get_rank() == 0:
         tensors = {name: torch.full(size, torch.nan) for name, size in checkpoint_sizes(shape).items()}
         for box, content in chain.from_iterable(gathered):

@@ -107,5 +107,8 @@ def named_as_warmup(faults: list[Violation]) -> list[Violation]:
             text = text.replace(name, key)
         return text
 
-    own = [fault for fault in faults if fault.key.startswith(tuple(NAMES))]
-    return [Violation(renamed(fault.key), fault.value, renamed(fault.rule), renamed(fault.nearest)) for fault in own]
+    return [
+        Violation(renamed(fault.key), fault.value, renamed(fault.rule), renamed(fault.nearest))
+        for fault in faults
+        if fault.key.startswith(tuple(NAMES))
+    ]

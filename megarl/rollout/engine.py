@@ -264,10 +264,10 @@ class RolloutEngine:
     async def judge(self, payload: Payload, samples: Sequence[int]) -> list[np.ndarray]:
         """Return the log-probabilities, at temperature 1, of the own tokens of some samples of a batch. Raises as `score`,
         and what `payload.fetch` raises."""
-        known = await asyncio.to_thread(payload.fetch, samples)
-        judged = [known[sample] for sample in samples]
-        scores = await self._scores([np.concatenate([one.prompt_ids, one.completion.token_ids]) for one in judged])
-        pairs = zip(judged, scores, strict=True)
+        fetched = await asyncio.to_thread(payload.fetch, samples)
+        sequences = [fetched[number] for number in samples]
+        scores = await self._scores([np.concatenate([s.prompt_ids, s.completion.token_ids]) for s in sequences])
+        pairs = zip(sequences, scores, strict=True)
         return [logprobs[len(sample.prompt_ids) - 1 :][sample.completion.own] for sample, logprobs in pairs]
 
     async def _scores(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -130,7 +130,7 @@ class EnginePool:
         # On rank 0's node: the loss of another node loses no rollouts.
         store = ray.remote(GroupStore).options(name=self._store_name, num_cpus=0, resources=node_share(0))
         self._store = store.remote(1 + batches)
-        started = [(engine, engine.begin_start()) for engine in self._every]
+        started = [(engine, engine.begin_start()) for engine in self._all_engines]
         for engine, reference in started:
             try:
                 engine.finish_start(reference)
@@ -313,14 +313,14 @@ class EnginePool:
         return scores
 
     @property
-    def _every(self) -> list[EngineHandle]:
+    def _all_engines(self) -> list[EngineHandle]:
         return [*self.engines, *self.teachers.values()]
 
     def shutdown(self) -> None:
         """End all engines, and Ray if `start` started it; safe after a failure and more than once."""
         if self.address is None:
             return
-        for engine in self._every:
+        for engine in self._all_engines:
             engine.stop()
         if self._store is not None:
             ray.kill(self._store)
@@ -331,7 +331,7 @@ class EnginePool:
     def end_restarts(self, ends: bool) -> None:
         """End engines that are starting, from another thread than theirs, and start none until the next call with False."""
         self._ends_restarts = ends
-        for engine in self._every if ends else ():
+        for engine in self._all_engines if ends else ():
             if engine.process is None:
                 engine.kill()
 

@@ -34,9 +34,9 @@ class MetricsWriter:
 
     def truncate_after(self, step: int) -> None:
         """Drop lines after `step`, and a line that a kill cut short, so that a resumed run repeats no step."""
-        kept = [json.dumps(line) + "\n" for line in read_lines(self._path) if line["step"] <= step]
+        lines = [json.dumps(line) + "\n" for line in read_lines(self._path) if line["step"] <= step]
         self._file.close()
-        write_whole(self._path, "".join(kept))
+        write_whole(self._path, "".join(lines))
         self._file = LineFile(self._path)
 
     def close(self) -> None:

@@ -106,15 +106,16 @@ def _transport(run: Run) -> str:
 
 def _samples(run: Run) -> PageSection:
     """Show the conversations of the best and the worst rollouts of the last step with samples."""
-    kept = {row["rollout"]: row["reward"] for row in run.samples}  # the last segment's reward
-    ranked = sorted((rollout for rollout, reward in kept.items() if reward is not None), key=lambda rollout: -kept[rollout])
+    rewards = {row["rollout"]: row["reward"] for row in run.samples}  # the last segment's reward
+    scored = [rollout for rollout, reward in rewards.items() if reward is not None]
+    ranked = sorted(scored, key=lambda rollout: -rewards[rollout])
     half = MOST_SAMPLES // 2
     chosen = ranked if len(ranked) <= MOST_SAMPLES else ranked[:half] + ranked[-half:]
-    chosen += [rollout for rollout, reward in kept.items() if reward is None][:1]
+    chosen += [rollout for rollout, reward in rewards.items() if reward is None][:1]
     shown = [conversations([row for row in run.samples if row["rollout"] == rollout]) for rollout in chosen]
     texts = [Text.from_markup(text).plain for texts in shown for text in texts]
     folded = {text.partition("\n")[0]: text[:MOST_TEXT] for text in texts}
-    note = f"The best and the worst of {len(kept)} that step {run.samples[0]['step']} kept." if kept else ""
+    note = f"The best and the worst of {len(rewards)} that step {run.samples[0]['step']} kept." if rewards else ""
     return PageSection("Completions", note=note, folded=folded)
 
 

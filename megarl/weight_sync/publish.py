@@ -211,8 +211,8 @@ class WeightSync:
         for engine in new:
             self._groups_of[engine] = next(self._group_numbers)
         # Until this attempt has ended no version counts as kept. After a failed attempt a version travels whole.
-        kept = {self._kept.pop(engine, None) if starts[engine] == self._starts[engine] else None for engine in wanted}
-        base, self._base = self._base if attempt == 1 and kept == {self._base} else None, None
+        bases = {self._kept.pop(engine, None) if starts[engine] == self._starts[engine] else None for engine in wanted}
+        base, self._base = self._base if attempt == 1 and bases == {self._base} else None, None
         for engine in wanted:
             self._starts[engine] = starts[engine]
         settings = self._settings

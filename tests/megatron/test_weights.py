@@ -112,9 +112,9 @@ def test_an_export_holds_a_few_tensors_and_writes_the_trained_weights(tmp_path: 
     assert before.keys() == after.keys() and not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     checked = 0
     for box in rank_boxes(shape, Layout(), 0, 0):
-        own = trained[box.parameter].view(trained[box.parameter].shape[0], -1)
+        matrix = trained[box.parameter].view(trained[box.parameter].shape[0], -1)
         rows, columns = box.row1 - box.row0, box.col1 - box.col0
-        held = own[box.local_row : box.local_row + rows, box.local_col : box.local_col + columns]
+        held = matrix[box.local_row : box.local_row + rows, box.local_col : box.local_col + columns]
         written = after[box.name].view(after[box.name].shape[0], -1)
         assert torch.equal(held, written[box.row0 : box.row1, box.col0 : box.col1])
         checked += held.numel()
