@@ -1,9 +1,10 @@
 """Walk the first hour on one GPU: from imports to a run that learns, in order, and write down what happened.
 
-    python benchmarks/gpu.py [--parts imports parity ...] [--json PATH] [--check]
+    python benchmarks/gpu.py [--parts imports parity ...] [--deadline SECONDS] [--json PATH] [--check]
     python benchmarks/gpu.py --dry-run
 
-Each part is a process of its own with a deadline, so that one that fails does not end the others:
+Each part is a process of its own with a deadline, so that one that fails does not end the others, and is written to `--json`
+as soon as it ends:
 
     imports     versions of what a run loads, and the device
     parity      two steps of tiny models, local and Transformer Engine specs, against one rank on the CPU; fp32 and bf16
@@ -107,7 +108,7 @@ def imports(dry: bool, folder: Path) -> Result:
             "capability": f"{properties.major}.{properties.minor}",
             "memory_gib": properties.total_memory / 2**30,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": cudnn_version(),
         }
         import vllm
 
@@ -115,14 +116,24 @@ def imports(dry: bool, folder: Path) -> Result:
     return {"values": values, "targets": []}
 
 
+def cudnn_version() -> int | str:
+    """The version that torch loads, or what torch says of another one that is found first."""
+    try:
+        return torch.backends.cudnn.version() or "none"
+    except RuntimeError as error:
+        return str(error)
+
+
 def parity(dry: bool, folder: Path) -> Result:
     """Tiny models on this device under each spec, against one rank on the CPU."""
     reference = folder / "reference.json"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": "29434"}
     command = [sys.executable, __file__, "--part", "reference", "--folder", str(folder), "--into", str(reference)]
-    subprocess.run([*command, *(["--dry-run"] if dry else [])], env=environment, check=True)
+    on_cpu = subprocess.Popen([*command, *(["--dry-run"] if dry else [])], env=environment)
+    found = parity_figures(folder / "device", dry)
+    if code := on_cpu.wait():
+        raise RuntimeError(f"the run on the CPU ended with exit status {code}; its output stands above")
     expected = json.loads(reference.read_text())["values"]
-    found = parity_figures(folder, dry)
     values: Result = {}
     targets = []
     for case, figures in found.items():
@@ -151,7 +162,7 @@ def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
     place, found = start(Layout()), {}
     known = megarl_platform.current
     for family in PARITY_FAMILIES[: 2 if dry else None]:
-        directory = folder / f"parity-{family}"
+        directory = folder / f"parity-{family}"  # of this process alone; both make the same weights
         if not directory.exists():
             save_tiny_model(directory, family, head_dim=64)
         for spec in sorted({"local", known.layer_spec}):
@@ -171,6 +182,8 @@ def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
 
 def reference(dry: bool, folder: Path) -> Result:
     """The CPU's side of `parity`."""
+    # Megatron takes Transformer Engine's Adam where it finds one, and that needs a GPU.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     return {"values": parity_figures(folder, dry), "targets": []}
 
 
@@ -404,9 +417,9 @@ def make_vllm_start(folder: Path) -> None:
         )
 
 
-def run_part(name: str, dry: bool, folder: Path) -> Result:
-    """A part in a process of its own: its result, or what its output ended with."""
-    function, deadline_s = PARTS[name]
+def run_part(name: str, dry: bool, folder: Path, longest_s: float) -> Result:
+    """A part in a process of its own, of at most `longest_s`: its result, or what its output ended with."""
+    deadline_s = min(PARTS[name][1], longest_s)
     into, log = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, __file__, "--part", name, "--folder", str(folder), "--into", str(into)]
     began = time.monotonic()
@@ -419,11 +432,11 @@ def run_part(name: str, dry: bool, folder: Path) -> Result:
     seconds = time.monotonic() - began
     if code == 0:
         return {"status": "ran", "seconds": seconds, **json.loads(into.read_text())}
-    why = f"deadline of {deadline_s} s" if code is None else f"exit status {code}"
+    why = f"deadline of {deadline_s:g} s" if code is None else f"exit status {code}"
     return {"status": "failed", "seconds": seconds, "why": why, "output": log.read_text(errors="replace").splitlines()[-40:]}
 
 
-def wait_or_end(part: subprocess.Popen[bytes], deadline_s: int) -> int | None:
+def wait_or_end(part: subprocess.Popen[bytes], deadline_s: float) -> int | None:
     """The exit status; None past the deadline, where all processes of the part's session are ended."""
     try:
         return part.wait(deadline_s)
@@ -451,6 +464,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--deadline", type=float, default=float("inf"), metavar="SECONDS", help="of each part at most")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     for hidden in ("--part", "--folder", "--into"):  # of the process of one part
@@ -467,23 +481,23 @@ def main() -> int:
         parser.error("no GPU is visible to torch; --dry-run walks on a CPU what can be walked there")
     folder = Path(tempfile.mkdtemp(prefix="megarl-gpu-"))
     make_vllm_start(folder)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    config = {"dry_run": arguments.dry_run, "dense": DENSE, "experts": EXPERTS, "lengths": LENGTHS}
+    parts: dict[str, Result] = {}
     try:
-        parts = {}
         for name in arguments.parts:
             print(f"gpu: {name}", flush=True)
-            parts[name] = run_part(name, arguments.dry_run, folder)
+            parts[name] = run_part(name, arguments.dry_run, folder, arguments.deadline)
+            if arguments.json is not None:
+                content = {"commit": commit, "device": device, "config": config, "parts": parts}
+                arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(parts)
     for name, part in parts.items():
         if part["status"] == "failed":
             print("\n".join([f"--- {name}: {part['why']}", *part["output"]]), file=sys.stderr)
-    if arguments.json is not None:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-        config = {"dry_run": arguments.dry_run, "dense": DENSE, "experts": EXPERTS, "lengths": LENGTHS}
-        content = {"commit": commit, "device": device, "config": config, "parts": parts}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     failed = [name for name, part in parts.items() if part["status"] == "failed"]
     missed = [one["name"] for part in parts.values() for one in part.get("targets", []) if not one["reached"]]
     print(f"gpu: {len(parts) - len(failed)} of {len(parts)} parts ran, {len(missed)} targets missed")

@@ -176,7 +176,7 @@ class Agent(LocalElasticAgent):
             if remote is None and not is_overdue and (not failed or self._will_follow(failed)):
                 return RunResult(state=WorkerState.HEALTHY)
             assert self._pcontext is not None
-            self._pcontext.close(signal.SIGKILL if is_overdue and remote is None else STOP, self._shutdown_timeout)
+            self._pcontext.close(signal.SIGKILL if is_overdue and remote is None else STOP)
             if remote is not None:
                 self._publish(start, Outcome(remote.status, f"on another node {remote.sentence}", restarts=remote.restarts))
                 # torch's launcher requires the failures of a failed node (2.13).
@@ -233,7 +233,7 @@ class Agent(LocalElasticAgent):
         return [handlers[rank].proc for rank in sorted(handlers)]
 
     def _shutdown(self, death_sig: signal.Signals = STOP, timeout: int = 30) -> None:
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig)  # torch before 2.13 has no timeout here; its default is the same 30 s
         # Each rank leads a process group, which may outlive the rank.
         for process in self._processes() if self._pcontext is not None else ():
             with contextlib.suppress(ProcessLookupError):

@@ -59,6 +59,9 @@ class Packing(PackedSeqParams):
 
 # Queries that share one mask. A larger block costs memory, a smaller block costs calls.
 BLOCK = 256
+# Elements of a mask's row that torch's GPU kernel may read at once. torch copies a mask whose strides are no multiple of it,
+# and looks at no address (2.11, 2.13).
+ALIGNED = 16
 
 
 class PackedAttention(nn.Module):
@@ -143,12 +146,15 @@ class PackedAttention(nn.Module):
             if first == rows:  # without a slice, because the backward pass of a slice would copy
                 return self._product(query, key, value, is_causal=True)
             blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
-        for start_row in range(first, rows, BLOCK):
-            last = min(start_row + BLOCK, rows)
-            stop = length - rows + last
-            start = max(0, stop - (self.window + last - start_row - 1)) if self.window else 0
+        unseen, start_row = length - rows, first  # keys before the first query's own
+        while start_row < rows:
+            # Blocks begin and end at round keys, so that their masks are aligned (`seen_keys`).
+            last = min((unseen + start_row) // BLOCK * BLOCK + BLOCK - unseen, rows)
+            stop = unseen + last
+            start = max(0, unseen + start_row + 1 - self.window) // ALIGNED * ALIGNED if self.window else 0
             mask = seen_keys(last - start_row, stop - start, self.window, query.dtype, query.device)
             blocks.append(self._product(query[start_row:last], key[start:stop], value[start:stop], attn_mask=mask))
+            start_row = last
         return torch.cat(blocks)
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
@@ -178,10 +184,11 @@ def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: tor
     """Return [rows, keys]: 0 where a token of the last `rows` tokens sees a key, -inf elsewhere.
 
     The result is a corner of one mask that all blocks, sequences and layers share, because autograd keeps the mask of each
-    block.
+    block; a copy if the corner is not aligned.
     """
-    corner = _last_rows(window + BLOCK if window else 1 << (keys - 1).bit_length(), window, dtype, device)
-    return corner[-rows:, -keys:]
+    width = window + BLOCK + ALIGNED if window else 1 << (keys - 1).bit_length()
+    mask = _last_rows(-(-width // ALIGNED) * ALIGNED, window, dtype, device)[-rows:, -keys:]
+    return mask.clone(memory_format=torch.contiguous_format) if mask.storage_offset() % ALIGNED else mask
 
 
 @lru_cache(maxsize=8)

@@ -46,8 +46,8 @@ from megarl.planner.roles import PlannedRole
 from megarl.schedule.logit_blocks import bytes_of, largest_block
 
 _FP32 = 4
-# `BLOCK` of `models/attention.py`, whose imports are too heavy for the planner; a test keeps them equal.
-MASK_ROWS = 256
+# `BLOCK` and `ALIGNED` of `models/attention.py`, whose imports are too heavy for the planner; a test keeps them equal.
+MASK_ROWS, MASK_ALIGNED = 256, 16
 # On a GPU, offloaded activations that are fetched before the backward pass asks for them (`megatron/offload.py`) take at
 # most this much; one tensor may be larger.
 PREFETCH_BYTES = 256 << 20
@@ -157,7 +157,7 @@ def mask_bytes(role: PlannedRole, longest: int, continues: bool = False) -> int:
     window = max(role.shape.windows, default=0)
     keys = 1 << (longest - 1).bit_length() if role.layout.context > 1 or continues else 0
     if window and (longest > window or keys):
-        keys += window + MASK_ROWS
+        keys += -(-(window + MASK_ROWS) // MASK_ALIGNED) * MASK_ALIGNED + MASK_ALIGNED
     return MASK_ROWS * keys * role.bytes_per_weight
 
 

@@ -1,7 +1,7 @@
 """Packed attention against the plain formula: windows, values narrower than keys, the last rows of a sequence; with a call a
 sequence, and with a stand-in for the varlen kernel of a GPU."""
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from megarl.megatron.batch import own_slots, parts_of
 from megarl.models import attention as engine_attention
-from megarl.models.attention import BLOCK, PackedAttention, Packing
+from megarl.models.attention import ALIGNED, BLOCK, PackedAttention, Packing, seen_keys
 from megarl.platform import Platform
 from megarl.platform.transfers import has_varlen_attention, varlen_attention
 
@@ -99,6 +99,32 @@ def test_last_rows_of_a_sequence(rows, length, window):
     parts = random_parts(rows, length)
     query, key, value = parts
     assert_close(attention(window)._attend(query, key, value), plain(query, key, value, window))
+
+
+@pytest.mark.parametrize("window", [0, 5, 16, 600])
+def test_masks_are_aligned_where_torch_does_not_copy_them(window):
+    """torch's memory-efficient kernel reads a mask in vectors, and copies one only if its strides are odd; an address that is
+    odd ends the process on a GPU (seen on an H100 with Gemma 3 in fp32)."""
+    largest = window + BLOCK if window else 4 * BLOCK
+    for rows, keys in product((1, 7, 16, BLOCK), (1, 16, 40, largest - 1, largest)):
+        mask = seen_keys(rows, keys, window, torch.float32, torch.device("cpu"))
+        assert mask.stride(0) % ALIGNED or mask.storage_offset() % ALIGNED == 0, (rows, keys)
+        distance = torch.arange(keys - rows, keys).unsqueeze(1) - torch.arange(keys)
+        assert torch.equal(mask == 0, (distance >= 0) & ((distance < window) | (window == 0)))
+
+
+@pytest.mark.parametrize("window", [0, 5, 300])
+def test_only_the_last_block_copies_its_mask(window, monkeypatch):
+    masks = []
+
+    def remember(query, key, value, attn_mask=None, is_causal=False):
+        masks.append(attn_mask)
+        return query
+
+    layer = attention(window)
+    monkeypatch.setattr(layer, "_product", remember)
+    layer._attend(*random_parts(1001, 2003))
+    assert len(masks) > 4 and all(mask._is_view() for mask in masks[:-1])
 
 
 def kept_bytes(forward):

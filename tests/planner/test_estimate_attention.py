@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,10 +59,10 @@ def test_layers_weigh_what_the_table_holds(shape, tensor):
     assert layer_weights(shape, 0, tensor) == sum(held)
 
 
-def test_masks_are_as_high_as_the_engine_makes_them():
-    from megarl.models.attention import BLOCK
+def test_masks_are_as_large_as_the_engine_makes_them():
+    from megarl.models.attention import seen_keys
 
-    assert MASK_ROWS == BLOCK
     role = planned_role("actor", SHAPES[3], Layout(), "fp32", trained=True)
     assert mask_bytes(role, 7) == 0
-    assert mask_bytes(role, 8) == BLOCK * (BLOCK + 7) * 4
+    mask = seen_keys(MASK_ROWS, 16, 7, torch.float32, torch.device("cpu"))
+    assert mask_bytes(role, 8) == mask.untyped_storage().nbytes()
