@@ -49,11 +49,18 @@ SAME = {"fp32": 1e-3, "bf16": 0.2}  # log-probabilities of two implementations
 
 
 def engine_runs(
-    directory: str, place: Any, precision: str, lengths: list[tuple[int, int]], per: int, step: bool, recompute: str = "none"
+    directory: str,
+    place: Any,
+    precision: str,
+    lengths: list[tuple[int, int]],
+    per: int,
+    step: bool,
+    recompute: str = "none",
+    compile: bool = False,
 ) -> Runs:
     """An update and a forward phase over `lengths` (prompt, completion), `per` sequences a micro-batch."""
     memory = MemorySection.model_validate({"recompute": recompute})
-    trained = engine(directory, place, lr=1e-6, precision=precision, memory=memory)
+    trained = engine(directory, place, lr=1e-6, precision=precision, memory=memory, compile=compile)
     batch = random_batch(trained.shape.vocab, lengths)
     schedule = Schedule("actor_update", sequences=per, mini_batch=len(lengths))
     (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches

@@ -10,6 +10,7 @@ as soon as it ends:
     parity      two steps of tiny models, local and Transformer Engine specs, against one rank on the CPU; fp32 and bf16
     dense       update and log-probabilities of a random 1.5B model, micro-batches of 8,192 packed tokens, bf16: model FLOPs
                 utilisation, and the peak of reserved memory against the estimate
+    compiled    the same with `trainer.compile`
     experts     the same of a random mixture-of-experts model with 3B active weights of 4.7B, with full recompute and without
                 the optimizer's step, for which one GPU has no room; no target
     memory      what offload hands to other processes, as another process sees it
@@ -24,7 +25,9 @@ quickstart; what only a GPU can show is recorded with the reason that it did not
 Targets (with --check, exit 1 when one is missed or a part fails): utilisation of an update at least 0.45 and of
 log-probabilities at least 0.55 (dense, H100 or H200); a sync at 0.5 times the rate of a copy on the device; the estimate
 within 10 % of peak reserved memory; 90 % of an offloaded role's memory handed over; log-probabilities within 1e-3 of the
-CPU's in fp32 and 0.2 in bf16. `benchmarks/results.py` writes docs/results.md from `--json benchmarks/measured/gpu.json`.
+CPU's in fp32, and in bf16 on average no farther from the CPU's in fp32 than 1.5 times the CPU's own in bf16 (a router that
+chooses another expert moves single tokens by more than one). `benchmarks/results.py` writes docs/results.md from `--json
+benchmarks/measured/gpu.json`.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ PACKAGES = (
 )  # fmt: skip
 PARITY_FAMILIES = ("llama3", "qwen3", "qwen3_moe", "gemma3", "deepseek_v3")
 PARITY_STEPS = 2
-PARITY_LIMITS = {"fp32": 1e-3, "bf16": 0.2}
+PARITY_LIMIT, PARITY_RATIO = 1e-3, 1.5
 # config.json of Qwen2.5-1.5B's sizes.
 DENSE = {
     "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936,
@@ -137,16 +140,24 @@ def parity(dry: bool, folder: Path) -> Result:
     values: Result = {}
     targets = []
     for case, figures in found.items():
-        spec, family, precision = case.split("/")
-        wanted = expected[f"local/{family}/{precision}"]
-        difference = max(abs(a - b) for a, b in zip(figures["logprobs"], wanted["logprobs"], strict=True))
+        _, family, precision = case.split("/")
+        wanted, exact = (expected[f"local/{family}/{kind}"] for kind in (precision, "fp32"))
+        differences = distances(figures["logprobs"], exact["logprobs"])
         gradients = max(abs(a / b - 1) for a, b in zip(figures["grad_norms"], wanted["grad_norms"], strict=True))
-        values[case] = {"logprob_difference": difference, "grad_norm_difference": gradients}
-        limit = PARITY_LIMITS[precision]
-        targets.append(target(f"{case}: log-probability difference", difference, limit, difference <= limit))
+        values[case] = {"logprob_difference": max(differences), "grad_norm_difference": gradients}
+        if precision == "fp32":
+            name, value, limit = "log-probability difference", max(differences), PARITY_LIMIT
+        else:
+            rounding = statistics.mean(distances(wanted["logprobs"], exact["logprobs"]))
+            name, value, limit = "distance from fp32 / the CPU's", statistics.mean(differences) / rounding, PARITY_RATIO
+        targets.append(target(f"{case}: {name}", value, limit, value <= limit))
     if not torch.cuda.is_available():
         values["transformer_engine"] = NEEDS_GPU
     return {"values": values, "targets": targets}
+
+
+def distances(left: list[float], right: list[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(left, right, strict=True)]
 
 
 def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
@@ -167,7 +178,7 @@ def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
             save_tiny_model(directory, family, head_dim=64)
         for spec in sorted({"local", known.layer_spec}):
             megarl_platform.current = replace(known, layer_spec=spec)
-            for precision in PARITY_LIMITS:
+            for precision in ("fp32", "bf16"):
                 case = f"{spec_name(precision)}/{family}/{precision}"
                 if case in found:  # fp32 has the local spec whatever is installed
                     continue
@@ -192,12 +203,17 @@ def dense(dry: bool, folder: Path) -> Result:
     return speed(DENSE, dry, folder / "dense", recompute="none", takes_steps=True)
 
 
+def compiled(dry: bool, folder: Path) -> Result:
+    """The same with a compiled head."""
+    return speed(DENSE, dry, folder / "dense", recompute="none", takes_steps=True, compile=True)
+
+
 def experts(dry: bool, folder: Path) -> Result:
     """The same of a mixture-of-experts model, whose optimizer states one GPU has no room for."""
     return speed(EXPERTS, dry, folder / "experts", recompute="full", takes_steps=False)
 
 
-def speed(config: Result, dry: bool, directory: Path, recompute: str, takes_steps: bool) -> Result:
+def speed(config: Result, dry: bool, directory: Path, recompute: str, takes_steps: bool, compile: bool = False) -> Result:
     """Model FLOPs utilisation by kind of run, and peak reserved memory against the estimate; with the optimizer's steps both
     have targets."""
     from benchmarks.engine import alternate, engine_runs
@@ -211,7 +227,8 @@ def speed(config: Result, dry: bool, directory: Path, recompute: str, takes_step
     random_model(config, directory)
     lengths, precision = (DRY_LENGTHS, "fp32") if dry else (LENGTHS, "bf16")
     place, shape = start(Layout()), ModelShape.from_config(config)
-    runs = {"engine": engine_runs(str(directory), place, precision, lengths, PER_MICRO_BATCH, takes_steps, recompute)}
+    per, folder = PER_MICRO_BATCH, str(directory)
+    runs = {"engine": engine_runs(folder, place, precision, lengths, per, takes_steps, recompute, compile)}
     peak_tflops = current.peak_tflops(precision)
     values: Result = {"precision": precision, "peak_tflops": peak_tflops}
     targets = []
@@ -395,6 +412,7 @@ PARTS: dict[str, tuple[Callable[[bool, Path], Result], int]] = {
     "imports": (imports, 180),
     "parity": (parity, 420),
     "dense": (dense, 300),
+    "compiled": (compiled, 300),
     "experts": (experts, 420),
     "memory": (memory, 240),
     "colocated": (colocated, 600),

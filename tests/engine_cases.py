@@ -75,7 +75,7 @@ def engine(
     # A warm-up and a decay, so that a schedule in the wrong place shows.
     optimizer = None if lr is None else OptimizerSection(lr=lr, epsilon=EPSILON, warmup_steps=2, decay="linear")
     shape = ModelShape.from_directory(directory)
-    settings = {name: more.pop(name) for name in ("megatron", "max_sequence_tokens") if name in more}
+    settings = {name: more.pop(name) for name in ("megatron", "max_sequence_tokens", "compile") if name in more}
     trained = {name: more.pop(name) for name in ("lora", "frozen") if name in more}
     training = None if optimizer is None else Training(optimizer, steps=10, **trained)
     return Role(role, shape, directory, place, RoleSettings(precision, 1.0, **settings), training, **more)

@@ -1,9 +1,9 @@
 """Log-probabilities and entropy from hidden rows and the head's weight, without all logits at once.
 
 A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch would be its largest tensor, so
-they are made in blocks (`megarl/schedule/logit_blocks.py`): an fp32 block takes at most 64 MiB (24 on a CPU), and everything
-with it at most 2.5 times that, for any micro-batch and vocabulary. Forward keeps the hidden rows and a few numbers a token;
-backward makes each block again, which costs one more product of the head.
+they are made in blocks (`megarl/schedule/logit_blocks.py`): an fp32 block takes at most 256 MiB (24 on a CPU), and with
+all around it at most 2.5 times that, for any micro-batch and vocabulary. Forward keeps the hidden rows and a few numbers a
+token; backward makes each block again, which costs one more product of the head.
 
 Columns are divided first, so that one product over a block's rows completes the weight gradient of its columns, and only the
 smaller gradient, of the rows, is summed over blocks.
@@ -152,18 +152,22 @@ def end_weight_gradient(weight: Any, gradient: Tensor | None) -> Tensor | None:
 def _over_blocks(hidden: Tensor, weight: Tensor, local: Tensor, head: LogProbabilities, entropy: bool) -> tuple[Tensor, ...]:
     """Return, over this rank's columns, the highest logit m, the sums of exp(l - m) and of exp(l - m) (l - m), and the
     target's logit; [n] each."""
-    highest, total, weighted, at_target = torch.zeros(4, len(hidden), dtype=torch.float32, device=hidden.device)
-    highest.fill_(_NO_LOGIT)
+    function = head.sums_with_entropy if entropy else head.sums
+    by_rows: dict[int, list[Tensor]] = {}
     for rows, columns in head.blocks(len(hidden), weight):
-        function = head.sums_with_entropy if entropy else head.sums
         block = function(hidden[rows] @ weight[columns].t(), local[rows] - columns.start, head.temperature)
-        maximum = torch.maximum(highest[rows], block[0])
-        before = _shift(highest[rows], maximum, total[rows], weighted[rows], at_target[rows])
-        new = _shift(block[0], maximum, *block[1:])
-        for tensor, left, right in zip((total, weighted, at_target), before, new, strict=True):
-            tensor[rows] = left + right
-        highest[rows] = maximum
-    return highest, total, weighted, at_target
+        by_rows.setdefault(rows.start, []).append(block)
+    if not by_rows:  # no rows, or a rank that has padding alone
+        nothing = torch.zeros(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        nothing[0] = _NO_LOGIT
+        return nothing.unbind()
+    merged = []
+    for parts_of_rows in by_rows.values():  # together, because block by block a GPU would wait for the host
+        parts = torch.stack(parts_of_rows, 1)  # [4, blocks, rows]
+        highest = parts[0].amax(0)
+        sums = (part.sum(0) for part in _shift(parts[0], highest, *parts[1:]))
+        merged.append(torch.stack([highest, *sums]))
+    return torch.cat(merged, 1).unbind()
 
 
 def _shift(highest: Tensor, to: Tensor, total: Tensor, weighted: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

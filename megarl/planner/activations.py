@@ -1,8 +1,8 @@
 """Bytes of activations and logits of one micro-batch on one rank, term by term.
 
 Derived from megarl's local layer spec: megatron-core's layers with the unfused norm and attention of `models/layers.py` (the
-CPU path), where autograd keeps what each operation below needs. Transformer Engine fuses norms, SwiGLU and attention on a
-GPU and keeps less, so there these are upper estimates; not yet compared on a GPU.
+CPU path), where autograd keeps what each operation below needs, and from Transformer Engine's modules (GPUs in 16 bits),
+which keep less.
 
 With b the bytes of the precision, t the tensor ranks, s = t under sequence parallelism and 1 otherwise, h = hidden,
 d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for its backward pass, a token:
@@ -16,6 +16,16 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
     context parallelism 2 k c b             keys and values of all c context ranks
     SwiGLU              5 f b               gate and up, silu(gate), a copy of up (its offset of 0 is added), the product
     adapters            rank b each         A x
+
+Transformer Engine keeps instead
+
+    two norms           2 (2 b h + 4) / s   input and output (the linear layer's input), one over the root mean square
+    q/k norms           (a + k) b           their inputs
+    rotary embedding    (a + k) b           rotated queries and keys; one table for all layers
+    attention           a b + 4 heads / t   output, log of the softmax's sums
+    SwiGLU              3 f b               gate and up, the product
+
+of which an update of a 1.5B model on an H100 reserved 5 % less than estimated (`benchmarks/measured/gpu.json`).
 
 Where prompts are shared, each completion's keys and values stand behind a copy of its prompt's (`models/attention.py`): a
 layer keeps 2 k b for each row of those copies and of the completions, as many as the sequences' lengths add up to. In the
@@ -68,12 +78,15 @@ def _saved_by(role: PlannedRole, layer: int, pipeline_rank: int) -> int:
     kept = saved_per_token(role, layer) - sum(recomputed_per_token(role, layer))
     if layer < role.freeze.layers:
         # Inputs of weights that have no gradient: both norms' factors and outputs, attention's output and SwiGLU's product.
-        queries, _ = _heads_width(role)
+        queries = 0 if role.fuses_attention else _heads_width(role)[0]  # attention keeps its output, too
         again = not {"mlp", "moe"}.isdisjoint(modules)
         product = 0 if again or role.shape.has_experts(layer) else role.shape.ffn // role.layout.tensor
-        norms = 0 if "layernorm" in modules else (2 if again else 4) * hidden
+        if role.fuses_layers:
+            norms = (1 if again else 2) * hidden
+        else:
+            norms = 0 if "layernorm" in modules else (2 if again else 4) * hidden
         kept -= (norms + queries + product) * width
-    elif role.freeze.norms and "layernorm" not in modules:
+    elif role.freeze.norms and "layernorm" not in modules and not role.fuses_layers:
         kept -= 2 * hidden * width
     return kept
 
@@ -102,23 +115,24 @@ def recomputed_per_token(role: PlannedRole, layer: int) -> tuple[int, int]:
 
     By module: attention's first output and sums; the up-projected queries, keys and values with their rotation; both norms
     except the residual; all of SwiGLU, of the experts or of the shared ones; of the experts' activation all but its input,
-    gate and up.
+    gate and up. Transformer Engine keeps attention's output for the layer after it, and its norms are parts of the layers.
     """
     modules, shape, tensor, width = role.recomputed_modules, role.shape, role.layout.tensor, role.bytes_per_weight
     queries, keys = _heads_width(role)
     attention = {
-        "core_attn": queries * width + _FP32 * shape.heads // tensor,
+        "core_attn": (0 if role.fuses_attention else queries * width) + _FP32 * shape.heads // tensor,
         "mla_up_proj": (2 * queries + 3 * keys) * width if shape.latent is not None else 0,
-        "layernorm": 2 * (_FP32 + _normalised_width(role)) * hidden_width(role),
+        "layernorm": 0 if role.fuses_layers else 2 * (_FP32 + _normalised_width(role)) * hidden_width(role),
     }
     if not shape.has_experts(layer):
-        feed_forward = {"mlp": 5 * (shape.ffn // tensor) * width}
+        norm = hidden_width(role) * width if role.fuses_layers else 0
+        feed_forward = {"mlp": _gated(role) * (shape.ffn // tensor) * width + norm}
     elif "moe" in modules:
         feed_forward = {"moe": experts_saved_per_token(role)}
     else:
         assert shape.experts is not None, "a layer with experts"
         rows = shape.experts.ffn // role.layout.expert_tensor_size
-        activation = int(expert_rows_per_token(role) * 4 * rows * width)
+        activation = int(expert_rows_per_token(role) * (1 if role.fuses_activation else 4) * rows * width)
         feed_forward = {"moe_act": activation, "shared_experts": shared_experts_per_token(role)}
     return sum(attention.get(module, 0) for module in modules), sum(feed_forward.get(module, 0) for module in modules)
 
@@ -134,21 +148,33 @@ def saved_per_token(role: PlannedRole, layer: int) -> int:
     shape, layout, width = role.shape, role.layout, role.bytes_per_weight
     queries, keys = _heads_width(role)
     normalised = _normalised_width(role)
-    saved = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
+    if role.fuses_layers:
+        saved = (6 if shape.sandwich_norms else 4) * width * hidden_width(role)  # norms behind a layer keep only their input
+    else:
+        saved = (4 if shape.sandwich_norms else 2) * (_FP32 + width + normalised) * hidden_width(role)
     saved += (queries + 2 * keys) * width  # qkv
-    if shape.qk_norm:
+    if shape.qk_norm and role.fuses_layers:
+        saved += (queries + keys) * width
+    elif shape.qk_norm:
         saved += (queries + keys) * (_FP32 + normalised)
         if width == _FP32:
             saved -= (keys + (queries if keys == shape.head_dim else 0)) * _FP32
-    saved += (queries + keys + 4 * shape.head_dim) * width  # rotary embedding
-    saved += 2 * queries * width + _FP32 * shape.heads // layout.tensor  # attention
-    saved += 2 * keys * layout.context * width if layout.context > 1 else 0
+    saved += (queries + keys + (0 if role.fuses_attention else 4 * shape.head_dim)) * width  # rotary embedding
+    saved += (1 if role.fuses_attention else 2) * queries * width + _FP32 * shape.heads // layout.tensor  # attention
+    saved += 2 * keys * layout.context * width if layout.context > 1 and not role.fuses_attention else 0
     saved += role.lora.rank * len(role.lora.targets) * width if role.lora is not None else 0
     if (latent := shape.latent) is not None:
         # The compressed queries, keys and values with their norms, and the values widened to the size of the keys.
         narrow = latent.query_rank + latent.key_value_rank
         saved += (_FP32 + 2 * width) * narrow // _token_shards(role) + keys * width
-    return saved + (experts_saved_per_token(role) if shape.has_experts(layer) else 5 * (shape.ffn // layout.tensor) * width)
+    if shape.has_experts(layer):
+        return saved + experts_saved_per_token(role)
+    return saved + _gated(role) * (shape.ffn // layout.tensor) * width
+
+
+def _gated(role: PlannedRole) -> int:
+    """How many times its feed-forward rows a gated network keeps of a token."""
+    return 3 if role.fuses_activation else 5
 
 
 def mask_bytes(role: PlannedRole, longest: int, continues: bool = False) -> int:
@@ -181,21 +207,22 @@ def gathered_per_token(role: PlannedRole) -> int:
 def backward_per_token(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each token on top of what is saved, where the backward pass of a stage is largest.
 
-    The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
+    The last stage starts with its final norm: its input in fp32 and five gradients of that size, or with Transformer Engine
+    its input and two gradients in the model's precision. Every stage then comes to
     the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
     residual. Where SwiGLU is narrow the norm before it may need more: five gradients in fp32, while what SwiGLU kept, the
     norm's output and the normalised input are gone. Experts: gradients of the rows that they returned, before and after
     these are sent.
     """
     width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
-    feed_forward, kept = (2 * ffn + hidden) * width, 5 * ffn * width
+    feed_forward, kept = (2 * ffn + hidden) * width, _gated(role) * ffn * width
     last = stage_layers(role.shape, role.layout, pipeline_rank)[-1]
     if role.shape.has_experts(last):
         rows = 2 * expert_rows_per_token(role) * role.shape.hidden
         feed_forward = int(rows * width + role.shape.hidden // _token_shards(role) * width)
         kept = experts_saved_per_token(role)
     norm = (5 * _FP32 - width) * hidden - kept
-    final_norm = 6 * _FP32 * hidden if role.has_head(pipeline_rank) else 0
+    final_norm = (3 * width if role.fuses_layers else 6 * _FP32) * hidden if role.has_head(pipeline_rank) else 0
     # What recompute did not keep of the last layer, or of a part of it, is there again by then.
     again = saved_per_token(role, last) if role.recomputes_whole else max(recomputed_per_token(role, last))
     if not role.memory.offload_activations:
@@ -215,7 +242,7 @@ def forward_per_token(role: PlannedRole) -> int:
     they are sent, and outputs) and the rotary embedding (qkv, its parts and five products)."""
     shape, width, (queries, keys) = role.shape, role.bytes_per_weight, _heads_width(role)
     with_experts = {shape.has_experts(layer) for layer in range(shape.num_layers)}
-    swiglu = 5 * (shape.ffn // role.layout.tensor) * width if False in with_experts else 0
+    swiglu = _gated(role) * (shape.ffn // role.layout.tensor) * width if False in with_experts else 0
     routed = int(3 * expert_rows_per_token(role) * shape.hidden * width) if True in with_experts else 0
     return 4 * hidden_width(role) * width + max(swiglu, routed, (7 * queries + 3 * keys) * width)
 
@@ -284,14 +311,14 @@ def experts_saved_per_token(role: PlannedRole) -> int:
     assert experts is not None, "a layer with experts"
     ffn, rows = experts.ffn // role.layout.expert_tensor_size, expert_rows_per_token(role)
     router = (2 * _FP32 + 2 * _FP32 + 2) * experts.count / _token_shards(role)
-    routed = rows * (role.shape.hidden * width + 6 * ffn * width + _FP32 + 8)
+    routed = rows * (role.shape.hidden * width + (3 if role.fuses_activation else 6) * ffn * width + _FP32 + 8)
     return int(router + routed) + shared_experts_per_token(role)
 
 
 def shared_experts_per_token(role: PlannedRole) -> int:
     """Bytes that the shared experts of one layer keep of each token: as a dense layer of their rows."""
     assert role.shape.experts is not None, "a layer with experts"
-    return 5 * (role.shape.experts.shared_ffn // role.layout.tensor) * role.bytes_per_weight
+    return _gated(role) * (role.shape.experts.shared_ffn // role.layout.tensor) * role.bytes_per_weight
 
 
 def _token_shards(role: PlannedRole) -> int:

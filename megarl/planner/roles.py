@@ -70,6 +70,21 @@ class PlannedRole:
         return whole and self.is_frozen_policy
 
     @property
+    def fuses_layers(self) -> bool:
+        """Whether Transformer Engine runs the layers, as on Hopper and newer GPUs in 16 bits (`megatron/model.py`)."""
+        return not self.on_cpu and self.precision != "fp32"
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether it also runs rotation and attention; families with windows or latent attention have megarl's."""
+        return self.fuses_layers and not self.shape.has_own_attention
+
+    @property
+    def fuses_activation(self) -> bool:
+        """Whether one kernel computes the gate of a feed-forward network and its product."""
+        return self.fuses_layers and self.shape.activation == "silu"
+
+    @property
     def bytes_per_weight(self) -> int:
         return BYTES[self.precision]
 

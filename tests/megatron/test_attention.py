@@ -103,8 +103,8 @@ def test_last_rows_of_a_sequence(rows, length, window):
 
 @pytest.mark.parametrize("window", [0, 5, 16, 600])
 def test_masks_are_aligned_where_torch_does_not_copy_them(window):
-    """torch's memory-efficient kernel reads a mask in vectors, and copies one only if its strides are odd; an address that is
-    odd ends the process on a GPU (seen on an H100 with Gemma 3 in fp32)."""
+    """torch's memory-efficient kernel reads a mask in vectors, and copies one only if its strides are odd; an odd address
+    ends the process on a GPU (seen on an H100)."""
     largest = window + BLOCK if window else 4 * BLOCK
     for rows, keys in product((1, 7, 16, BLOCK), (1, 16, 40, largest - 1, largest)):
         mask = seen_keys(rows, keys, window, torch.float32, torch.device("cpu"))

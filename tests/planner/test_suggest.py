@@ -115,7 +115,8 @@ def test_a_model_too_large_is_said(tmp_path: Path) -> None:
 
 def test_where_no_layout_fits_memory_is_saved_by_the_mildest_setting(tmp_path: Path) -> None:
     file = write_qwen(tmp_path)
-    expected = {40: {}, 32: {"recompute": "selective"}, 24: {"recompute": "full", "offload": "all"}}
+    # Selective recompute of attention alone saves nothing where attention is fused.
+    expected = {28: {}, 27: {"recompute": "full"}, 24: {"recompute": "full", "offload": "all"}}
     for memory_gib, settings in expected.items():
         stated = [f"device.memory_gib={memory_gib}"]
         suggested = suggestions_of(file, stated)
