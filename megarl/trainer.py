@@ -271,9 +271,9 @@ class Trainer:
                 metrics = rollout_metrics(rollouts) | counted.select(rollouts.sampled.tolist()).metrics()
                 metrics["schedule/reward/sequences"] = max(rewards.task_sequences, default=0)
             if rollouts.greedy is not None:
-                baselines, valid, of_greedy = taken.baselines(batch.valid[batch.ends])
+                baselines, valid, greedy_metrics = taken.baselines(batch.valid[batch.ends])
                 batch = replace(batch, baselines=baselines[batch.rollouts], valid=valid[batch.rollouts])
-                metrics |= of_greedy
+                metrics |= greedy_metrics
         batch = replace(batch, teachers=np.array([taken.teachers.get(int(group), "") for group in batch.groups]))
         idle = {f"teacher_logprob.{name}" for name in self.recipe.teachers if name not in batch.teachers}
         with self.clock.phase("plan"), span("planning"):

@@ -59,7 +59,8 @@ def describe(recipe: Recipe, job: SlurmJob) -> str:
     )
     if recipe.has_engines:
         where = f"{needed.rollout_nodes} more" if needed.rollout_nodes else "on the same"
-        text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each: {where}"
+        served = "".join(f" and teachers.{name}.engine" for name in recipe.served)
+        text += f"; rollout.engines = {rollout.engines} of {count(rollout.layout.workers, 'worker')} each{served}: {where}"
     return f"{text}; {count(job.needed.num_nodes, 'node')} in all"
 
 

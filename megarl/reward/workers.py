@@ -302,7 +302,7 @@ class RewardWorkers:
         tasks, queue.done = queue.done, []
         rewards = np.array([self.total(score) for score in scores], dtype=np.float32)
         given = [dict.fromkeys((term.name for term in self._terms), np.nan) | (score.parts or {}) for score in scores]
-        parts = {term.name: np.array([of_one[term.name] for of_one in given], dtype=np.float32) for term in self._terms}
+        parts = {term.name: np.array([by_term[term.name] for by_term in given], dtype=np.float32) for term in self._terms}
         failures = {sample: score.failure for sample, score in enumerate(scores) if score.parts is None}
         num_timeouts = sum(score.timed_out for score in scores)
         counts = {
