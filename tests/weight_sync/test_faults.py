@@ -137,8 +137,10 @@ def test_an_engine_that_breaks_is_started_again_and_served(trainer: Trainer, eng
     starts = list(engines.starts)
     starts[engine] += 1
     engines.faults = {engine: (fault, state)}
-    # A death is seen at once, unless the engine had not joined its group; whoever hangs is seen at the deadline.
-    trainer.publish(PATIENT_S if fault == "kill" and state != "begin" else TIMEOUT_S)
+    # A death is seen at once, unless the engine had not joined its group. Whoever hangs is seen at the deadline, but in the
+    # pause before the attempt begins.
+    at_once = state == "pause" or (fault == "kill" and state != "begin")
+    trainer.publish(PATIENT_S if at_once else TIMEOUT_S)
     trainer.assert_answered_from()
     assert engines.starts == starts, "a healthy engine was given up"
     assert engines.served[0] == (0, 1) and len(engines.served) == (1 if state == "pause" else 2)
