@@ -187,15 +187,15 @@ def corrupt(publisher: HasSync, times: int, bucket: int = 0) -> None:
     weights."""
     sync, left = publisher.sync, [times]
     if sync._sender is None:
-        send = sync._groups.send
+        start = sync._groups.start
 
-        def send_wrong_sums(engine: int, worker: int, content: torch.Tensor, what: str) -> Any:
-            if left[0]:
+        def send_wrong_sums(call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> Any:
+            if call == "send" and left[0]:
                 left[0] -= 1
                 content = content ^ 1
-            return send(engine, worker, content, what)
+            return start(call, engine, worker, content, what)
 
-        sync._groups.send = send_wrong_sums  # type: ignore[method-assign]
+        sync._groups.start = send_wrong_sums  # type: ignore[method-assign]
         return
     sender: Any = sync._sender
     send_bucket = sender.send

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.megatron.export import Factors, adapter_factors, peft_files, peft_tensors
-from megarl.megatron.lora import Adapter, MergedShards
+from megarl.megatron.lora import MergedShards
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe import Recipe
@@ -46,13 +45,19 @@ class AdapterSync:
         every = tuple(range(recipe.rollout.engines) if chosen is None else chosen)
         if engines is not None:
             engines.ask(version, every)
-        factors = self._gather(parameters.adapters)
+        _, _, data_rank, context_rank = self._layout.coordinates(self._rank)
+        # Of replicas only one rank sends its factors.
+        factors = adapter_factors(parameters.adapters) if data_rank == context_rank == 0 else {}
+        gathered: list[Factors] = [factors] * self._layout.ranks  # by rank, on rank 0
+        if self._group is not None:
+            with span("wait_ranks"):
+                dist.gather_object(factors, gathered if self._rank == 0 else None, dst=0, group=self._group)
 
         def send() -> dict[str, float]:
             """On rank 0, send the version until every engine has verified and applied it; return the metrics."""
             lora, wanted = recipe.sent_adapter, every
             assert lora is not None and engines is not None, "rank 0 has engines, and the recipe's syncs send adapters"
-            files = peft_files(peft_tensors(self._shape, self._layout, factors), lora, recipe.model.path)
+            files = peft_files(peft_tensors(self._shape, self._layout, gathered), lora, recipe.model.path)
             pack_s, digest = time.perf_counter() - begun, digest_of(version, files)
             metrics: dict[str, float] = {}
             sent_bytes = attempt = 0
@@ -71,14 +76,3 @@ class AdapterSync:
 
     def close(self) -> None:
         """Do nothing: nothing is open between two syncs."""
-
-    def _gather(self, adapters: Mapping[str, Adapter]) -> list[Factors]:
-        """Gather the factors of every rank on rank 0, in rank order; of replicas only one rank sends them."""
-        _, _, data_rank, context_rank = self._layout.coordinates(self._rank)
-        factors = adapter_factors(adapters) if data_rank == context_rank == 0 else {}
-        if self._group is None:
-            return [factors]
-        everyone: list[Any] = [None] * self._layout.ranks
-        with span("wait_ranks"):
-            dist.gather_object(factors, everyone if self._rank == 0 else None, dst=0, group=self._group)
-        return everyone

@@ -50,11 +50,6 @@ def _layer_numbers(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
     return numbers[plan.destination_parameter[copies]]
 
 
-def layer_starts(plan: ReshardPlan, copies: np.ndarray) -> np.ndarray:
-    """Return where in `copies` each layer begins. The embedding is a layer; so are the final norm and the head together."""
-    return np.concatenate([[0], np.flatnonzero(np.diff(_layer_numbers(plan, copies))) + 1])
-
-
 class Part(NamedTuple):
     """What one source rank contributes to a bucket: its bytes `[start, end)`, of which the last line begins with the
     checksum of all before; and the positions of its pieces."""
@@ -93,7 +88,7 @@ class LocalBox(NamedTuple):
     def within(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the box's view of the parameter, [rows, cols]; a vector is one column. Raises ValueError where it ends
         before the box."""
-        matrix = parameter.detach().view(parameter.shape[0], -1)
+        matrix = parameter.detach() if parameter.dim() == 2 else parameter.detach().view(parameter.shape[0], -1)
         place = matrix[self.row : self.row + self.rows, self.col : self.col + self.cols]
         if place.shape != (self.rows, self.cols):
             end = f"{self.row + self.rows} x {self.col + self.cols}"
@@ -180,10 +175,6 @@ class PieceStream:
         """Return the position of each bucket's first piece, and last the number of pieces, int64 [buckets + 1]."""
         return np.searchsorted(self.bucket, np.arange(self.num_buckets + 1))
 
-    def part(self, bucket: int, source_rank: int) -> Part | None:
-        """Return what a rank contributes to a bucket, or None."""
-        return next((part for part in self.parts[bucket] if part.source_rank == source_rank), None)
-
     def at_source(self, plan: ReshardPlan, pieces: np.ndarray) -> list[Piece]:
         """Return the pieces with these numbers as their source ranks see them."""
         copy = self.copy[pieces]
@@ -195,10 +186,6 @@ class PieceStream:
         copy = self.copy[pieces]
         parameters = [plan.destination_parameters[number] for number in plan.destination_parameter[copy]]
         return self._as_pieces(plan, pieces, parameters, plan.destination_row[copy], plan.destination_col[copy])
-
-    def of_bucket(self, bucket: int) -> np.ndarray:
-        """Return the numbers of a bucket's pieces."""
-        return np.arange(self.starts[bucket], self.starts[bucket + 1])
 
     def _as_pieces(
         self, plan: ReshardPlan, pieces: np.ndarray, parameters: list[str], row: np.ndarray, col: np.ndarray
@@ -316,7 +303,8 @@ def sync_stream(shape: ModelShape, plan: ReshardPlan, worker: int, settings: Syn
     bucket_bytes = platform.piece_bytes if settings.transport == "mapped" else settings.bucket_bytes
     quantised = quantised_tensors(shape) if settings.quantization == "fp8" else {}
     copies = plan.to_destination(worker)
-    apart = layer_starts(plan, copies).tolist() if settings.by_layer else ()
+    # The embedding is a layer; so are the final norm and the head together.
+    apart = (np.flatnonzero(np.diff(_layer_numbers(plan, copies))) + 1).tolist() if settings.by_layer else ()
     return PieceStream.of(plan, copies, settings.dtype, bucket_bytes, quantised, apart)
 
 
@@ -330,12 +318,10 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[PieceStream], by_layer: boo
     A round has the next bucket of each stream, as long as no rank writes more than `MOST_WRITTEN` of a bucket; with
     `by_layer` all buckets of a layer go before those of the next."""
     # The final norm and the head come after the last layer and count as part of it.
-    layers = [
-        np.maximum.accumulate(_layer_numbers(plan, stream.copy[stream.starts[:-1]]))
-        if by_layer
-        else np.zeros(stream.num_buckets)
-        for stream in streams
-    ]
+    layers = [np.zeros(stream.num_buckets) for stream in streams]
+    if by_layer:
+        first_copies = (stream.copy[stream.starts[:-1]] for stream in streams)  # of each bucket
+        layers = [np.maximum.accumulate(_layer_numbers(plan, copies)) for copies in first_copies]
     room = MOST_WRITTEN * max(stream.capacity for stream in streams)
     taken, rounds = [0] * len(streams), list[Round]()
     while waiting := [number for number, stream in enumerate(streams) if taken[number] < stream.num_buckets]:

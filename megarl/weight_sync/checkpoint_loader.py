@@ -80,18 +80,16 @@ def _reloading(model: torch.nn.Module, model_config: ModelConfig) -> Iterator[No
         kernels = {method: method.moe_kernel for method in methods if isinstance(method, FusedMoEMethodBase)}
     for method in kernels:
         method.moe_kernel = None
-    complete = False
     try:
         initialize_layerwise_reload(model)
         yield
         finalize_layerwise_reload(model, model_config)
-        complete = True
-    finally:
-        if not complete:
-            for module in model.modules():
-                info = get_layerwise_info(module)
-                if info.can_load():
-                    _place_kernel_tensors(module, info)
-                    info.reset()
-            for method, kernel in kernels.items():
-                method.moe_kernel = method.moe_kernel or kernel
+    except BaseException:  # raised again
+        for module in model.modules():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                _place_kernel_tensors(module, info)
+                info.reset()
+        for method, kernel in kernels.items():
+            method.moe_kernel = method.moe_kernel or kernel
+        raise

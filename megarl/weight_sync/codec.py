@@ -159,10 +159,6 @@ class TakenParts:
                 f"keeps {'none' if kept is None else f'version {kept}'}"
             )
 
-    def room(self, bucket: int, number: int) -> torch.Tensor:
-        """Return memory for the longest message of a part, by its number in the bucket."""
-        return torch.empty(self.stream.parts[bucket][number].size + HEADER_BYTES, dtype=torch.uint8)
-
     def put(self, message: torch.Tensor, bucket: int, number: int, memory: torch.Tensor) -> None:
         """Decode a message into the bucket's memory; `number` is the part's number in the bucket. Raises SyncError for a
         torn message."""

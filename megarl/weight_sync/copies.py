@@ -11,7 +11,7 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
@@ -34,29 +34,27 @@ class SpareMemory:
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []  # uint8 [bytes], one for each parameter of a module
-        self._taken = 0
-
-    @property
-    def in_use(self) -> bool:
-        """Return whether any memory is lent."""
-        return self._taken > 0
+        self.num_lent = 0  # of these blocks
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, apart: bool = False) -> torch.Tensor:
         """Lend a tensor with unknown content until `take_back`. The rows of a matrix may lie `apart`."""
         stored = (size[0], apart_bytes(size[1] * dtype.itemsize) // dtype.itemsize) if apart else size
         num_bytes = math.prod(stored) * dtype.itemsize
-        if self._taken == len(self._blocks):
+        if self.num_lent == len(self._blocks):
             self._blocks.append(_block(0, device))
-        if len(self._blocks[self._taken]) < num_bytes:
-            self._blocks[self._taken] = _block(num_bytes, device)
-        block = self._blocks[self._taken]
-        self._taken += 1
-        return block[:num_bytes].view(dtype).view(stored)[..., : size[-1]]
+        if len(self._blocks[self.num_lent]) < num_bytes:
+            self._blocks[self.num_lent] = _block(num_bytes, device)
+        block = self._blocks[self.num_lent]
+        self.num_lent += 1
+        whole = block[:num_bytes].view(dtype).view(stored)
+        return whole[:, : size[1]] if apart else whole
 
     def take_back(self) -> None:
         """End all loans. A block that is still referred to is not lent again: vLLM keeps its weights there."""
-        self._blocks = [block for block in self._blocks if _num_references(block) == 1]
-        self._taken = 0
+        storages = [block.untyped_storage() for block in self._blocks]  # refers to each storage once more
+        counts = [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+        self._blocks = [block for block, count in zip(self._blocks, counts, strict=True) if count == 2]
+        self.num_lent = 0
 
 
 def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -68,12 +66,6 @@ def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel without large pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _num_references(tensor: torch.Tensor) -> int:
-    """Return how many tensors share a tensor's storage, including itself."""
-    storage = tensor.untyped_storage()  # holds another reference
-    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def apart_bytes(row_bytes: int) -> int:
@@ -141,19 +133,14 @@ def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMem
 
     if threads == 1:  # in this thread, whose OpenMP threads exist and are bound to their cores
         return run(0)
-    # A thread adopts torch's number of OpenMP threads when it first asks (2.13).
-    with shared_cores(threads), ThreadPoolExecutor(threads, "weights", torch.get_num_threads) as pool:
-        return [result for results in pool.map(run, range(threads)) for result in results]
-
-
-@contextlib.contextmanager
-def shared_cores(threads: int) -> Iterator[None]:
-    """Divide this process's OpenMP threads, and the core that `cores.worker_threads` leaves to scheduling, among threads."""
+    # The threads divide this process's OpenMP threads, and the core that `cores.worker_threads` leaves to scheduling.
     before = torch.get_num_threads()
     # vLLM's workers on CPUs replace `torch.set_num_threads` by a function that does nothing (0.32).
     set_num_threads: Callable[[int], None] = torch._C.set_num_threads
     set_num_threads(max(1, min(before, (before + 1) // threads)))
     try:
-        yield
+        # A thread adopts torch's number of OpenMP threads when it first asks (2.13).
+        with ThreadPoolExecutor(threads, "weights", torch.get_num_threads) as pool:
+            return [result for results in pool.map(run, range(threads)) for result in results]
     finally:
         set_num_threads(before)

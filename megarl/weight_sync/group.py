@@ -27,7 +27,7 @@ from megarl.platform import GlooMessages, NcclMessages
 from megarl.platform import current as platform
 from megarl.platform.messages import deadline_passed, peer_lost
 from megarl.weight_sync.buckets import NUM_BUCKETS, Part, PieceStream, Round
-from megarl.weight_sync.codec import SentParts, TakenParts
+from megarl.weight_sync.codec import HEADER_BYTES, SentParts, TakenParts
 from megarl.weight_sync.manifest import RANK_WAITS, SyncAborted, SyncError, SyncLate, SyncSettings, WeightManifest
 
 MessageGroup = GlooMessages | NcclMessages
@@ -126,15 +126,9 @@ class EngineGroups:
         """Return whether an engine takes part in this attempt and is not lost."""
         return engine in self._manifest.engines and engine in self._groups
 
-    def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
-        """Start to send to a worker; return None if its engine is lost. `what` describes the message."""
-        return self._start("send", engine, worker, content, what)
-
-    def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
-        """Start to receive from a worker; as `send`."""
-        return self._start("receive", engine, worker, content, what)
-
-    def _start(self, call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
+    def start(self, call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> Message | None:
+        """Start to "send" to a worker or to "receive" from it; return None if its engine is lost. `what` describes the
+        message."""
         if self.has(engine):
             with self._losing(engine, f"{what}: "):
                 start_message = getattr(self._groups[engine][1], call)
@@ -213,7 +207,9 @@ class Inbox:
     def room(self, bucket: int, number: int) -> torch.Tensor:
         """Return memory for the message with a part, by its number in the bucket."""
         part = self.stream.parts[bucket][number]
-        return self.bucket(bucket)[part.start : part.end] if self.parts is None else self.parts.room(bucket, number)
+        if self.parts is not None:  # the longest difference
+            return torch.empty(part.size + HEADER_BYTES, dtype=torch.uint8)
+        return self.bucket(bucket)[part.start : part.end]
 
     def post(self, bucket: int, group: MessageGroup, local_rank: int | None = None) -> None:
         """Start to receive a bucket's parts, except from this rank itself. Raises SyncAborted."""
@@ -294,9 +290,8 @@ class BucketSender:
     ) -> None:
         self._streams, self._rank, self._groups, self._store = streams, rank, groups, store
         self._parts = SentParts() if settings.wire == "delta" else None
-        self.buckets = bucket_memory(
-            max(sum(part.size for _, _, part in self._own(one)) for one in rounds), settings.on_device
-        )
+        capacity = max(sum(part.size for *_, part in self._own(entries)) for entries in rounds)
+        self.buckets = bucket_memory(capacity, settings.on_device)
         self._under_way: list[tuple[Round, list[Message]]] = []  # rounds that started and are not done
         self._ranks: MessageGroup | None = None  # the group of the trainer ranks, for two legs
         self.served: dict[tuple[int, int], HandOver] = {}  # by engine and worker
@@ -345,7 +340,18 @@ class BucketSender:
         workers that this rank serves."""
         if self._parts is not None:
             written = [one._replace(content=self._parts.message(*one)) for one in written]
-        messages = self._send_in_two_legs(entries, written) if self._manifest.servers else self._send_to_workers(written)
+        if self._manifest.servers:
+            self._under_way.append((entries, self._send_in_two_legs(entries, written)))
+            return
+        messages = []
+        for engine in self._manifest.engines:
+            with self._groups.together(engine):
+                for bucket, worker, _, content in written:
+                    what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
+                    message = self._groups.start("send", engine, worker, content, what)
+                    if message is not None:
+                        messages.append(message)
+                        self.sent_bytes += len(content)
         self._under_way.append((entries, messages))
 
     def finish(self) -> None:
@@ -366,20 +372,8 @@ class BucketSender:
 
     def _own(self, entries: Round) -> list[tuple[int, int, Part]]:
         """Return this rank's parts of a round, with bucket and stream."""
-        parts = [(bucket, number, self._streams[number].part(bucket, self._rank)) for bucket, number in entries]
-        return [(bucket, number, part) for bucket, number, part in parts if part is not None]
-
-    def _send_to_workers(self, written: Sequence[Written]) -> list[Message]:
-        messages = []
-        for engine in self._manifest.engines:
-            with self._groups.together(engine):
-                for bucket, worker, _, content in written:
-                    what = f"send: bucket {bucket} for worker {worker} of engine {engine}"
-                    message = self._groups.send(engine, worker, content, what)
-                    if message is not None:
-                        messages.append(message)
-                        self.sent_bytes += len(content)
-        return messages
+        parts = [(bucket, number, part) for bucket, number in entries for part in self._streams[number].parts[bucket]]
+        return [of_rank for of_rank in parts if of_rank[2].source_rank == self._rank]
 
     def _send_in_two_legs(self, entries: Round, written: Sequence[Written]) -> list[Message]:
         ranks, manifest, messages = self._ranks, self._manifest, []
@@ -418,10 +412,10 @@ class BucketSender:
             hand_over.complete(bucket, self._ranks, self._deadline)
             platform.settle()  # the worker reads what was copied here
             what = f"hand over: bucket {bucket} to worker {worker} of engine {engine}"
-            hand_over.messages.append(self._groups.send(engine, worker, torch.tensor([bucket]), what))
+            hand_over.messages.append(self._groups.start("send", engine, worker, torch.tensor([bucket]), what))
             if bucket + NUM_BUCKETS < hand_over.stream.num_buckets:
                 what = f"hand over: worker {worker} of engine {engine} read no bucket {bucket}"
-                hand_over.freed.append(self._groups.receive(engine, worker, torch.zeros(1, dtype=torch.int64), what))
+                hand_over.freed.append(self._groups.start("receive", engine, worker, torch.zeros(1).long(), what))
         for message in messages:
             finish(self._ranks, message, self._deadline)
 

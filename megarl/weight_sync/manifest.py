@@ -94,11 +94,6 @@ class SyncSettings:
         return DTYPES[self.precision]
 
     @property
-    def form(self) -> tuple[Any, ...]:
-        """Return what decides, with the plan, into which pieces the weights are cut."""
-        return self.by_layer, self.precision, self.transport, self.bucket_bytes, self.quantization
-
-    @property
     def by_layer(self) -> bool:
         """Return whether all workers take the first layer, then the second."""
         return self.merges or self.mode == "checkpoint"

@@ -155,11 +155,10 @@ class WeightSync:
     def _prepare(self) -> None:
         """Cut what this rank sends into pieces, and make buckets for them unless they are mapped. Collective."""
         self._addresses: tuple[str, ...] = ()
-        settings = self._settings
-        workers = range(settings.rollout.workers)
-        self._streams = [sync_stream(self._shape, self._plan, worker, settings) for worker in workers]
+        settings, plan = self._settings, self._plan
+        self._streams = [sync_stream(self._shape, plan, worker, settings) for worker in range(settings.rollout.workers)]
         # By worker.
-        self._pieces = [s.at_source(self._plan, np.flatnonzero(s.source == self._rank)) for s in self._streams]
+        self._pieces = [s.at_source(plan, np.flatnonzero(s.source == self._rank)) for s in self._streams]
         # Where they are mapped, the rows and columns of this rank's parameters that workers need.
         self._mapped: dict[str, tuple[int, int]] = {}
         if settings.transport == "mapped":
@@ -167,11 +166,10 @@ class WeightSync:
                 rows, cols = self._mapped.get(box.parameter, (0, 0))
                 self._mapped[box.parameter] = max(rows, box.row + box.rows), max(cols, box.col + box.cols)
             return
-        self._rounds = sync_rounds(self._plan, self._streams, settings.by_layer)
+        self._rounds = sync_rounds(plan, self._streams, settings.by_layer)
         self._sender = BucketSender(self._streams, self._rounds, self._rank, self._groups, self._store, settings)
-        handles = {place: hand_over.handle for place, hand_over in self._sender.served.items()}
-        everywhere = {place: handle for of_rank in self._gather(handles) for place, handle in of_rank.items()}
-        self._addresses = tuple(everywhere[place] for place in sorted(everywhere))
+        handles = [(place, hand_over.handle) for place, hand_over in self._sender.served.items()]
+        self._addresses = tuple(handle for _, handle in sorted(chain.from_iterable(self._gather(handles))))
 
     def _share(self, version: int, parameters: Mapping[str, torch.Tensor], engines: Sequence[int]) -> None:
         """Ask the engines to pause. While they do, compare this rank's parameters with the plan, and share them if workers
@@ -267,7 +265,7 @@ class WeightSync:
         groups = self._groups
         places = [(engine, worker) for engine in manifest.engines for worker, pieces in enumerate(self._pieces) if pieces]
         what = "worker {1} of engine {0} did not copy the weights"
-        copied = [groups.receive(*place, torch.zeros(1, dtype=torch.int64), what.format(*place)) for place in places]
+        copied = [groups.start("receive", *place, torch.zeros(1).long(), what.format(*place)) for place in places]
         with span("wait_engines"):
             takers = [place for place, message in zip(places, copied, strict=True) if groups.finish(message)]
         begun = time.perf_counter()
@@ -276,7 +274,7 @@ class WeightSync:
             for worker in {worker for _, worker in takers}
         }
         pack_s = time.perf_counter() - begun
-        messages = [groups.send(*place, sums[place[1]], f"checksums to worker {place[1]}") for place in takers]
+        messages = [groups.start("send", *place, sums[place[1]], f"checksums to worker {place[1]}") for place in takers]
         with span("wait_engines"):
             for message in messages:
                 groups.finish(message)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.platform import current as platform
-from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox, Part, Piece, PieceStream, sync_stream
+from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox, Part, PieceStream, sync_stream
 from megarl.weight_sync.checks import checksum
 from megarl.weight_sync.codec import blocks_in, scales_of
 from megarl.weight_sync.copies import SpareMemory, Works, in_threads, num_threads
@@ -101,6 +101,7 @@ class WeightReader:
         self.module_elements: Counter[str] = Counter()
         self._addresses: tuple[str, ...] = ()
         self._mapped: list[tuple[LocalBox, torch.Tensor]] = []  # of each piece, where it belongs and where it lies
+        self._works: Works | None = None  # into which the pieces are divided
         self._store: tuple[tuple[str, int], dist.TCPStore] | None = None
         self._group: tuple[tuple[Any, ...], MessageGroup] | None = None  # store, engine and number of the group
         self._inbox: Inbox | HandedOver | None = None
@@ -159,27 +160,13 @@ class WeightReader:
             self._group = key, open_group(self._store[1], manifest, engine, member)
         return self._group[1]
 
-    def _begin_inbox(self, manifest: WeightManifest, engine: int) -> Inbox | HandedOver:
-        """Return this worker's buckets. Raises SyncError where those of its server cannot be mapped."""
-        stream, servers = self._stream, manifest.servers
-        handle = manifest.addresses[engine * manifest.rollout.workers + self._worker] if servers else ""
-        if self._inbox is None or self._inbox_key != (stream, handle):
-            self._inbox, self._inbox_key = None, (stream, handle)  # nothing is left of it after a failure
-            if servers:
-                server = servers[engine][self._worker]
-                self._inbox = HandedOver(handle, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
-            else:
-                self._inbox = Inbox(stream, bucket_memory(stream.capacity, manifest.on_device), manifest)
-        self._inbox.begin(manifest)
-        return self._inbox
-
     def _read_mapped(
         self, manifest: WeightManifest, group: MessageGroup, deadline: float, writer: Writer
     ) -> Iterator[LocalBox]:
         """Copy all boxes from the ranks' memory, and hash the copies. The ranks compute their checksums once everything is
         copied, and the worker compares."""
         times, source, version = self.times, self._stream.source, manifest.version
-        self._map(manifest)
+        self._map(manifest, writer)
         hashes: list[Any] = [None] * len(source)
 
         def copy(number: int, spare: SpareMemory | None = None) -> float:
@@ -197,10 +184,9 @@ class WeightReader:
             writer.written(self._mapped[numbers[0]][0].owner, spare)
             return verify_s, time.perf_counter() - begun
 
-        works = writer.works([box for box, _ in self._mapped], manifest.bucket_bytes)
-        if works is not None:
-            threads = num_threads(works, manifest.rollout.workers)
-            seconds = np.array(in_threads(works, threads, do)).reshape(-1, 2).sum(axis=0)
+        if self._works is not None:
+            threads = num_threads(self._works, manifest.rollout.workers)
+            seconds = np.array(in_threads(self._works, threads, do)).reshape(-1, 2).sum(axis=0)
             times.verify_s, times.pack_s = (seconds / threads).tolist()
         else:
             for number, (box, _) in enumerate(self._mapped):
@@ -225,11 +211,10 @@ class WeightReader:
                 which = self._plan.describe(self._stream.copy[wrong[0]])
                 raise SyncError(f"weight version {version}: wrong bytes in piece {wrong[0]} of {len(source)}, {which}")
 
-    def _map(self, manifest: WeightManifest) -> None:
+    def _map(self, manifest: WeightManifest, writer: Writer) -> None:
         """Map the parameters of all ranks, unless these have not moved since the last version."""
         if self._addresses == manifest.addresses:
             return
-        begun = time.perf_counter()
         self._addresses, self._mapped = (), []  # nothing is left of it after a failure
         stream, pieces = self._stream, np.arange(len(self._stream.source))
         ranks = {rank: map_parameters(manifest.addresses[rank], rank) for rank in np.unique(stream.source).tolist()}
@@ -238,15 +223,24 @@ class WeightReader:
             (there.box, here.box.within(ranks[source][here.box.parameter]))
             for (here, there), source in zip(ends, stream.source.tolist(), strict=True)
         ]
+        self._works = writer.works([box for box, _ in self._mapped], manifest.bucket_bytes)
         self._addresses = manifest.addresses
-        self.times.wait_s += time.perf_counter() - begun
 
     def _read_buckets(
         self, manifest: WeightManifest, engine: int, group: MessageGroup, deadline: float, writer: Writer
     ) -> Iterator[LocalBox]:
-        """Take, verify and write bucket after bucket."""
-        times, stream, version = self.times, self._stream, manifest.version
-        inbox = self._begin_inbox(manifest, engine)
+        """Take, verify and write bucket after bucket. Raises SyncError where the buckets of the server cannot be mapped."""
+        times, stream, version, servers = self.times, self._stream, manifest.version, manifest.servers
+        handle = manifest.addresses[engine * manifest.rollout.workers + self._worker] if servers else ""
+        if self._inbox is None or self._inbox_key != (stream, handle):
+            self._inbox, self._inbox_key = None, (stream, handle)  # nothing is left of it after a failure
+            if servers:
+                server = servers[engine][self._worker]
+                self._inbox = HandedOver(handle, server, manifest.ranks_of(engine).index(server), stream.num_buckets)
+            else:
+                self._inbox = Inbox(stream, bucket_memory(stream.capacity, manifest.on_device), manifest)
+        inbox = self._inbox
+        inbox.begin(manifest)
 
         def post(bucket: int) -> None:
             if bucket < stream.num_buckets:
@@ -269,9 +263,15 @@ class WeightReader:
                 elif differ:
                     raise self._wrong(version, bucket, part)
             times.verify_s += time.perf_counter() - taken
-            for piece in stream.at_destination(self._plan, stream.of_bucket(bucket)):
-                self._write(piece, memory[piece.start : piece.end], writer)
-                yield piece.box
+            for piece in stream.at_destination(self._plan, np.arange(*stream.starts[bucket : bucket + 2])):
+                content, box = memory[piece.start : piece.end], piece.box
+                if piece.scale_bytes:
+                    blocks = blocks_in(content, box.rows, box.cols)
+                    writer.place(box).copy_(blocks.weight)
+                    writer.place(scales_of(box)).copy_(blocks.weight_scale_inv)
+                else:
+                    writer.place(box).copy_(content.view(box.dtype).view(box.rows, box.cols))
+                yield box
             post(bucket + NUM_BUCKETS)
         begun = time.perf_counter()
         wrong = torch.stack([differ for *_, differ in differs]).cpu() if differs else torch.zeros(0)
@@ -283,23 +283,15 @@ class WeightReader:
         if inbox.parts is not None:
             inbox.parts.version = version
 
-    def _write(self, piece: Piece, content: torch.Tensor, writer: Writer) -> None:
-        """Write a piece of a bucket; FP8 blocks are written with their scales."""
-        box = piece.box
-        if not piece.scale_bytes:
-            writer.place(box).copy_(content.view(box.dtype).view(box.rows, box.cols))
-            return
-        blocks = blocks_in(content, box.rows, box.cols)
-        writer.place(box).copy_(blocks.weight)
-        writer.place(scales_of(box)).copy_(blocks.weight_scale_inv)
-
     def _wrong(self, version: int, bucket: int, part: Part) -> SyncError:
         first, last = (self._plan.describe(self._stream.copy[part.pieces[end]]) for end in (0, -1))
         where = f"bucket {bucket} of {self._stream.num_buckets} from trainer rank {part.source_rank}"
         return SyncError(f"weight version {version}: wrong bytes in {where}: {first}, to {last}")
 
     def _prepare(self, manifest: WeightManifest) -> None:
-        key = manifest.plan_hash, manifest.form
+        # What decides into which pieces the weights are cut.
+        form = manifest.by_layer, manifest.precision, manifest.transport, manifest.bucket_bytes, manifest.quantization
+        key = manifest.plan_hash, *form
         if self._key == key:
             return
         plan = sync_plan(self._shape, manifest.layout, manifest.rollout, manifest.mode)

@@ -53,11 +53,6 @@ class OpenModule:
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
-    """Empty: everything a receiver needs comes with each version."""
-
-
-@dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """`WeightManifest.as_dict()`, and the number of this engine."""
 
@@ -65,17 +60,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
     engine: int
 
 
-class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
+class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
     """Takes this worker's shards of a version while they arrive. A sync that fails leaves a mixture of two versions, so the
     engine must answer nothing until a sync succeeds.
     """
 
-    init_info_cls = NoInit
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    # By module and parameter: the live tensor of a parameter that is in spare memory. None on CPUs: they have no CUDA
-    # graphs.
-    _homes: dict[str, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,12 +84,13 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
         self._modules: dict[str, torch.nn.Module] = {}
         self._open: dict[str, OpenModule] = {}
         self._spares: list[SpareMemory] = []  # of modules that are complete
-        if self.device.type != "cpu":
-            self._homes = {}
+        # By module and parameter: the live tensor of a parameter that is in spare memory. None on CPUs: they have no CUDA
+        # graphs.
+        self._homes: dict[str, dict[str, torch.Tensor]] | None = None if self.device.type == "cpu" else {}
         self.report: dict[str, float] | tuple[bool, str, bool] = {}
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to connect."""
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing to connect: everything that a receiver needs comes with each version."""
 
     def start_weight_update(self) -> None:
         """Forget the last report. `update_weights` does all the work, so that no half-open session can outlive a failure."""
@@ -133,8 +126,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
         started = time.perf_counter()
         self._repack_s = 0.0  # in this thread
         self._unpacked: list[str] = []  # modules that were written in place, to pack at the end
-        whole = manifest.mode == "checkpoint"
-        writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if whole else self
+        by_tensor = manifest.mode == "checkpoint"
+        writer = WholeTensors(checkpoint_sizes(self._shape), self.device) if by_tensor else self
         # Close it even if a failure's traceback still holds it: then the other end stops waiting for this worker.
         with contextlib.closing(self._reader.read(manifest, update_info.engine, writer)) as boxes:
             if isinstance(writer, WholeTensors):
@@ -206,8 +199,8 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
 
     def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         """Return where to write a box; the modules of a thread take turns in its spare memory."""
-        self._index_modules()
         if (module := self._open.get(box.owner)) is None:
+            self._index_modules()
             assert self._reader is not None  # it gave the box
             spare = spare or (self._spares.pop() if self._spares else SpareMemory())
             module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements[box.owner])
@@ -222,7 +215,7 @@ class WeightReceiver(WeightTransferEngine[NoInit, UpdateInfo]):
         them."""
         if (module := self._open.pop(owner, None)) is not None:
             module.targets.clear()  # spare memory is not lent again while it is referred to
-        if spare.in_use:
+        if spare.num_lent:
             self._process(owner)
             spare.take_back()
         else:

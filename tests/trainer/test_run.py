@@ -162,8 +162,9 @@ def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
 
 def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
     folder, _, _ = run
-    page = (Path(__file__).resolve().parents[2] / "docs" / "weight-sync.md").read_text(encoding="utf-8")
-    rows = "".join(row for row in page.splitlines() if row.startswith("| `sync/"))
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md").read_text(encoding="utf-8")
+    section = page.split("## What does a weight sync measure?")[1].split("\n## ")[0]
+    rows = "".join(row for row in section.splitlines() if row.startswith("| `sync/"))
     lines = [json.loads(text) for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert not [key for line in lines[1:] for key in line if key.startswith("start_")]
     start = {key.removeprefix("start_"): value for key, value in lines[0].items() if key.startswith("start_")}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.weight_sync import copies
 from megarl.weight_sync.buckets import LocalBox
-from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads, shared_cores
+from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads
 
 pytestmark = pytest.mark.sync
 CPU = torch.device("cpu")
@@ -71,14 +71,17 @@ def test_threads_share_the_openmp_threads_and_give_them_back(before: int, thread
         barrier.wait(PATIENT_S)
         return torch.get_num_threads()
 
+    def fail(numbers: Sequence[int], spare: SpareMemory) -> None:
+        raise MemoryError
+
     torch.set_num_threads(before)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "set_num_threads", lambda count: None)
             assert in_threads(works_of(threads), threads, do) == [shared] * threads
             assert torch.get_num_threads() == before
-            with pytest.raises(MemoryError), shared_cores(threads):
-                raise MemoryError
+            with pytest.raises(MemoryError):
+                in_threads(works_of(threads), threads, fail)
             assert torch.get_num_threads() == before
     finally:
         torch.set_num_threads(initial)
@@ -133,10 +136,10 @@ def test_memory_that_somebody_kept_is_not_lent_again() -> None:
     spare = SpareMemory()
     kept = torch.nn.Parameter(spare.take((4, 8), torch.float32, CPU).fill_(1), requires_grad=False)
     other = spare.take((4, 8), torch.float32, CPU)
-    assert spare.in_use and other.data_ptr() != kept.data_ptr()
+    assert spare.num_lent == 2 and other.data_ptr() != kept.data_ptr()
     address = other.data_ptr()
     del other
     spare.take_back()
-    assert not spare.in_use
+    assert not spare.num_lent
     assert spare.take((2, 8), torch.float32, CPU).fill_(2).data_ptr() == address, "memory is used again"
     assert (kept == 1).all()

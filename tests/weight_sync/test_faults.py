@@ -137,8 +137,10 @@ def test_an_engine_that_breaks_is_started_again_and_served(trainer: Trainer, eng
     starts = list(engines.starts)
     starts[engine] += 1
     engines.faults = {engine: (fault, state)}
-    # A death is seen at once, unless the engine had not joined its group; whoever hangs is seen at the deadline.
-    trainer.publish(PATIENT_S if fault == "kill" and state != "begin" else TIMEOUT_S)
+    # A death is seen at once, unless the engine had not joined its group. Whoever hangs is seen at the deadline, but in the
+    # pause before the attempt begins.
+    at_once = state == "pause" or (fault == "kill" and state != "begin")
+    trainer.publish(PATIENT_S if at_once else TIMEOUT_S)
     trainer.assert_answered_from()
     assert engines.starts == starts, "a healthy engine was given up"
     assert engines.served[0] == (0, 1) and len(engines.served) == (1 if state == "pause" else 2)
@@ -218,12 +220,17 @@ def dies_at(sync: WeightSync, state: str) -> None:
         target._send = send_and_die
     elif sync._sender is None:
         if state == "middle":  # all is copied, and no checksum is sent
-            setattr(sync._groups, "send", lambda *arguments: die())  # noqa: B010
+            start = sync._groups.start
+
+            def start_or_die(call: str, *arguments: Any) -> Any:
+                return die() if call == "send" else start(call, *arguments)
+
+            setattr(sync._groups, "start", start_or_die)  # noqa: B010
     else:
         sender: Any = sync._sender
         # The buckets in which this rank has a part.
         parts = sync._streams[0].parts
-        buckets = [number for number in range(len(parts)) if sync._streams[0].part(number, sync._rank) is not None]
+        buckets = [number for number, of_ranks in enumerate(parts) if sync._rank in {part.source_rank for part in of_ranks}]
         before = {"first": buckets[1], "middle": buckets[len(buckets) // 2], "last": buckets[-1]}
         send_bucket = sender.send
 

@@ -92,6 +92,7 @@ def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) ->
         of_module[name.rpartition(".")[0]] += elements
     receiver._reader = SimpleNamespace(elements=covered, module_elements=of_module)
     receiver._rollout, receiver._unpacked, receiver._open, receiver._spares = RolloutLayout(), [], {}, []
+    receiver._homes = None
     return receiver
 
 
@@ -279,7 +280,7 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
     def with_garbage(spare: SpareMemory, *arguments: Any, **options: Any) -> torch.Tensor:
         """What lies between the rows too."""
         taken = dirty(spare, *arguments, **options)
-        spare._blocks[spare._taken - 1].fill_(0xFF)
+        spare._blocks[spare.num_lent - 1].fill_(0xFF)
         return taken
 
     monkeypatch.setattr(SpareMemory, "take", with_garbage)

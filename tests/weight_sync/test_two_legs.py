@@ -56,11 +56,8 @@ class Recorder:
 
 
 class Engines(Recorder):
-    def send(self, engine: int, worker: int, content: torch.Tensor, what: str) -> None:  # type: ignore[override]
-        """A bucket is handed over."""
-
-    def receive(self, engine: int, worker: int, content: torch.Tensor, what: str) -> None:  # type: ignore[override]
-        """A bucket is free again."""
+    def start(self, call: str, engine: int, worker: int, content: torch.Tensor, what: str) -> None:
+        """A bucket is handed over ("send"), or free again ("receive")."""
 
 
 def batches_of(rank: int, layout: Layout, manifest: WeightManifest, by_layer: bool) -> deque[Batch]:
