@@ -19,8 +19,7 @@ import ray
 
 from megarl.data.sample import Prompt
 from megarl.rollout.engine import BatchPart, GroupRequest
-from megarl.rollout.engine_process import EngineProcess
-from megarl.rollout.engine_report import EngineReport, RequestLog
+from megarl.rollout.engine_report import EngineProcess, EngineReport, RequestLog
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial
 from megarl.rollout.handle import EngineHandle
 from megarl.weight_sync.manifest import AdapterManifest

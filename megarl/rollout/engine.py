@@ -23,9 +23,16 @@ from megarl.cluster.preemption import holds_signals, keep_holding_signals
 from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.engine_outputs import prompt_scores, routing_rows, token_versions
-from megarl.rollout.engine_process import EngineProcess, log_errors, own_processes
-from megarl.rollout.engine_report import EngineReport, RequestLog, counting_stat_logger
+from megarl.rollout.engine_report import (
+    EngineProcess,
+    RequestLog,
+    log_errors,
+    own_processes,
+    prompt_scores,
+    routing_rows,
+    silent_stat_logger,
+    token_versions,
+)
 from megarl.rollout.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -36,6 +43,7 @@ from megarl.rollout.engine_settings import (
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial, Payload
 from megarl.rollout.plugin import UNRECORDED, require_installed
 from megarl.telemetry.stacks import mark_from_environment
+from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 if TYPE_CHECKING:
@@ -153,9 +161,7 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
-        loggers = (
-            {"stat_loggers": [counting_stat_logger(self._log.count_preempted)]} if self._settings.times_requests else {}
-        )
+        loggers = {"stat_loggers": [silent_stat_logger()]} if self._settings.times_requests else {}
         try:
             self._on_cpu = current_platform.is_cpu()
             # The driver says it, so that none of the memory is taken.
@@ -207,11 +213,9 @@ class RolloutEngine:
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Queue groups and generate; groups that are under way go on. On an idle engine the groups are queued while
         generation is paused, with an empty prefix cache unless they continue sequences of the groups before them: the cache
-        then holds the same in every run, as all before was the same. A group replaces the group at its position, if any, so
-        that a caller may submit again what it gave up. Raises EngineDirty, EngineDied."""
+        then holds the same in every run, as all before was the same. Raises EngineDirty, EngineDied."""
         async with self._exclusive:
             engine = self._clean()
-            await self._drop([request.position for request in requests])
             is_idle = all(group.result.done() for group in self._groups.values())
             if is_idle:
                 await self._pause_scheduler("abort", clear_cache=not continues)
@@ -229,20 +233,12 @@ class RolloutEngine:
     @ray.method(num_returns=2)
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them.
-        Raises RolloutError for a group that was dropped."""
-        group = self._groups.get(position)
-        if group is not None:
-            await asyncio.wait([group.result])
-        if group is None or group.result.cancelled():
-            raise RolloutError(f"the engine has no group at position {position}; it was dropped, or never submitted")
-        self._groups.pop(position, None)
-        result = group.result.result()
+        Raises RolloutError for a group that was never submitted."""
+        if position not in self._groups:
+            raise RolloutError(f"the engine has no group at position {position}")
+        await asyncio.wait([self._groups[position].result])
+        result = self._groups.pop(position).result.result()
         return GroupFacts.of(result), result
-
-    async def drop(self, positions: Sequence[int]) -> None:
-        """Abort and forget groups; positions that the engine does not have are ignored."""
-        async with self._exclusive:
-            await self._drop(positions)
 
     async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
         """Return what each group has sampled so far, finished or not, and continue the unfinished ones. For all groups that
@@ -439,12 +435,6 @@ class RolloutEngine:
         await asyncio.wait([group.collecting for group in queued if group.collecting is not None])
         for group in queued:
             group.collecting = None
-
-    async def _drop(self, positions: Sequence[int]) -> None:
-        dropped = [self._groups.pop(position) for position in positions if position in self._groups]
-        await self._cut(dropped)
-        for group in dropped:
-            group.result.cancel()
 
     async def _collect(self, group: PendingGroup, collectors: dict[int, RequestOutputCollector]) -> None:
         """Wait for the requests of a group, and set its result, or an error, unless it was cut."""

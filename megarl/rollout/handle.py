@@ -16,11 +16,11 @@ from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.engine_process import EngineProcess, clear_away
-from megarl.rollout.engine_report import EngineReport
+from megarl.rollout.engine_report import EngineProcess, clear_away
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.telemetry.stacks import watched_environment
-from megarl.weight_sync.manifest import AdapterManifest, SyncError, WeightManifest
+from megarl.telemetry.trace import EngineReport
+from megarl.weight_sync.manifest import SyncError
 
 STOP_S = 10.0
 # Calls that an engine takes beside its requests: a sync and a report never wait for a request to end.
@@ -125,39 +125,21 @@ class EngineHandle:
             raise EngineDied("it was ended and not started again")
         return getattr(self._actor, method).remote(*arguments)
 
-    def get(self, reference: Any, phase: str) -> Any:
-        """Return the answer of a call. Raises EngineDied for a dead engine, EngineSilent at the deadline, and otherwise what
-        the engine raised."""
-        return self._get(reference, phase, self._timeout_s, f"rollout.timeout_s = {self._timeout_s:g}")
-
-    def get_paused(self, reference: Any, in_flight: str, timeout_s: float) -> dict[str, float]:
-        """Return the answer of `pause`, as `get`. The deadline is a sync's `timeout_s` unless completions are waited for."""
-        if in_flight == "wait":
-            rule = f"rollout.timeout_s = {self._timeout_s:g}: weight_sync.in_flight = wait, for what it generates"
-            return self._get(reference, "weight_sync", self._timeout_s, rule)
-        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
-
-    def get_scored(self, reference: Any, timeout_s: float) -> Any:
-        """Return the answer of `score`, as `get`, with a sync's `timeout_s` as the deadline."""
-        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
-
-    def get_received(self, reference: Any, deadline: float, manifest: WeightManifest | AdapterManifest) -> dict[str, float]:
-        """Return the answer of `receive`, as `get`, by a deadline on the monotonic clock."""
-        rule = f"{manifest.report_waits} times weight_sync.timeout_s = {manifest.timeout_s:g}"
-        return self._get(reference, "weight_sync", max(0.0, deadline - time.monotonic()), rule)
+    def get(self, reference: Any, phase: str, timeout_s: float | None = None, rule: str = "") -> Any:
+        """Return the answer of a call. The deadline is `rollout.timeout_s`, or `timeout_s` by a `rule` for the error. Raises
+        EngineDied for a dead engine, EngineSilent at the deadline, and otherwise what the engine raised."""
+        rule = rule or f"rollout.timeout_s = {self._timeout_s:g}"
+        try:
+            with _errors():
+                return ray.get(reference, timeout=self._timeout_s if timeout_s is None else timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
 
     async def answer(self, reference: Any) -> Any:
         """Return the answer of a call in an event loop, without a deadline. Raises EngineDied for a dead engine, otherwise
         what the engine raised."""
         with _errors():
             return await reference
-
-    def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
-        try:
-            with _errors():
-                return ray.get(reference, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
 
     def report(self) -> EngineReport:
         """Return what the engine did since the last call. Raises EngineDied."""

@@ -25,10 +25,10 @@ from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sizes import engines_of, teacher_engines
 from megarl.rollout import EngineDied, EngineSilent, RolloutError, StreamStalled
-from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.groups import GroupFacts, GroupStore, Payload, RolloutBatch, RolloutExecuted, StoredPayload
 from megarl.rollout.handle import EngineHandle
+from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class EnginePool:
                     device_variable=platform.device_variable,
                     takes_turns=takes_turns(recipe),
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
-                    times_requests=recipe.run.trace != "none" or (rollout.max_staleness > 0 and len(places) > 1),
+                    times_requests=recipe.run.trace != "none",
                     engine_args=rollout.engine_args,
                     adapter=recipe.sent_adapter,
                     position=sum(other.node == place.node for other in places[:index]),
@@ -201,6 +201,10 @@ class EnginePool:
             self._reports, self._refusals = {}, {}
         self._version = version
         section = self._recipe.weight_sync
+        timeout_s, rule = section.timeout_s, f"weight_sync.timeout_s = {section.timeout_s:g}"
+        if section.in_flight == "wait":
+            timeout_s = self._recipe.rollout.timeout_s
+            rule = f"rollout.timeout_s = {timeout_s:g}: weight_sync.in_flight = wait, for what it generates"
         calls, self._pausing = self._pausing, {}
         calls |= self._call_pause((index for index in engines if index not in calls), version)
         for index in engines:
@@ -209,7 +213,7 @@ class EnginePool:
             while not engine.is_lost:
                 try:
                     call = calls.pop(index, None) or engine.call("pause", version, section.in_flight)
-                    report = engine.get_paused(call, section.in_flight, section.timeout_s)
+                    report = engine.get(call, "weight_sync", timeout_s, rule)
                     break
                 except (EngineDied, RolloutError) as error:
                     if isinstance(error, RolloutError) and section.in_flight == "wait":
@@ -251,11 +255,13 @@ class EnginePool:
         restarted: set[int] = set()
         refused: dict[int, SyncError] = {}
         failure: Exception | None = None
-        deadline = self._sync_begun + self._manifest.report_waits * self._manifest.timeout_s
+        waits, timeout_s = self._manifest.report_waits, self._manifest.timeout_s
+        deadline, rule = self._sync_begun + waits * timeout_s, f"{waits} times weight_sync.timeout_s = {timeout_s:g}"
         for index, call in self._receiving.items():
             engine = self.engines[index]
             try:
-                self._reports[index] |= engine.get_received(call, deadline, self._manifest)
+                left_s = max(0.0, deadline - time.monotonic())
+                self._reports[index] |= engine.get(call, "weight_sync", left_s, rule)
             except (EngineDied, RolloutError) as error:
                 restarted.add(index)
                 again.append(index)
@@ -288,13 +294,14 @@ class EnginePool:
     def score(self, sequences: Sequence[np.ndarray], engines: Sequence[int] | None = None) -> dict[int, np.ndarray]:
         """Return what each engine, or each of some, computes for token sequences (`RolloutEngine.score`), without engines
         that died: a rollout restarts them."""
-        calls, scores = {}, {}
+        calls, scores, timeout_s = {}, {}, self._recipe.weight_sync.timeout_s
         for index in range(len(self.engines)) if engines is None else engines:
             with contextlib.suppress(EngineDied):
                 calls[index] = self.engines[index].call("score", sequences)
         for index, call in calls.items():
             with contextlib.suppress(EngineDied):
-                scores[index] = self.engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
+                rule = f"weight_sync.timeout_s = {timeout_s:g}"
+                scores[index] = self.engines[index].get(call, "weight_sync", timeout_s, rule)
         return scores
 
     def judge(self, teacher: str, payload: Payload, samples: Sequence[int]) -> list[np.ndarray]:

@@ -37,8 +37,7 @@ from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import TASK_GRACE_S, RewardResult, RewardWorkers, add_episodes
 from megarl.rollout import StreamStalled, TokensLost
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.engine_report import EngineReport
-from megarl.rollout.episodes import Environments, Episode, Episodes, GroupEpisodes
+from megarl.rollout.episodes import AgentEpisodes, Environments, Episode, Episodes, GroupEpisodes
 from megarl.rollout.groups import (
     EpisodeFacts,
     GroupFacts,
@@ -216,14 +215,6 @@ class RolloutStream:
             if values["is_to_learn"]:
                 self._to_learn.append(group)
 
-    def follow(self, reports: Sequence[EngineReport]) -> None:
-        """Adapt what engines hold to the requests that they preempted."""
-
-        async def follow() -> None:
-            self._router.follow({report.engine: report.num_preempted for report in reports})
-
-        self._call(follow())
-
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         assert self._prompts is not None
@@ -358,10 +349,7 @@ class RolloutStream:
             )
             group.facts, group.tokens = await self._router.sample(request, group.step, send, owner=group, is_last=is_last)
             return
-        if self._environments.gateway is None:
-            kind: type[GroupEpisodes] = Episodes
-        else:  # whose import takes long
-            from megarl.rollout.agent_episodes import AgentEpisodes as kind
+        kind: type[GroupEpisodes] = Episodes if self._environments.gateway is None else AgentEpisodes
         episodes = kind(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:

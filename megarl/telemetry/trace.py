@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from megarl.telemetry.clock import WAIT, StepTimes
 from megarl.telemetry.disk import LineFile, read_lines
@@ -61,21 +61,37 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
     return [median(here - first for here, first in zip(rank, readings[0], strict=True)) for rank in readings]
 
 
-class EngineTimes(Protocol):
-    """What an engine did in a step, on its own clock: `EngineReport` of the rollout room."""
+class RequestTimes(NamedTuple):
+    """The times of one completion, in seconds since 1970 of the engine's clock. `group` is that of the prompt, -1 for a
+    greedy completion. `begun` is when the scheduler admitted it; `version` is the weight version that sampled its last
+    token. A time that vLLM did not record is 0."""
+
+    name: str
+    group: int
+    arrived: float
+    begun: float
+    first_token: float
+    ended: float
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine did since its last report. `now` is its clock at the answer, in seconds since 1970; `busy` holds
+    (start, seconds) of each time with requests in flight. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
+    engine's clock is ahead of rank 0's."""
+
+    now: float
+    busy: tuple[tuple[float, float], ...] = ()
+    requests: tuple[RequestTimes, ...] = ()
+    engine: int = 0
+    host: str = ""
+    offset_s: float = 0.0
 
     @property
-    def engine(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def offset_s(self) -> float: ...
-    @property
-    def busy(self) -> Sequence[tuple[float, float]]: ...
-    @property
-    def busy_s(self) -> float: ...
-    @property
-    def requests(self) -> Sequence[tuple[str, int, float, float, float, float, int, int]]: ...
+    def busy_s(self) -> float:
+        return sum(seconds for _, seconds in self.busy)
 
 
 class EngineTraces:
@@ -85,19 +101,19 @@ class EngineTraces:
         self._folder = run / FOLDER
         self._begun: set[int] = set()
 
-    def write(self, step: int, start: float, engines: Sequence[EngineTimes]) -> None:
+    def write(self, step: int, start: float, engines: Sequence[EngineReport]) -> None:
         """Append a step that began at `start` on rank 0's clock."""
-        for times in engines:
-            engine_start = start + times.offset_s
+        for report in engines:
+            engine_start = start + report.offset_s
             requests = [
                 [name, group, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
-                for name, group, *moments, tokens, version in times.requests
+                for name, group, *moments, tokens, version in report.requests
             ]
-            busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in times.busy]
-            file = LineFile(self._folder / f"engine-{times.engine:05d}.jsonl")
-            if times.engine not in self._begun:
-                self._begun.add(times.engine)
-                file.append(json.dumps({"engine": times.engine, "host": times.host, "offset_s": times.offset_s}))
+            busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in report.busy]
+            file = LineFile(self._folder / f"engine-{report.engine:05d}.jsonl")
+            if report.engine not in self._begun:
+                self._begun.add(report.engine)
+                file.append(json.dumps({"engine": report.engine, "host": report.host, "offset_s": report.offset_s}))
             file.append(json.dumps({"step": step, "start": start, "busy": busy, "requests": requests}))
             file.close()
 
