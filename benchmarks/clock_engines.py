@@ -180,7 +180,7 @@ class ClockHandle(EngineHandle):
 
     def begin_start(self, version: int | None = None) -> Any:
         """As `EngineHandle.begin_start`."""
-        return self._engines.start.remote(self.settings.index, self.settings.max_concurrent, self._token_s)
+        return self._engines.start.remote(self.settings.index, self.settings.planned.max_concurrent, self._token_s)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """As `EngineHandle.call`."""

@@ -20,7 +20,6 @@ import torch
 
 from megarl.cluster.cores import bind, engine_cores, worker_threads
 from megarl.cluster.preemption import holds_signals, keep_holding_signals
-from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.engine_report import (
@@ -173,9 +172,9 @@ class RolloutEngine:
                 await self._engine.collective_rpc("megarl_complete")
             if self._settings.record_routing and self._on_cpu:
                 await self._engine.collective_rpc("megarl_record_routing")
-            if self._settings.quantization is not None:
+            if (quantization := self._settings.planned.quantization) is not None:
                 formats = await self._utility(self._every_worker("megarl_other_formats"))
-                refuse_other_formats(self._settings.quantization, formats)
+                refuse_other_formats(quantization, formats)
         except RolloutError:
             await self.stop()  # so that a retry does not find its memory taken
             raise
@@ -500,8 +499,8 @@ class RolloutEngine:
             layers = None
         else:
             recorded = [outputs[member].outputs[0].routed_experts for member in finished]
-            model = ModelShape.from_directory(self._settings.model_path)
-            layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+            shape = self._settings.planned.shape
+            layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         for member, rows in zip(finished, recorded, strict=True):
             partial = group.partials[member]
             try:

@@ -51,12 +51,11 @@ class EnginePool:
         """`model_path` is a Hugging Face directory. Without `ray_address` a local Ray is started. `places` has one place per
         engine; without places, engines are placed on this machine. `bound_ranks` is the number of trainer ranks of a node if
         processes are bound to cores. `teachers` are the places of the engines of `recipe.served`; without, none starts."""
-        self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
+        self._recipe, self._ray_address = recipe, ray_address
         shape = ModelShape.from_directory(model_path)
-        sizes = engines_of(recipe, shape, on_gpu=platform.num_devices is not None)
-        assert sizes is not None, "a pool of engines needs a recipe without rollout.replay"
+        planned = engines_of(recipe, shape, on_gpu=platform.num_devices is not None)
+        assert planned is not None, "a pool of engines needs a recipe without rollout.replay"
         self._vocab = shape.vocab
-        self._model_path, self._stops = str(model_path), tuple(int(token) for token in stop_token_ids)
         self._version: int | None = None  # the last version that was published
         self._manifest: WeightManifest | AdapterManifest  # of the current sync
         self._sync_begun = 0.0  # on the monotonic clock
@@ -77,20 +76,13 @@ class EnginePool:
                 EngineSettings(
                     index=index,
                     model_path=str(model_path),
-                    precision=recipe.rollout_precision,
-                    layout=rollout.layout,
+                    planned=planned,
                     max_model_len=recipe.max_sequence_tokens,
-                    batched_tokens=sizes.batched_tokens,
                     max_new_tokens=rollout.max_new_tokens,
-                    max_concurrent=sizes.max_concurrent,
-                    kv_cache_bytes=rollout.kv_cache_bytes or sizes.kv_cache_bytes,
-                    needed_bytes=sizes.memory.total,
-                    memory_utilization=rollout.memory_utilization,
                     temperature=rollout.temperature,
-                    stop_token_ids=self._stops,
+                    stop_token_ids=tuple(int(token) for token in stop_token_ids),
                     seed=seed,
                     record_routing=recipe.actor.router_replay,
-                    quantization=rollout.quantization,
                     place=place,
                     device_variable=platform.device_variable,
                     takes_turns=takes_turns(recipe),
@@ -106,20 +98,17 @@ class EnginePool:
             )
             for index, place in enumerate(places)
         ]
-        served = zip(recipe.served, teachers, strict=True) if teachers else ()
-        self.teachers = {name: self._teacher_engine(name, place) for name, place in served}
-
-    def _teacher_engine(self, name: str, place: EnginePlace) -> EngineHandle:
-        """Return the engine of a teacher: the teacher's own files, which no sync changes."""
-        recipe, planned = self._recipe, teacher_engines(self._recipe, on_gpu=platform.num_devices is not None)[name]
-        settings = EngineSettings(
-            index=0, teacher=name, model_path=str(model_directory(recipe.path(f"teachers.{name}"))),
-            precision=planned.precision, layout=planned.layout, max_model_len=recipe.max_sequence_tokens + 1,
-            batched_tokens=planned.batched_tokens, max_new_tokens=1, max_concurrent=planned.max_concurrent,
-            kv_cache_bytes=planned.kv_cache_bytes, needed_bytes=planned.memory.total, memory_utilization=None,
-            temperature=1.0, stop_token_ids=(), seed=self._seed, place=place, device_variable=platform.device_variable,
-        )  # fmt: skip
-        return EngineHandle(settings, recipe.rollout.timeout_s, max_requests=1)
+        self.teachers: dict[str, EngineHandle] = {}
+        served = teacher_engines(recipe, on_gpu=platform.num_devices is not None) if teachers else {}
+        for (name, of_teacher), place in zip(served.items(), teachers, strict=True):
+            # The teacher's own files, which no sync changes.
+            path = str(model_directory(recipe.path(f"teachers.{name}")))
+            settings = EngineSettings(
+                index=0, teacher=name, model_path=path, planned=of_teacher, max_model_len=recipe.max_sequence_tokens + 1,
+                max_new_tokens=1, temperature=1.0, stop_token_ids=(), seed=seed, place=place,
+                device_variable=platform.device_variable,
+            )  # fmt: skip
+            self.teachers[name] = EngineHandle(settings, rollout.timeout_s, max_requests=1)
 
     def start(self) -> None:
         """Start Ray, and all engines at the same time. Raises RolloutError naming an engine that did not start."""

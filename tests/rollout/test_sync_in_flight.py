@@ -155,10 +155,11 @@ def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> N
 
 
 def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:
-    recipe, said = flight.pool._recipe, []
-    impatient = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"timeout_s": 0.01})})
+    said: list[str] = []
 
     def too_long() -> float:
+        recipe = flight.pool._recipe
+        impatient = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"timeout_s": 0.01})})
         with mock.patch.object(flight.pool, "_recipe", impatient):
             try:
                 return flight.publish(NEW)["sync/in_flight"]
