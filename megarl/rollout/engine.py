@@ -413,7 +413,8 @@ class RolloutEngine:
             for member in group.unfinished():
                 partial, seed = group.partials[member], request.seeds[member]
                 prompt = {"type": "token", "prompt_token_ids": [*request.prompt_ids.tolist(), *partial.token_ids.tolist()]}
-                seed = continued_seed(seed, len(partial))
+                if len(partial):  # not the random numbers of its beginning again
+                    seed = vllm_seed([seed, len(partial)])
                 sampling = sampling_parameters(self._settings, seed, request.temperature, limit - len(partial))
                 # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
                 rank, adapter = (group.first_rank + member) % self._settings.layout.data, self._adapter
@@ -551,12 +552,6 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int =
     """Return the sampling seed of one completion, or of one turn of an episode. It depends on what is sampled, not on when
     or where."""
     return vllm_seed([run_seed, step, prompt, member, *([turn] if turn else [])])
-
-
-def continued_seed(seed: int, num_tokens: int) -> int:
-    """Return the sampling seed of a completion that has some tokens already, so that it does not repeat the random numbers
-    of its beginning."""
-    return seed if num_tokens == 0 else vllm_seed([seed, num_tokens])
 
 
 def vllm_seed(names: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ def own_processes() -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
     return pids, tuple(sorted(file for file in files if not file.endswith("(deleted)")))
 
 
-def log_errors(limit: int = 8) -> str:
+def log_errors() -> str:
     """Return the last errors that this process and its children wrote; only there does vLLM say why an engine core died."""
     errors: list[str] = []
     for stream in (1, 2):
@@ -64,14 +64,13 @@ def log_errors(limit: int = 8) -> str:
         if file.is_file():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             errors += [line for line in lines if ERROR_LINE.search(line)]
-    return "\n".join(errors[-limit:])
+    return "\n".join(errors[-8:])
 
 
 @dataclass
 class RequestLog:
     """Collects an engine's next report."""
 
-    now: Callable[[], float] = time.time
     _num_groups: int = 0  # in flight
     _busy_since: float = 0.0
     _busy: list[tuple[float, float]] = field(default_factory=list)
@@ -81,14 +80,14 @@ class RequestLog:
     def in_flight(self) -> Iterator[None]:
         """Count a group as in flight inside the block."""
         if self._num_groups == 0:
-            self._busy_since = self.now()
+            self._busy_since = time.time()
         self._num_groups += 1
         try:
             yield
         finally:
             self._num_groups -= 1
             if self._num_groups == 0:
-                self._busy.append((self._busy_since, self.now() - self._busy_since))
+                self._busy.append((self._busy_since, time.time() - self._busy_since))
 
     def add(self, group: int, output: Any, version: int) -> None:
         """Record a finished `RequestOutput` of vLLM, if the engine records times."""
@@ -96,7 +95,7 @@ class RequestLog:
         if stats is None:
             return
         # vLLM 0.32 records the machine's monotonic clock; only the arrival is a time of day.
-        ahead = self.now() - time.monotonic()
+        ahead = time.time() - time.monotonic()
         times = RequestTimes(
             name=output.request_id,
             group=group,
@@ -111,7 +110,7 @@ class RequestLog:
 
     def take(self) -> EngineReport:
         """Return the report since the last call. Requests in flight appear in a later report."""
-        now = self.now()
+        now = time.time()
         if self._num_groups:
             self._busy.append((self._busy_since, now - self._busy_since))
             self._busy_since = now

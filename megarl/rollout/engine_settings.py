@@ -29,11 +29,13 @@ class EngineSettings:
     index: int
     model_path: str
     planned: PlannedEngines
+    kv_cache_bytes: int
     max_model_len: int  # tokens
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int
+    memory_utilization: float | None = None
     record_routing: bool = False
     place: EnginePlace = EnginePlace(0, ())
     device_variable: str | None = None  # the environment variable that selects the place's devices; None on a CPU
@@ -71,7 +73,7 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         # only on Blackwell; a sync writes weights as a checkpoint holds them.
         chosen = {} if shape.experts is None else {"moe_backend": "triton"}
         try:
-            share = device_share(planned.memory.total, device_bytes, planned.utilization)
+            share = device_share(planned.memory.total, device_bytes, settings.memory_utilization)
         except ValueError as error:
             raise RolloutError(str(error)) from error
         needed = {"gpu_memory_utilization": share}
@@ -103,7 +105,7 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         distributed_executor_backend="mp" if layout.workers > 1 else "uni",
         max_model_len=settings.max_model_len,
         max_num_seqs=planned.max_concurrent // layout.data,  # vLLM counts per data-parallel rank
-        kv_cache_memory_bytes=planned.kv_cache_bytes,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # ignore the checkpoint's sampling defaults
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled: temperature applied

@@ -42,9 +42,7 @@ class Episode:
     """One sample in progress: its session has the turns so far, and `observed` is what its next prompt adds to them (the
     first one: all of it). `ended` is the finish reason."""
 
-    prompt: Prompt
     member: int
-    temperature: float | None
     observed: np.ndarray
     number: int  # among all episodes of the run
     session: Session
@@ -101,10 +99,6 @@ class Environments:
         reader = AnswerReader(self.tokenizer, self.stops, section.tool_parser, section.reasoning_parser)
         return Gateway(self.observations.chat, reader, limits, recipe.rollout.temperature, host=section.host)
 
-    def close(self) -> None:
-        """End all environments."""
-        self.workers.close()
-
 
 def check_tool_role(section: EnvironmentSection, observations: Observations) -> None:
     """Raise ValueError if an error about a tool call cannot be rendered, is left out by the template, or is longer than an
@@ -137,12 +131,9 @@ class GroupEpisodes(ABC):
 
     def __init__(self, environments: Environments, prompt: Prompt, size: int, temperature: float | None, draw: int) -> None:
         """`draw` as in `Sampling`."""
-        self.environments, self.prompt, self.draw = environments, prompt, draw
+        self.environments, self.prompt, self.draw, self.temperature = environments, prompt, draw, temperature
         ids, chat, limits = np.asarray(prompt.token_ids, dtype=np.int32), environments.observations.chat, environments.limits
-        self.episodes = [
-            Episode(prompt, member, temperature, ids, next(environments.numbers), Session(chat, limits))
-            for member in range(size)
-        ]
+        self.episodes = [Episode(member, ids, next(environments.numbers), Session(chat, limits)) for member in range(size)]
         # All members have the same, so that their episodes begin alike.
         self.seed = request_seed(environments.seed, draw, prompt.index, ENVIRONMENT_MEMBER)
 
@@ -171,15 +162,15 @@ class GroupEpisodes(ABC):
 
     async def sample(self, episode: Episode, ids: np.ndarray, number: int, most: int, generate: Generate) -> Completion:
         """Let an engine complete a prompt with up to `most` tokens; `number` is that of the turn."""
-        index = episode.prompt.index
+        index = self.prompt.index
         seed = request_seed(self.environments.seed, self.draw, index, episode.member, number)
         most = min(self.environments.recipe.rollout.max_new_tokens, most)
-        request = GroupRequest(0, index, ids, (seed,), episode.temperature, most)
+        request = GroupRequest(0, index, ids, (seed,), self.temperature, most)
         return (await generate(request, episode)).sample(0).completion
 
     async def _fill(self, episode: Episode, generate: Generate) -> None:
         """Sample one turn that counts for nothing: every rollout has tokens, and this one's code failed before its first."""
-        turn = episode.session.after(np.asarray(episode.prompt.token_ids, dtype=np.int32))
+        turn = episode.session.after(np.asarray(self.prompt.token_ids, dtype=np.int32))
         episode.session.record(turn, await self.sample(episode, turn.prompt_ids, 0, turn.max_new_tokens, generate))
         episode.ended = "failed"
 
@@ -211,9 +202,9 @@ class GroupEpisodes(ABC):
     def fail(self, episode: Episode, reason: str, cause: str = "") -> None:
         """Record the failure of an environment; it has a `cause` if it followed a turn of the policy."""
         section = self.environments.section
-        where = f"{episode.prompt.where}: " if episode.prompt.where else ""
+        where = f"{self.prompt.where}: " if self.prompt.where else ""
         turn = f", behind turn {episode.turns}" if episode.turns else ""
-        name = f"member {episode.member} of prompt {episode.prompt.index}{turn}"
+        name = f"member {episode.member} of prompt {self.prompt.index}{turn}"
         episode.cause = cause
         episode.failure = (
             f"{where}environment {section.target if section.kind != 'command' else section.run}, {name}: {reason}"

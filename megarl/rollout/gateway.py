@@ -124,11 +124,10 @@ class Gateway:
         reader: AnswerReader,
         limits: GatewayLimits,
         temperature: float,
-        model: str = "policy",
         host: str = "127.0.0.1",
     ) -> None:
         """`temperature` is the one at which engines sample; requests with another are refused."""
-        self._chat, self._reader, self._limits, self._temperature, self._model = chat, reader, limits, temperature, model
+        self._chat, self._reader, self._limits, self._temperature = chat, reader, limits, temperature
         self._sessions: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -191,7 +190,7 @@ class Gateway:
 
     async def _models(self, http: HttpRequest) -> Response:
         self._admitted(http)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megarl"}
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megarl"}
         return _json_response({"object": "list", "data": [model]})
 
     async def _answer(self, protocol: Protocol, http: HttpRequest) -> Response:

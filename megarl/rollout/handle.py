@@ -66,20 +66,6 @@ def _errors() -> Iterator[None]:
         raise EngineDied(f"the actor's process is gone: {error}") from error
 
 
-class ClockOffset:
-    """How many seconds another process's clock is ahead of this one's, from the answer with the shortest round trip; the
-    error is at most half of that."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._round_trip_s = float("inf")
-
-    def learn(self, sent: float, answered: float, remote: float) -> None:
-        """Use a call that was `sent` and `answered` on this clock, and read `remote` on the other clock in between."""
-        if answered - sent < self._round_trip_s:
-            self._round_trip_s, self.seconds = answered - sent, remote - (sent + answered) / 2
-
-
 class EngineHandle:
     """Starts, calls and ends one engine. Every call has the deadline `timeout_s`. The engine takes up to `max_requests` at a
     time; more would wait inside Ray, where nobody sees them."""
@@ -92,7 +78,7 @@ class EngineHandle:
         self.process: EngineProcess | None = None
         self._timeout_s = timeout_s
         self._actor: Any = None
-        self._clock = ClockOffset()
+        self._round_trip_s, self._offset_s = float("inf"), 0.0  # of the report with the shortest round trip
 
     def begin_start(self, version: int | None = None) -> Any:
         """Create the actor on its node and let it build its engine; return the reference that `finish_start` waits for.
@@ -142,12 +128,15 @@ class EngineHandle:
             return await reference
 
     def report(self) -> EngineReport:
-        """Return what the engine did since the last call. Raises EngineDied."""
+        """Return what the engine did since the last call. Its clock is compared with this one's in the middle of the
+        shortest round trip: the error of the offset is at most half of that. Raises EngineDied."""
         sent = time.time()
         report: EngineReport = self.get(self.call("report"), "rollout")
-        self._clock.learn(sent, time.time(), report.now)
+        answered = time.time()
+        if answered - sent < self._round_trip_s:
+            self._round_trip_s, self._offset_s = answered - sent, report.now - (sent + answered) / 2
         host = "" if self.process is None else self.process.host
-        return replace(report, engine=self.settings.index, host=host, offset_s=self._clock.seconds)
+        return replace(report, engine=self.settings.index, host=host, offset_s=self._offset_s)
 
     def kill(self) -> None:
         """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed, and their shared

@@ -77,11 +77,13 @@ class EnginePool:
                     index=index,
                     model_path=str(model_path),
                     planned=planned,
+                    kv_cache_bytes=rollout.kv_cache_bytes or planned.kv_cache_bytes,
                     max_model_len=recipe.max_sequence_tokens,
                     max_new_tokens=rollout.max_new_tokens,
                     temperature=rollout.temperature,
                     stop_token_ids=tuple(int(token) for token in stop_token_ids),
                     seed=seed,
+                    memory_utilization=rollout.memory_utilization,
                     record_routing=recipe.actor.router_replay,
                     place=place,
                     device_variable=platform.device_variable,
@@ -104,9 +106,9 @@ class EnginePool:
             # The teacher's own files, which no sync changes.
             path = str(model_directory(recipe.path(f"teachers.{name}")))
             settings = EngineSettings(
-                index=0, teacher=name, model_path=path, planned=of_teacher, max_model_len=recipe.max_sequence_tokens + 1,
-                max_new_tokens=1, temperature=1.0, stop_token_ids=(), seed=seed, place=place,
-                device_variable=platform.device_variable,
+                index=0, teacher=name, model_path=path, planned=of_teacher, kv_cache_bytes=of_teacher.kv_cache_bytes,
+                max_model_len=recipe.max_sequence_tokens + 1, max_new_tokens=1, temperature=1.0, stop_token_ids=(),
+                seed=seed, place=place, device_variable=platform.device_variable,
             )  # fmt: skip
             self.teachers[name] = EngineHandle(settings, rollout.timeout_s, max_requests=1)
 
@@ -155,11 +157,11 @@ class EnginePool:
         """Return what each engine did since the last call, in the order of their numbers; nothing of a dead engine."""
         reports = []
         for engine in self.engines:
-            try:
-                # An engine that starts would answer only then.
-                reports.append(engine.report() if engine.process else EngineReport(0.0, engine=engine.settings.index))
-            except EngineDied:
-                reports.append(EngineReport(0.0, engine=engine.settings.index))
+            report = EngineReport(0.0, engine=engine.settings.index)
+            with contextlib.suppress(EngineDied):
+                if engine.process:  # an engine that starts would answer only then
+                    report = engine.report()
+            reports.append(report)
         return reports
 
     def rest(self) -> None:

@@ -25,25 +25,6 @@ from vllm.platforms import current_platform
 from megarl.rollout.plugin import UNRECORDED
 
 
-def complete(worker: Any) -> None:
-    """Add what vLLM lacks to a worker of an engine with several; call it once in each. Does nothing on a GPU."""
-    if not current_platform.is_cpu():
-        return
-    if not get_pp_group().is_first_rank:
-        # A stage receives its input in a buffer that vLLM makes in a warm-up, which an eager engine on a CPU skips.
-        runner = worker.model_runner
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
-    if worker.parallel_config.enable_expert_parallel:
-        _skip_experts_of_other_ranks()
-    if worker.parallel_config.data_parallel_size > 1:
-        # Data-parallel ranks all-gather the tokens of a layer with experts and reduce-scatter the results. vLLM has neither
-        # collective for CPUs. Both split the first dimension, of which the ranks have `sizes` rows.
-        CpuCommunicator.all_gatherv = all_gatherv
-        CpuCommunicator.reduce_scatterv = reduce_scatterv
-
-
 def _skip_experts_of_other_ranks() -> None:
     """Give weight 0 to experts of other expert-parallel ranks. vLLM's CPU kernel ignores the expert map: it would look for
     every expert among the local ones, past their end."""
@@ -153,8 +134,23 @@ class WorkerExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`): what `collective_rpc` can call."""
 
     def megarl_complete(self) -> None:
-        """Do what vLLM leaves out where an engine has several workers."""
-        complete(self)
+        """Add what vLLM lacks on CPUs to a worker of an engine with several; call it once in each."""
+        if not current_platform.is_cpu():
+            return
+        worker: Any = self
+        if not get_pp_group().is_first_rank:
+            # A stage receives its input in a buffer that vLLM makes in a warm-up, which an eager engine on a CPU skips.
+            runner = worker.model_runner
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        if worker.parallel_config.enable_expert_parallel:
+            _skip_experts_of_other_ranks()
+        if worker.parallel_config.data_parallel_size > 1:
+            # Data-parallel ranks all-gather the tokens of a layer with experts and reduce-scatter the results. vLLM has
+            # neither collective for CPUs. Both split the first dimension, of which the ranks have `sizes` rows.
+            CpuCommunicator.all_gatherv = all_gatherv
+            CpuCommunicator.reduce_scatterv = reduce_scatterv
 
     def megarl_other_formats(self) -> list[str]:
         """Describe quantised parameters that no sync could write."""

@@ -125,13 +125,11 @@ class RunWriter:
         self._start: dict[str, Any] = {}
         if self._metrics is not None:
             self._metrics.truncate_after(done or 0)
-            for path in run.path.glob("samples/step-*.jsonl"):
-                if path.stem > f"step-{done or 0:06d}":
-                    path.unlink()
+            run.forget_tables("samples", done or 0)
         if self._evaluations is not None:
             last = -1 if done is None else done
             self._evaluations.truncate_after(last)
-            run.forget_evaluation_tables(last)
+            run.forget_tables("evaluations", last)
 
     def evaluated(self, step: int, version: int, evaluation: Evaluation | None) -> dict[str, Any]:
         """Write an evaluation after `step` on rank 0 and return its metrics. `evaluation` is None if the run is leaving."""
@@ -150,7 +148,7 @@ class RunWriter:
         """Write the trace of the start and keep its metrics for the line of the first step."""
         self._start = metrics | {"run/start_s": times.seconds}
         if self._trace is not None:
-            self._trace.write_part("start", times)
+            self._trace.write("start", times)
 
     def step(
         self,
@@ -185,7 +183,7 @@ class RunWriter:
     def close(self, times: StepTimes) -> None:
         """Write the trace of the end and print the run's totals."""
         if self._trace is not None:
-            self._trace.write_part("end", times)
+            self._trace.write("end", times)
         if self._metrics is not None:
             print("\n".join(totals_lines(read_metrics(self._run.metrics))), flush=True)
         for file in (self._metrics, self._evaluations, self._trace):

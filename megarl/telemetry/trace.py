@@ -35,15 +35,9 @@ class TraceWriter:
         self._file = LineFile(run / FOLDER / f"rank-{rank:05d}.jsonl")
         self._file.append(json.dumps(self._owner))
 
-    def write(self, step: int, times: StepTimes) -> None:
-        """Append a step."""
-        self._append({"step": step}, times)
-
-    def write_part(self, part: str, times: StepTimes) -> None:
-        """Append a time outside of steps: before the first or after the last one."""
-        self._append(self._owner | {"part": part}, times)
-
-    def _append(self, head: dict[str, Any], times: StepTimes) -> None:
+    def write(self, step: int | str, times: StepTimes) -> None:
+        """Append a step, or a part of the run with a name: before the first step or after the last one."""
+        head = self._owner | {"part": step} if isinstance(step, str) else {"step": step}
         events = [[name, depth, round(start * SCALE), round(spent * SCALE)] for name, depth, start, spent in times.events]
         start = times.start - self._offset_s
         self._file.append(

@@ -56,9 +56,9 @@ def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_
     for step in (0, 4, 12):
         found.write(run.evaluation_table(step))
     assert '"rewards": [1.0, null], "answers": ["2", null]' in run.evaluation_table(4).read_text()
-    run.forget_evaluation_tables(4)
+    run.forget_tables("evaluations", 4)
     assert sorted(file.name for file in tmp_path.glob("evaluations/*")) == ["step-000000.jsonl", "step-000004.jsonl"]
-    run.forget_evaluation_tables(-1)
+    run.forget_tables("evaluations", -1)
     assert not list(tmp_path.glob("evaluations/*"))
 
 

@@ -33,11 +33,11 @@ def settings(folder: Path, model: str, **more: Any) -> EngineSettings:
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     planned = PlannedEngines(
         ModelShape.from_directory(folder), 1, RolloutLayout(2), "bf16", kv_cache_bytes=GIB, max_concurrent=64,
-        batched_tokens=more.pop("batched_tokens", 8192), utilization=more.pop("utilization", None),
+        batched_tokens=more.pop("batched_tokens", 8192), utilization=None,
     )  # fmt: skip
     common: dict[str, Any] = dict(
-        index=0, model_path=str(folder), planned=planned, max_model_len=20000, max_new_tokens=8, temperature=1.0,
-        stop_token_ids=(), seed=1,
+        index=0, model_path=str(folder), planned=planned, kv_cache_bytes=GIB, max_model_len=20000, max_new_tokens=8,
+        temperature=1.0, stop_token_ids=(), seed=1,
     )  # fmt: skip
     return EngineSettings(**(common | more))
 
@@ -56,7 +56,7 @@ def test_an_engine_beside_a_trainer_asks_for_what_it_needs_alone(tmp_path: Path)
     """vLLM refuses to start where its share of the whole device is not free, 0.92 by default."""
     needed = settings(tmp_path, "dense").planned.memory.total
     assert engine_arguments(settings(tmp_path, "dense"), 4 * needed)["gpu_memory_utilization"] == 0.25
-    stated = settings(tmp_path, "dense", utilization=0.5)
+    stated = settings(tmp_path, "dense", memory_utilization=0.5)
     assert engine_arguments(stated, 4 * needed)["gpu_memory_utilization"] == 0.5
     with pytest.raises(RolloutError, match=f"needs {needed / GIB:.3g} GiB, and its device has {needed / GIB / 2:.3g}: more"):
         engine_arguments(settings(tmp_path, "dense"), needed // 2)
