@@ -19,9 +19,10 @@ import ray
 
 from megarl.data.sample import Prompt
 from megarl.rollout.engine import BatchPart, GroupRequest
-from megarl.rollout.engine_report import EngineProcess, EngineReport, RequestLog
+from megarl.rollout.engine_report import EngineProcess, RequestLog
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial
 from megarl.rollout.handle import EngineHandle
+from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest
 
 LONGEST, MEDIAN, DEVIATION = 32_768, 2500.0, 1.0  # tokens of a completion; deviation of their logarithm
