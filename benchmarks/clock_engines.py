@@ -19,10 +19,10 @@ import ray
 
 from megarl.data.sample import Prompt
 from megarl.rollout.engine import BatchPart, GroupRequest
-from megarl.rollout.engine_process import EngineProcess
-from megarl.rollout.engine_report import EngineReport, RequestLog
+from megarl.rollout.engine_report import EngineProcess, RequestLog
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial
 from megarl.rollout.handle import EngineHandle
+from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest
 
 LONGEST, MEDIAN, DEVIATION = 32_768, 2500.0, 1.0  # tokens of a completion; deviation of their logarithm
@@ -181,7 +181,7 @@ class ClockHandle(EngineHandle):
 
     def begin_start(self, version: int | None = None) -> Any:
         """As `EngineHandle.begin_start`."""
-        return self._engines.start.remote(self.settings.index, self.settings.max_concurrent, self._token_s)
+        return self._engines.start.remote(self.settings.index, self.settings.planned.max_concurrent, self._token_s)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """As `EngineHandle.call`."""

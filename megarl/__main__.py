@@ -9,7 +9,7 @@ if __name__ == "__main__":
     from megarl.cluster.preemption import ASKED
 
     ASKED.watch()  # before the imports, which take seconds
-    from megarl.telemetry.output import endure_output
+    from megarl.telemetry.disk import endure_output
 
     endure_output()
     try:

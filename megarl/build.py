@@ -59,10 +59,10 @@ from megarl.telemetry.clock import PhaseClock, recording
 from megarl.telemetry.disk import describe_full, is_full, write_whole
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.progress import ProgressLine, watching_work
-from megarl.telemetry.records import SampleTable, recorded
 from megarl.telemetry.run_directory import TRANSPORT, Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
-from megarl.telemetry.run_writer import RunWriter
-from megarl.telemetry.sinks import missing_on_machine
+from megarl.telemetry.run_writer import Profiler, RunWriter, snapshot_on_out_of_memory
+from megarl.telemetry.samples import SampleTable
+from megarl.telemetry.sinks import Sinks, missing_on_machine, open_sinks
 from megarl.telemetry.time_metrics import TimeMetrics
 from megarl.trainer import RunParts, Trainer
 from megarl.weight_sync.adapter import AdapterSync
@@ -109,7 +109,10 @@ def train(recipe: Recipe, resume: Resume) -> None:
         stack.enter_context(watching_work(progress.work))
         stack.enter_context(timed_waits(clock))
         done = 0 if checkpoint is None else step_of(checkpoint)
-        records = stack.enter_context(recorded(recipe, directory.path, rank, done, clock, platform))
+        if recipe.telemetry.memory_snapshot:
+            stack.enter_context(snapshot_on_out_of_memory(directory.path, rank, platform))
+        sinks = stack.enter_context(open_sinks(recipe, directory.path, done) if rank == 0 else Sinks(()))
+        profiler = Profiler(recipe.telemetry.profile, directory.path, rank, clock, platform)
         with watch.deadlines(clock.place_of), clock.phase("start"):
             role_places = {role: places[layout] for role, layout in layouts.items()}
             stage: Stage = broadcast_from_first(first_stage)
@@ -131,7 +134,7 @@ def train(recipe: Recipe, resume: Resume) -> None:
             with clock.phase("weight_sync"):
                 start_metrics = trainer.sync(trainer.version)
             resumed = None if checkpoint is None else done
-            writer = RunWriter(recipe, directory, rank, resumed, gather_to_all, progress, records, measures)
+            writer = RunWriter(recipe, directory, rank, resumed, gather_to_all, progress, profiler, sinks, measures)
             trainer.run(done, start_metrics, directory, writer, preemption, watch)
     if rank == 0:
         exit_status.record_end(directory.path, COMPLETE, f"all {recipe.run.steps} steps")

@@ -37,7 +37,7 @@ from megarl.platform import current as platform
 from megarl.recipe import Recipe, kind_of, role_of
 from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.rollout.dataset import DatasetStream, HeldOutLoss, HeldOutRows, held_out_loss
-from megarl.rollout.evaluation import Evaluation, HeldOut, Judged
+from megarl.rollout.evaluation import Evaluation, HeldOut
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
@@ -48,9 +48,9 @@ from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import PhaseClock, span
 from megarl.telemetry.exit_status import Preempted
-from megarl.telemetry.records import SampleTable
 from megarl.telemetry.run_directory import RunDirectory, step_of
 from megarl.telemetry.run_writer import RunWriter
+from megarl.telemetry.samples import SampleTable
 from megarl.telemetry.time_metrics import Sizes
 from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.canary import CANARY_METRICS, Canary
@@ -470,7 +470,7 @@ class Trainer:
 
         Returns None everywhere if the run `leaves`, which all ranks ask before each round.
         """
-        judged, more, held_out = Judged(), True, self.parts.held_out
+        judged, more, held_out = None, True, self.parts.held_out
         with self.clock.phase("evaluation"):
             if self.recipe.run.is_supervised:
                 rows = held_out if isinstance(held_out, HeldOutRows) else None
@@ -480,9 +480,10 @@ class Trainer:
                     return None
                 answer: Any = None
                 if isinstance(held_out, HeldOut) and self.parts.rollouts is not None:
+                    judged = judged or held_out.begin()
                     answer = held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        return held_out.result(judged) if isinstance(held_out, HeldOut) else None
+        return judged
 
     def _measure(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
         """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""
@@ -517,7 +518,7 @@ class Trainer:
             preemption.begin(number)
             before = self.state(done) if preemption.abandons else None
             try:
-                with writer.profiled(number):
+                with writer.profiler.step(number):
                     metrics = self.step(number)
             except Abandoned as abandoned:
                 assert before is not None, "kept for a run that may abandon a step"
@@ -525,8 +526,6 @@ class Trainer:
             done = number
             # Before an evaluation, whose times do not count.
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
-            if self.parts.rollouts is not None:
-                self.parts.rollouts.follow(engines)
             if recipe.evaluates_after(number):
                 metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))
             metrics |= self.take_restart_metrics()

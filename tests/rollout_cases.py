@@ -267,7 +267,7 @@ def generate(
     """Sample groups with a pool, as a training step does."""
     from megarl.rollout.stream import RolloutStream, Sampling
 
-    stream = RolloutStream(pool._recipe, pool, pool._seed)
+    stream = RolloutStream(pool._recipe, pool, pool.engines[0].settings.seed)
 
     def resumes(engines: Sequence[int]) -> None:
         assert resync is not None, "engines died"

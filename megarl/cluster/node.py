@@ -23,8 +23,8 @@ from megarl.cluster.job_environment import adapt_environment
 from megarl.cluster.node_settings import NodeError, NodeSettings, network_environment, read_node_settings
 from megarl.cluster.processes import Orphans, SharedMemory, adopt_orphans, end_descendants, start_tied
 from megarl.recipe import Recipe, RecipeError, load_recipe
+from megarl.telemetry.disk import endure_output
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
-from megarl.telemetry.output import endure_output
 from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoint
 
 POLL_S = 0.5

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     hold_signals()  # the imports below take seconds
     from megarl.cluster.job_environment import adapt_environment
-    from megarl.telemetry.output import endure_output
+    from megarl.telemetry.disk import endure_output
 
     endure_output()
     adapt_environment(os.environ)

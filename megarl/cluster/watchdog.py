@@ -24,8 +24,8 @@ from megarl.cluster.processes import end_at_once
 from megarl.cluster.watchdog_judge import ENDED, GONE, RUNNING, STOPPED, HangVerdict, OtherProcess, Standing, judge, overdue
 from megarl.cluster.watchdog_network import OtherWatchers, WatchedRank, WatcherSettings
 from megarl.telemetry import exit_status
+from megarl.telemetry.disk import endure_output
 from megarl.telemetry.exit_status import FAILED, HUNG
-from megarl.telemetry.output import endure_output
 from megarl.telemetry.stacks import busy_call, marked_processes, read_stacks, threads
 
 POLL_S = 0.5

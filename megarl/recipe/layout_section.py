@@ -130,18 +130,6 @@ def tensor_divides(shape: ModelShape, tensor: int) -> bool:
     return shape.heads % tensor == 0 and groups and all(rows % tensor == 0 for rows in feed_forward_rows(shape))
 
 
-def tensor_size(key: str, tensor: int, shape: ModelShape) -> Violations:
-    """The tensor size of a role or of an engine, given under `key`, divides the model."""
-    if not tensor_divides(shape, tensor):
-        legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
-        rows = "".join(f", {count} feed-forward rows" for count in feed_forward_rows(shape))
-        rule = (
-            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them)"
-            f"{rows}; legal: {', '.join(map(str, legal))}"
-        )
-        yield Violation(key, tensor, rule, closest_number(tensor, legal.__contains__, shape.heads))
-
-
 def spread_layers(layers: int, chunks: int) -> list[int]:
     """Spread layers over chunks evenly. Chunks in the middle get the remainder: the first chunk also holds the embedding,
     the last one the head."""
@@ -154,7 +142,16 @@ def layout_fits_model(recipe: Recipe, shape: ModelShape, role: str) -> Violation
     """The layout of a role divides its model's heads, layers and experts."""
     section, owner, layers = recipe.layout_section(role), layout_owner(recipe, role), shape.num_layers
     stages, chunks, key = section.pipeline, section.virtual_pipeline, f"{owner}.layout"
-    yield from tensor_size(f"{key}.tensor", section.tensor, shape)
+    if not tensor_divides(shape, section.tensor):
+        legal = [size for size in range(1, shape.heads + 1) if tensor_divides(shape, size)]
+        rows = "".join(f", {count} feed-forward rows" for count in feed_forward_rows(shape))
+        rule = (
+            f"must divide the model's {shape.heads} heads, {shape.groups} key-value groups (or be a multiple of them)"
+            f"{rows}; legal: {', '.join(map(str, legal))}"
+        )
+        yield Violation(
+            f"{key}.tensor", section.tensor, rule, closest_number(section.tensor, legal.__contains__, shape.heads)
+        )
     uneven = f", or {key}.stages: {spread_layers(layers, stages * chunks)}" if stages * chunks <= layers else ""
     if section.stages:
         if sum(section.stages) != layers:

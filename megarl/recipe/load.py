@@ -53,14 +53,13 @@ from megarl.recipe.role_sections import (
     trained_role_rules,
 )
 from megarl.recipe.rollout_section import engine_divides_model, engines_fit_model, rollout_rules
+from megarl.recipe.run_section import watchdog_rules
 from megarl.recipe.section import Section
 from megarl.recipe.sizes import resolve_caps, size_engines, with_least_caps
-from megarl.recipe.supervised import supervised_rules
+from megarl.recipe.supervised_section import named_as_warmup, supervised_rules, warmup_rules
 from megarl.recipe.telemetry_section import telemetry_rules
 from megarl.recipe.trainer_section import fp8_fits_model, trainer_rules
 from megarl.recipe.violation import MISSING, RecipeError, Violation, Violations, closest_text
-from megarl.recipe.warmup_section import named_as_warmup, warmup_rules
-from megarl.recipe.watchdog_section import watchdog_rules
 from megarl.recipe.weight_sync_section import weight_sync_fits_model, weight_sync_rules
 from megarl.recipe.yaml_text import apply_overrides, dump_yaml, read_yaml
 
@@ -125,9 +124,16 @@ def _read(path: str | Path, overrides: list[str] | tuple[str, ...], fetch: Fetch
 
 
 def _check(data: dict[str, Any], violations: list[Violation], fetch: Fetch | None) -> Recipe:
-    recipe, faults = read_sections(data)
+    recipe: Recipe | None = None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        details = [dict(detail) for detail in error.errors(include_url=False)]
+        # pydantic counts only the legal items of a list, so it also calls a list of one illegal item too short.
+        details = [detail for detail in details if detail["type"] != "too_short" or not detail["input"]]
+        violations = [*violations, *(_violation(detail, data) for detail in details)]
     if recipe is None or violations:
-        raise RecipeError([*violations, *faults])
+        raise RecipeError(violations)
     if faults := cross_violations(recipe, fetch):
         raise RecipeError(faults)
     return recipe
@@ -205,16 +211,6 @@ def not_checked(recipe: Recipe) -> list[str]:
     if recipe.device is not None and recipe.device.kind == "gpu":
         lines.append(f"megarl's GPU path: {NOT_RUN}; docs/results.md lists what has")
     return [line for line in lines if line is not None]
-
-
-def read_sections(data: dict[str, Any]) -> tuple[Recipe | None, list[Violation]]:
-    """The recipe, or None and every violation of a single field or section."""
-    try:
-        return Recipe.model_validate(data), []
-    except ValidationError as error:
-        details = [dict(detail) for detail in error.errors(include_url=False)]
-    # pydantic counts only the legal items of a list, so it also calls a list of one illegal item too short.
-    return None, [_violation(detail, data) for detail in details if detail["type"] != "too_short" or not detail["input"]]
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:

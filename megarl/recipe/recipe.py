@@ -35,13 +35,11 @@ from megarl.recipe.role_sections import (
     TeacherSection,
 )
 from megarl.recipe.rollout_section import RolloutSection
-from megarl.recipe.run_section import RunSection
+from megarl.recipe.run_section import FIRST_STEP_SHARE, STEP_SHARE, RunSection, WatchdogSection
 from megarl.recipe.section import Name, Section
-from megarl.recipe.supervised import fill_sections
+from megarl.recipe.supervised_section import WarmupSection, fill_sections
 from megarl.recipe.telemetry_section import TelemetrySection
 from megarl.recipe.trainer_section import TrainerSection
-from megarl.recipe.warmup_section import WarmupSection
-from megarl.recipe.watchdog_section import FIRST_STEP_SHARE, STEP_SHARE, WatchdogSection
 from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.schedule.schedule import Schedule
 

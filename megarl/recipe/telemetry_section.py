@@ -79,7 +79,9 @@ def telemetry_rules(recipe: Recipe) -> Violations:
         key = f"telemetry.sinks.{number}"
         if sink.kind in kinds[:number]:
             yield Violation(f"{key}.kind", sink.kind, "each kind of sink can be given once", "leave it out")
-        if not _is_installed(sink.kind):  # it is imported when the run has begun
+        # A folder wandb/ or mlflow/ in the working directory is found too, but has no origin.
+        spec = importlib.util.find_spec(sink.kind)
+        if spec is None or spec.origin is None:  # it is imported when the run has begun
             package = PACKAGES[sink.kind]
             rule = f"the package {package} is not installed; it is in megarl's extra `sinks`"
             yield Violation(f"{key}.kind", sink.kind, rule, f"pip install {package}")
@@ -100,9 +102,3 @@ def telemetry_rules(recipe: Recipe) -> Violations:
         if rank >= recipe.trainer.ranks:
             rule = f"the run has {recipe.trainer.ranks} ranks (trainer.ranks), and the first is 0"
             yield Violation(f"telemetry.profile.ranks.{number}", rank, rule, str(recipe.trainer.ranks - 1))
-
-
-def _is_installed(module: str) -> bool:
-    # A folder wandb/ or mlflow/ in the working directory is found too, but has no origin.
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None

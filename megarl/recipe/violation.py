@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from megarl.schedule.schedule import nearest_legal
@@ -38,20 +39,17 @@ class RecipeError(ValueError):
         super().__init__("\n".join(str(violation) for violation in violations))
 
 
-class _Marker:
+class _Marker(Enum):
     """Shown where there is no value."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    MISSING = "(missing)"
+    GIVEN = "(given)"
 
     def __repr__(self) -> str:
-        return self.text
+        return self.value
 
 
-MISSING = _Marker("(missing)")
-GIVEN = _Marker("(given)")
-
-
+MISSING, GIVEN = _Marker
 # Legal numbers are searched this far from a wrong one; sizes in a recipe may be huge.
 SEARCH = 10_000
 

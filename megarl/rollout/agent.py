@@ -12,7 +12,6 @@ import atexit
 import inspect
 import json
 import math
-import numbers
 import os
 import random
 import re
@@ -35,7 +34,7 @@ from megarl.recipe.environment_section import AgentSection, CommandSection
 from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, causes_of, is_outage, is_unreached
-from megarl.rollout.environment import Fields, Make, Reply, shown
+from megarl.rollout.environment import Fields, Make, Reply, checked_number, shown
 
 # Of what an agent prints, and of the file with its reward, this many bytes at the end are kept.
 KEPT_BYTES = 1 << 16
@@ -72,22 +71,14 @@ def checked_result(value: Any) -> Reply:
         value = Result(value.get("reward"), value.get("metrics", {}))  # type: ignore[arg-type]
     result = value if isinstance(value, Result) else Result(value)
     by_turn = isinstance(result.reward, Sequence) and not isinstance(result.reward, str)
-    rewards = tuple(_checked_number("reward", reward) for reward in (result.reward if by_turn else [result.reward]))  # type: ignore[union-attr]
+    rewards = tuple(checked_number("its reward", reward) for reward in (result.reward if by_turn else [result.reward]))  # type: ignore[union-attr]
     if not isinstance(result.metrics, Mapping) or len(result.metrics) > MAX_METRICS:
         raise TypeError(f"its metrics are {shown(result.metrics)}; at most {MAX_METRICS} numbers by name are needed")
     for name in result.metrics:
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise ValueError(f"its metric {shown(name)} has no name of letters, digits and _")
-    metrics = {name: _checked_number(name, number) for name, number in result.metrics.items()}
+    metrics = {name: checked_number(f"its {name}", number) for name, number in result.metrics.items()}
     return Reply(reward=math.fsum(rewards), rewards=rewards if by_turn else (), metrics=metrics, done=True)
-
-
-def _checked_number(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"its {name} is {shown(value)}; a number is needed")
-    if not math.isfinite(value):
-        raise ValueError(f"its {name} is {value}; a finite number is needed")
-    return float(value)
 
 
 def load_agent(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megarl.data.prompts import PromptStream, not_trained_on
+from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt, Sample
 from megarl.megatron.non_finite import NotFinite
 from megarl.megatron.parallel import broadcast_from_first
@@ -23,8 +22,10 @@ from megarl.planner.lengths import QUANTILES
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
+from megarl.rollout.evaluation import HeldOutPrompts
 from megarl.rollout.groups import RolloutBatch, RolloutExecuted
 from megarl.rollout.taken import KnownBatches, Resync, Taken
+from megarl.telemetry.disk import write_whole
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,15 @@ class DatasetStream(KnownBatches):
         return Taken(self._batch, RewardResult(np.zeros(count, np.float32), np.ones(count, bool), {}, {}, 0, ()), None, {})
 
 
-class HeldOutRows:
-    """The rows of an evaluation, without those of the training data, in batches of a step's size. Raises ValueError if none
-    is left."""
-
-    def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream) -> None:
-        assert recipe.evaluation is not None
-        rows = not_trained_on(held_out, *trained_on)
-        self.num_left_out, self.num_dropped = held_out.num_rows - len(rows), held_out.num_dropped
-        self.num_bad_rows = held_out.num_bad_rows
-        self.rows = rows[: recipe.evaluation.max_prompts]
-        self._at_a_time = recipe.phases.rollout.prompts
+class HeldOutRows(HeldOutPrompts):
+    """Held-out rows, in batches of a step's size."""
 
     def batches(self) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
         """Yield each batch with a mask of the sequences that count: the last batch is filled up with rows of the first."""
-        for start in range(0, len(self.rows), self._at_a_time):
-            rows = self.rows[start : start + self._at_a_time]
-            filled = [*rows, *(self.rows[number % len(self.rows)] for number in range(self._at_a_time - len(rows)))]
+        size = self.recipe.phases.rollout.prompts
+        for start in range(0, len(self.prompts), size):
+            rows = self.prompts[start : start + size]
+            filled = [*rows, *(self.prompts[number % len(self.prompts)] for number in range(size - len(rows)))]
             batch = batch_of_rows(filled)
             yield batch, np.arange(len(batch)) < len(rows) * batch.executed.group_size
 
@@ -111,10 +104,7 @@ class HeldOutRows:
 class HeldOutLoss:
     """The metrics of held-out rows, each a mean over `weight` tokens or pairs, summed batch by batch."""
 
-    num_rows: int
-    num_left_out: int
-    num_dropped: int
-    num_bad_rows: int
+    counts: dict[str, float]  # `HeldOutPrompts.counts`
     weight: float = 0.0
     sums: dict[str, float] | None = None
 
@@ -124,27 +114,21 @@ class HeldOutLoss:
         self.sums = {name: sums[name] + weight * value for name, value in means.items()}
         self.weight += weight
 
+    def _means(self) -> dict[str, float]:
+        return {name: total / max(self.weight, 1.0) for name, total in (self.sums or {}).items()}
+
     def metrics(self, section: EvaluationSection) -> dict[str, float]:
         """Return the metrics `evaluation/...`."""
-        means = {f"evaluation/{name}": total / max(self.weight, 1.0) for name, total in (self.sums or {}).items()}
-        return means | {
-            "evaluation/num_prompts": self.num_rows,
-            "evaluation/num_left_out": self.num_left_out,
-            "evaluation/num_dropped": self.num_dropped,
-            "evaluation/num_bad_rows": self.num_bad_rows,
-        }
+        return {f"evaluation/{name}": mean for name, mean in self._means().items()} | self.counts
 
     def summary(self, section: EvaluationSection) -> str:
         """Return one line for a person."""
-        shown = [f"{name} {total / max(self.weight, 1.0):.4f}" for name, total in (self.sums or {}).items()]
-        return f"{', '.join(shown)} on {self.num_rows} held-out rows"
+        shown = [f"{name} {mean:.4f}" for name, mean in self._means().items()]
+        return f"{', '.join(shown)} on {self.counts['evaluation/num_prompts']} held-out rows"
 
     def write(self, file: Path) -> None:
         """Write the sums as one line of JSON, atomically."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(json.dumps({"weight": self.weight, **(self.sums or {})}) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        write_whole(file, json.dumps({"weight": self.weight, **(self.sums or {})}) + "\n")
 
 
 # Returns the mean metrics of a batch's sequences that count, and over how many tokens or pairs.
@@ -154,9 +138,8 @@ Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
     """Measure every batch of the rows, which rank 0 has; returns None if the run `leaves`, which all ranks ask before each
     batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
-    counts = None if rows is None else (len(rows.rows), rows.num_left_out, rows.num_dropped, rows.num_bad_rows)
-    counts = broadcast_from_first(counts)
-    loss, batches = HeldOutLoss(*counts), iter(()) if rows is None else rows.batches()
+    counts = broadcast_from_first(None if rows is None else rows.counts)
+    loss, batches = HeldOutLoss(counts), iter(()) if rows is None else rows.batches()
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():
             return None

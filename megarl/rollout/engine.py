@@ -20,12 +20,18 @@ import torch
 
 from megarl.cluster.cores import bind, engine_cores, worker_threads
 from megarl.cluster.preemption import holds_signals, keep_holding_signals
-from megarl.models import ModelShape
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
-from megarl.rollout.engine_outputs import prompt_scores, routing_rows, token_versions
-from megarl.rollout.engine_process import EngineProcess, log_errors, own_processes
-from megarl.rollout.engine_report import EngineReport, RequestLog, counting_stat_logger
+from megarl.rollout.engine_report import (
+    EngineProcess,
+    RequestLog,
+    log_errors,
+    own_processes,
+    prompt_scores,
+    routing_rows,
+    silent_stat_logger,
+    token_versions,
+)
 from megarl.rollout.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -36,6 +42,7 @@ from megarl.rollout.engine_settings import (
 from megarl.rollout.groups import GroupFacts, GroupResult, Partial, Payload
 from megarl.rollout.plugin import UNRECORDED, require_installed
 from megarl.telemetry.stacks import mark_from_environment
+from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 if TYPE_CHECKING:
@@ -153,9 +160,7 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
-        loggers = (
-            {"stat_loggers": [counting_stat_logger(self._log.count_preempted)]} if self._settings.times_requests else {}
-        )
+        loggers = {"stat_loggers": [silent_stat_logger()]} if self._settings.times_requests else {}
         try:
             self._on_cpu = current_platform.is_cpu()
             # The driver says it, so that none of the memory is taken.
@@ -167,9 +172,9 @@ class RolloutEngine:
                 await self._engine.collective_rpc("megarl_complete")
             if self._settings.record_routing and self._on_cpu:
                 await self._engine.collective_rpc("megarl_record_routing")
-            if self._settings.quantization is not None:
+            if (quantization := self._settings.planned.quantization) is not None:
                 formats = await self._utility(self._every_worker("megarl_other_formats"))
-                refuse_other_formats(self._settings.quantization, formats)
+                refuse_other_formats(quantization, formats)
         except RolloutError:
             await self.stop()  # so that a retry does not find its memory taken
             raise
@@ -207,11 +212,9 @@ class RolloutEngine:
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Queue groups and generate; groups that are under way go on. On an idle engine the groups are queued while
         generation is paused, with an empty prefix cache unless they continue sequences of the groups before them: the cache
-        then holds the same in every run, as all before was the same. A group replaces the group at its position, if any, so
-        that a caller may submit again what it gave up. Raises EngineDirty, EngineDied."""
+        then holds the same in every run, as all before was the same. Raises EngineDirty, EngineDied."""
         async with self._exclusive:
             engine = self._clean()
-            await self._drop([request.position for request in requests])
             is_idle = all(group.result.done() for group in self._groups.values())
             if is_idle:
                 await self._pause_scheduler("abort", clear_cache=not continues)
@@ -229,20 +232,12 @@ class RolloutEngine:
     @ray.method(num_returns=2)
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them.
-        Raises RolloutError for a group that was dropped."""
-        group = self._groups.get(position)
-        if group is not None:
-            await asyncio.wait([group.result])
-        if group is None or group.result.cancelled():
-            raise RolloutError(f"the engine has no group at position {position}; it was dropped, or never submitted")
-        self._groups.pop(position, None)
-        result = group.result.result()
+        Raises RolloutError for a group that was never submitted."""
+        if position not in self._groups:
+            raise RolloutError(f"the engine has no group at position {position}")
+        await asyncio.wait([self._groups[position].result])
+        result = self._groups.pop(position).result.result()
         return GroupFacts.of(result), result
-
-    async def drop(self, positions: Sequence[int]) -> None:
-        """Abort and forget groups; positions that the engine does not have are ignored."""
-        async with self._exclusive:
-            await self._drop(positions)
 
     async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
         """Return what each group has sampled so far, finished or not, and continue the unfinished ones. For all groups that
@@ -418,7 +413,8 @@ class RolloutEngine:
             for member in group.unfinished():
                 partial, seed = group.partials[member], request.seeds[member]
                 prompt = {"type": "token", "prompt_token_ids": [*request.prompt_ids.tolist(), *partial.token_ids.tolist()]}
-                seed = continued_seed(seed, len(partial))
+                if len(partial):  # not the random numbers of its beginning again
+                    seed = vllm_seed([seed, len(partial)])
                 sampling = sampling_parameters(self._settings, seed, request.temperature, limit - len(partial))
                 # vLLM would choose the rank by load, which varies between runs, and another batch may round differently.
                 rank, adapter = (group.first_rank + member) % self._settings.layout.data, self._adapter
@@ -439,12 +435,6 @@ class RolloutEngine:
         await asyncio.wait([group.collecting for group in queued if group.collecting is not None])
         for group in queued:
             group.collecting = None
-
-    async def _drop(self, positions: Sequence[int]) -> None:
-        dropped = [self._groups.pop(position) for position in positions if position in self._groups]
-        await self._cut(dropped)
-        for group in dropped:
-            group.result.cancel()
 
     async def _collect(self, group: PendingGroup, collectors: dict[int, RequestOutputCollector]) -> None:
         """Wait for the requests of a group, and set its result, or an error, unless it was cut."""
@@ -510,8 +500,8 @@ class RolloutEngine:
             layers = None
         else:
             recorded = [outputs[member].outputs[0].routed_experts for member in finished]
-            model = ModelShape.from_directory(self._settings.model_path)
-            layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+            shape = self._settings.planned.shape
+            layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         for member, rows in zip(finished, recorded, strict=True):
             partial = group.partials[member]
             try:
@@ -562,12 +552,6 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int =
     """Return the sampling seed of one completion, or of one turn of an episode. It depends on what is sampled, not on when
     or where."""
     return vllm_seed([run_seed, step, prompt, member, *([turn] if turn else [])])
-
-
-def continued_seed(seed: int, num_tokens: int) -> int:
-    """Return the sampling seed of a completion that has some tokens already, so that it does not repeat the random numbers
-    of its beginning."""
-    return seed if num_tokens == 0 else vllm_seed([seed, num_tokens])
 
 
 def vllm_seed(names: Sequence[int]) -> int:

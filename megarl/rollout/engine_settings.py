@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.cluster.cores import NodeLoad
-from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import fixed_parameters
-from megarl.planner.engine_memory import device_share
+from megarl.planner.engine_memory import PlannedEngines, device_share
 from megarl.planner.placement import EnginePlace
 from megarl.recipe.device_section import engine_choices, refused_engine_args
 from megarl.recipe.role_sections import VLLM_LORA_RANKS, LoraSection
@@ -25,31 +24,26 @@ VLLM_MODULES = {"qkv": "qkv_proj", "proj": "o_proj", "fc1": "gate_up_proj", "fc2
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with. Sizes are tokens unless their name says otherwise."""
+    """What an engine is started with: its model, layout, precision and sizes as `planned`, and the rest."""
 
     index: int
     model_path: str
-    precision: str
-    layout: RolloutLayout
-    max_model_len: int
-    batched_tokens: int
-    max_new_tokens: int
-    max_concurrent: int
+    planned: PlannedEngines
     kv_cache_bytes: int
-    needed_bytes: int  # of its device, by the planner's estimate for a worker
-    memory_utilization: float | None
+    max_model_len: int  # tokens
+    max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int
+    memory_utilization: float | None = None
     record_routing: bool = False
-    quantization: str | None = None
     place: EnginePlace = EnginePlace(0, ())
     device_variable: str | None = None  # the environment variable that selects the place's devices; None on a CPU
     takes_turns: bool = False  # whether the engine sleeps while the trainer uses its GPU
     load: NodeLoad | None = None  # of its node; None if processes are not bound to cores
     adapter: LoraSection | None = None  # adapters that a sync sends and vLLM applies; None if it sends weights
     position: int = 0  # among the engines of its node
-    times_requests: bool = False  # whether it records the times of each request, and counts preemptions
+    times_requests: bool = False  # whether it records the times of each request
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # the recipe's, under vLLM's names
     teacher: str = ""  # the name of the teacher that it serves
 
@@ -58,12 +52,18 @@ class EngineSettings:
         """The engine's name in messages."""
         return f"the engine of teachers.{self.teacher}" if self.teacher else f"rollout engine {self.index}"
 
+    @property
+    def layout(self) -> RolloutLayout:
+        """How the engine is sharded over its workers."""
+        return self.planned.layout
+
 
 def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict[str, Any]:
     """Return vLLM's arguments for an engine on devices of `device_bytes` each, or on CPUs for None. The recipe's
     `rollout.engine_args` override what is chosen for the device. Raises RolloutError for a worker that is larger than its
     device, and for an argument that breaks an engine on CPUs."""
-    shape = ModelShape.from_directory(settings.model_path)
+    planned, layout = settings.planned, settings.layout
+    shape = planned.shape
     if device_bytes is None:
         chosen, needed = engine_choices(shape, settings.record_routing)
         if refused := next(refused_engine_args(settings.engine_args, needed), None):
@@ -73,7 +73,7 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         # only on Blackwell; a sync writes weights as a checkpoint holds them.
         chosen = {} if shape.experts is None else {"moe_backend": "triton"}
         try:
-            share = device_share(settings.needed_bytes, device_bytes, settings.memory_utilization)
+            share = device_share(planned.memory.total, device_bytes, settings.memory_utilization)
         except ValueError as error:
             raise RolloutError(str(error)) from error
         needed = {"gpu_memory_utilization": share}
@@ -86,7 +86,7 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
             }
         if settings.record_routing:
             needed["enable_return_routed_experts"] = True
-    chosen["max_num_batched_tokens"] = settings.batched_tokens
+    chosen["max_num_batched_tokens"] = planned.batched_tokens
     if settings.adapter is not None:
         needed |= {
             "enable_lora": True,
@@ -96,15 +96,15 @@ def engine_arguments(settings: EngineSettings, device_bytes: int | None) -> dict
         }
     return chosen | dict(settings.engine_args) | needed | dict(
         model=settings.model_path,
-        dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[settings.precision],
-        quantization=None if settings.quantization is None else QUANTIZATIONS[settings.quantization],
-        tensor_parallel_size=settings.layout.tensor,
-        pipeline_parallel_size=settings.layout.pipeline,
-        data_parallel_size=settings.layout.data,
-        enable_expert_parallel=settings.layout.expert_parallel,
-        distributed_executor_backend="mp" if settings.layout.workers > 1 else "uni",
+        dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[planned.precision],
+        quantization=None if planned.quantization is None else QUANTIZATIONS[planned.quantization],
+        tensor_parallel_size=layout.tensor,
+        pipeline_parallel_size=layout.pipeline,
+        data_parallel_size=layout.data,
+        enable_expert_parallel=layout.expert_parallel,
+        distributed_executor_backend="mp" if layout.workers > 1 else "uni",
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_concurrent // settings.layout.data,  # vLLM counts per data-parallel rank
+        max_num_seqs=planned.max_concurrent // layout.data,  # vLLM counts per data-parallel rank
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # ignore the checkpoint's sampling defaults

@@ -155,14 +155,20 @@ def checked_observation(value: Any) -> tuple[list[dict[str, str]], float, bool]:
     """Return messages, reward and whether the episode is over. Raises TypeError or ValueError naming the wrong field."""
     if not isinstance(value, Observation):
         raise TypeError(f"step returned {shown(value)}; an Observation is needed")
-    if not isinstance(value.reward, numbers.Real):
-        raise TypeError(f"Observation.reward is {shown(value.reward)}; a number is needed")
-    if not math.isfinite(value.reward):
-        raise ValueError(f"Observation.reward is {value.reward}; a finite number is needed")
+    reward = checked_number("Observation.reward", value.reward)
     if not isinstance(value.done, bool):
         raise TypeError(f"Observation.done is {shown(value.done)}; True or False is needed")
     messages = [] if value.done else checked_messages(value.content, "Observation.content")
-    return messages, float(value.reward), value.done
+    return messages, reward, value.done
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Return a finite number. Raises TypeError or ValueError naming `name` for anything else."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {shown(value)}; a number is needed")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; a finite number is needed")
+    return float(value)
 
 
 def shown(value: Any) -> str:

@@ -148,22 +148,15 @@ class EnvironmentWorker:
         if isinstance(reply, Reply):
             return reply
         assert isinstance(reply, ChildDeath)
-        match reply.cause:
-            case "wall_time":
-                call = {Make: "its constructor", Reset: "reset", Step: "step"}[type(question)]
-                failure = f"{call} gave no answer within environment.timeout_s = {self._section.timeout_s:g}"
-            case "memory":
-                failure = f"its processes held more than environment.memory_mib = {self._section.memory_mib}"
-            case "processes":
-                failure = f"it had more processes than environment.max_processes = {self._section.max_processes}"
-            case "crash":
-                failure = f"crashed: its process {reply.description}"
-            case "fork":
-                failure = (
-                    f"its process {reply.description}: raise that limit, or spread environment.workers = more over machines"
-                )
-            case _:
-                failure = f"its process {reply.description}"
+        section, died = self._section, f"its process {reply.description}"
+        call = {Make: "its constructor", Reset: "reset", Step: "step", AgentRun: "it"}[type(question)]
+        failure = {
+            "wall_time": f"{call} gave no answer within environment.timeout_s = {section.timeout_s:g}",
+            "memory": f"its processes held more than environment.memory_mib = {section.memory_mib}",
+            "processes": f"it had more processes than environment.max_processes = {section.max_processes}",
+            "crash": f"crashed: {died}",
+            "fork": f"{died}: raise that limit, or spread environment.workers = more over machines",
+        }.get(reply.cause, died)
         # A process that died between two turns was killed by something that the turn before had started. Rank 0 knows
         # whether an agent has had a turn.
         is_caused = had_turn if reply.was_idle else is_step or is_run

@@ -23,15 +23,16 @@ from megarl.data.tokenizer import Observations, prompt_tokenizer
 from megarl.recipe import Recipe
 from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection, EnvironmentSection
 from megarl.rollout import RolloutError
+from megarl.rollout.agent import AgentRun
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.environment import SHORT_ERROR, load_environment
-from megarl.rollout.environment_workers import EnvironmentWorkers, Reply, Reset, Step
+from megarl.rollout.environment import SHORT_ERROR, Reply, load_environment
+from megarl.rollout.environment_workers import AgentClock, EnvironmentWorkers, Reset, Step
 from megarl.rollout.groups import EpisodeFacts, GroupResult
 from megarl.rollout.session import Segment, Session, SessionLimits
 from megarl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from megarl.rollout.gateway import Gateway
+    from megarl.rollout.gateway import Gateway, OpenSession, SamplingRequest
 
 ENVIRONMENT_MEMBER = 2**32 - 1  # in place of a member, in the seed of a group's environments
 
@@ -41,9 +42,7 @@ class Episode:
     """One sample in progress: its session has the turns so far, and `observed` is what its next prompt adds to them (the
     first one: all of it). `ended` is the finish reason."""
 
-    prompt: Prompt
     member: int
-    temperature: float | None
     observed: np.ndarray
     number: int  # among all episodes of the run
     session: Session
@@ -100,10 +99,6 @@ class Environments:
         reader = AnswerReader(self.tokenizer, self.stops, section.tool_parser, section.reasoning_parser)
         return Gateway(self.observations.chat, reader, limits, recipe.rollout.temperature, host=section.host)
 
-    def close(self) -> None:
-        """End all environments."""
-        self.workers.close()
-
 
 def check_tool_role(section: EnvironmentSection, observations: Observations) -> None:
     """Raise ValueError if an error about a tool call cannot be rendered, is left out by the template, or is longer than an
@@ -136,12 +131,9 @@ class GroupEpisodes(ABC):
 
     def __init__(self, environments: Environments, prompt: Prompt, size: int, temperature: float | None, draw: int) -> None:
         """`draw` as in `Sampling`."""
-        self.environments, self.prompt, self.draw = environments, prompt, draw
+        self.environments, self.prompt, self.draw, self.temperature = environments, prompt, draw, temperature
         ids, chat, limits = np.asarray(prompt.token_ids, dtype=np.int32), environments.observations.chat, environments.limits
-        self.episodes = [
-            Episode(prompt, member, temperature, ids, next(environments.numbers), Session(chat, limits))
-            for member in range(size)
-        ]
+        self.episodes = [Episode(member, ids, next(environments.numbers), Session(chat, limits)) for member in range(size)]
         # All members have the same, so that their episodes begin alike.
         self.seed = request_seed(environments.seed, draw, prompt.index, ENVIRONMENT_MEMBER)
 
@@ -170,15 +162,15 @@ class GroupEpisodes(ABC):
 
     async def sample(self, episode: Episode, ids: np.ndarray, number: int, most: int, generate: Generate) -> Completion:
         """Let an engine complete a prompt with up to `most` tokens; `number` is that of the turn."""
-        index = episode.prompt.index
+        index = self.prompt.index
         seed = request_seed(self.environments.seed, self.draw, index, episode.member, number)
         most = min(self.environments.recipe.rollout.max_new_tokens, most)
-        request = GroupRequest(0, index, ids, (seed,), episode.temperature, most)
+        request = GroupRequest(0, index, ids, (seed,), self.temperature, most)
         return (await generate(request, episode)).sample(0).completion
 
     async def _fill(self, episode: Episode, generate: Generate) -> None:
         """Sample one turn that counts for nothing: every rollout has tokens, and this one's code failed before its first."""
-        turn = episode.session.after(np.asarray(episode.prompt.token_ids, dtype=np.int32))
+        turn = episode.session.after(np.asarray(self.prompt.token_ids, dtype=np.int32))
         episode.session.record(turn, await self.sample(episode, turn.prompt_ids, 0, turn.max_new_tokens, generate))
         episode.ended = "failed"
 
@@ -210,9 +202,9 @@ class GroupEpisodes(ABC):
     def fail(self, episode: Episode, reason: str, cause: str = "") -> None:
         """Record the failure of an environment; it has a `cause` if it followed a turn of the policy."""
         section = self.environments.section
-        where = f"{episode.prompt.where}: " if episode.prompt.where else ""
+        where = f"{self.prompt.where}: " if self.prompt.where else ""
         turn = f", behind turn {episode.turns}" if episode.turns else ""
-        name = f"member {episode.member} of prompt {episode.prompt.index}{turn}"
+        name = f"member {episode.member} of prompt {self.prompt.index}{turn}"
         episode.cause = cause
         episode.failure = (
             f"{where}environment {section.target if section.kind != 'command' else section.run}, {name}: {reason}"
@@ -294,3 +286,70 @@ class Episodes(GroupEpisodes):
             episode.ended = "length"
         else:
             episode.observed = ids
+
+
+class AgentEpisodes(GroupEpisodes):
+    """Episodes in which agents ask the policy: each has a session of the endpoint, and a process that asks it.
+
+    An episode ends as its agent does. What the policy can cause is scored, and what it cannot is masked:
+
+    - The agent returns a reward: that is the episode's, also if a request was refused because turns, tokens or segments ran
+      out.
+    - It fails before the policy has answered once, does not reach a service, or loses its worker: masked.
+    - It fails otherwise after such a refusal: truncated, with the reward 0.
+    - It fails otherwise: the reward is 0, and the cause is counted.
+
+    An error of an engine ends the run, as it does without agents.
+    """
+
+    async def play_one(self, episode: Episode, generate: Generate) -> None:
+        """Run an agent to its end."""
+        environments = self.environments
+        assert environments.section.kind != "class" and environments.gateway is not None
+        clock = AgentClock(environments.section)
+        errors: list[Exception] = []
+
+        async def sample(prompt_ids: np.ndarray, request: SamplingRequest) -> Completion:
+            with clock.stopped():
+                try:
+                    return await self.sample(episode, prompt_ids, request.number, request.max_new_tokens, generate)
+                except Exception as error:  # whatever an engine raises ends the run, below
+                    errors.append(error)
+                    running.cancel()  # its agent may go on for long
+                    raise
+
+        opened = environments.gateway.open(sample)
+        episode.session = opened.session
+        try:
+            run = AgentRun(self.prompt.row, opened.url, opened.token, self.seed)
+            running = asyncio.ensure_future(environments.workers.run(episode.number, run, clock))
+            reply = await running
+        except asyncio.CancelledError:
+            running.cancel()
+            if not errors:
+                raise
+        finally:
+            environments.gateway.end(opened)
+        if errors:
+            raise errors[0]
+        self._end(episode, reply, opened)
+
+    def _end(self, episode: Episode, reply: Reply, opened: OpenSession) -> None:
+        """Note what became of an episode."""
+        most = self.environments.limits.max_segments
+        opened.is_exhausted |= len(episode.session.segments) > most
+        del episode.session.segments[most:]  # of requests that were under way together
+        episode.ended = "length" if opened.is_exhausted else "stop"
+        failure, cause = reply.failure, reply.cause
+        if not failure and not episode.turns:
+            failure = "it returned without a request that the policy answered"
+        elif not failure and reply.rewards and len(reply.rewards) != episode.turns:
+            failure, cause = f"it returned {len(reply.rewards)} rewards for {episode.turns} answers of the policy", "error"
+        if not failure:
+            episode.reward, episode.rewards, episode.metrics = reply.reward, list(reply.rewards), reply.metrics
+        else:
+            if opened.fault:
+                failure, cause = f"{failure}; the endpoint: {opened.fault}", ""
+            cause = cause if episode.turns else ""
+            if not (cause and opened.is_exhausted):
+                self.fail(episode, failure, cause)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.stream import RolloutStream, Sampling, open_stream
 from megarl.rollout.taken import KnownBatches, Resync
 from megarl.telemetry.clock import span
+from megarl.telemetry.disk import write_whole
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -45,18 +45,17 @@ logger = logging.getLogger(__name__)
 DRAW = 2**31
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Evaluation:
-    """Rewards and answers of each prompt's completions, in the order of the prompts."""
+    """Rewards and answers of each prompt's completions, in the order of the prompts; `HeldOut.go_on` adds them."""
 
     prompts: Sequence[Prompt]
-    rewards: Sequence[np.ndarray]  # of each prompt float [completions], NaN if masked
-    answers: Sequence[Sequence[str | None]] | None  # None if no part of the reward reads answers
-    lengths: np.ndarray  # int [all completions]
-    truncated: np.ndarray  # bool [all completions]
-    num_left_out: int
-    num_dropped: int
-    num_bad_rows: int
+    counts: dict[str, float]  # `HeldOutPrompts.counts`
+    rewards: list[np.ndarray] = field(default_factory=list)  # of each prompt float [completions], NaN if masked
+    answers: list[list[str | None]] = field(default_factory=list)  # empty if no part of the reward reads answers
+    lengths: list[int] = field(default_factory=list)  # of all completions
+    truncated: list[bool] = field(default_factory=list)  # of all completions
+    failures: list[tuple[int, str]] = field(default_factory=list)  # prompt number and reason of each masked completion
 
     def estimates(self, section: EvaluationSection) -> dict[str, Estimate]:
         """Return the estimates by name, the mean reward first."""
@@ -65,7 +64,7 @@ class Evaluation:
         estimates = {"mean": mean_reward(rewards)}
         for k in section.pass_at:
             estimates[f"pass_at_{k}"] = pass_at(rewards, k, section.pass_reward)
-        if self.answers is not None and section.completions > 1:
+        if self.answers and section.completions > 1:
             answers = [
                 [answer for answer, valid in zip(given, mask, strict=True) if valid]
                 for given, mask in zip(self.answers, known, strict=True)
@@ -78,15 +77,11 @@ class Evaluation:
         metrics: dict[str, float] = {}
         for name, estimate in self.estimates(section).items():
             metrics |= {f"evaluation/{name}": estimate.value, f"evaluation/{name}_error": estimate.error}
-        return metrics | {
-            "evaluation/num_prompts": len(self.prompts),
-            "evaluation/num_left_out": self.num_left_out,
-            "evaluation/num_dropped": self.num_dropped,
-            "evaluation/num_bad_rows": self.num_bad_rows,
+        return metrics | self.counts | {
             "evaluation/num_masked": int(sum(np.isnan(values).sum() for values in self.rewards)),
-            "evaluation/completion_length_mean": float(self.lengths.mean()),
-            "evaluation/truncated_share": float(self.truncated.mean()),
-        }
+            "evaluation/completion_length_mean": float(np.mean(self.lengths)),
+            "evaluation/truncated_share": float(np.mean(self.truncated)),
+        }  # fmt: skip
 
     def summary(self, section: EvaluationSection) -> str:
         """Return one line for a person."""
@@ -98,73 +93,63 @@ class Evaluation:
 
     def write(self, file: Path) -> None:
         """Write a JSON line for each prompt, atomically."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(file.name + ".partial")
-        with partial.open("w", encoding="utf-8") as lines:
-            for number, prompt in enumerate(self.prompts):
-                rewards = [None if np.isnan(reward) else float(reward) for reward in self.rewards[number]]
-                line: dict[str, Any] = {"question": prompt.question, "answer": prompt.answer, "rewards": rewards}
-                if self.answers is not None:
-                    line["answers"] = list(self.answers[number])
-                lines.write(json.dumps(line) + "\n")
-        os.replace(partial, file)
+        lines = []
+        for number, prompt in enumerate(self.prompts):
+            rewards = [None if np.isnan(reward) else float(reward) for reward in self.rewards[number]]
+            line: dict[str, Any] = {"question": prompt.question, "answer": prompt.answer, "rewards": rewards}
+            lines.append(json.dumps(line | ({"answers": self.answers[number]} if self.answers else {})) + "\n")
+        write_whole(file, "".join(lines))
 
 
-@dataclass
-class Judged:
-    """The results of the first prompts, round by round."""
-
-    num_prompts: int = 0
-    rewards: list[np.ndarray] = field(default_factory=list)
-    answers: list[list[str | None]] = field(default_factory=list)
-    lengths: list[np.ndarray] = field(default_factory=list)
-    truncated: list[np.ndarray] = field(default_factory=list)
-    failures: list[tuple[int, str]] = field(default_factory=list)  # prompt number and reason of each masked completion
-
-
-class HeldOut:
+class HeldOutPrompts:
     """The prompts of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
     def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream) -> None:
         """`held_out` is a stream of `held_out_data`."""
         assert recipe.evaluation is not None
-        self.section = recipe.evaluation
-        held_out_prompts = not_trained_on(held_out, *trained_on)
-        self.num_left_out, self.num_dropped = held_out.num_rows - len(held_out_prompts), held_out.num_dropped
-        self.num_bad_rows = held_out.num_bad_rows
-        self.prompts = held_out_prompts[: self.section.max_prompts]
-        # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
-        self._at_a_time = max(1, recipe.num_rollouts // self.section.completions)
+        self.recipe, self.section = recipe, recipe.evaluation
+        prompts = not_trained_on(held_out, *trained_on)
+        self.prompts = prompts[: self.section.max_prompts]
+        self.counts: dict[str, float] = {
+            "evaluation/num_prompts": len(self.prompts),
+            "evaluation/num_left_out": held_out.num_rows - len(prompts),
+            "evaluation/num_dropped": held_out.num_dropped,
+            "evaluation/num_bad_rows": held_out.num_bad_rows,
+        }
 
-    def go_on(self, judged: Judged, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
+
+class HeldOut(HeldOutPrompts):
+    """Held-out prompts that the engines answer."""
+
+    def begin(self) -> Evaluation:
+        """Return an evaluation without answers."""
+        return Evaluation(self.prompts, self.counts)
+
+    def go_on(self, judged: Evaluation, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
-        whether prompts are left. Raises what rollouts and rewards raise."""
-        completions = self.section.completions
-        prompts = self.prompts[judged.num_prompts : judged.num_prompts + self._at_a_time]
+        whether prompts are left; after the last round a warning names the first completion that could not be scored. Raises
+        what rollouts and rewards raise."""
+        completions, done = self.section.completions, len(judged.rewards)
+        # As many sequences at a time as in a step, for which the engines' memory and rollout.timeout_s are set.
+        prompts = self.prompts[done : done + max(1, self.recipe.num_rollouts // completions)]
         with span("wait_engines"):
             sampling = Sampling(completions, DRAW, self.section.temperature)
             batch, scored = stream.sample(prompts, sampling, resync, answers=completions > 1)
         assert scored is not None, "the stream of an evaluation has rewards"
-        judged.failures += [(judged.num_prompts + sample // completions, why) for sample, why in scored.failures.items()]
-        judged.num_prompts += len(prompts)
+        judged.failures += [(done + sample // completions, why) for sample, why in scored.failures.items()]
         judged.rewards += list(scored.rewards.reshape(len(prompts), completions))
-        judged.lengths.append(np.bincount(batch.rollouts, batch.completion_lengths).astype(int))
-        judged.truncated.append(batch.truncated)
+        judged.lengths += np.bincount(batch.rollouts, batch.completion_lengths).astype(int).tolist()
+        judged.truncated += batch.truncated.tolist()
         if scored.answers is not None:
             answers = scored.answers
             judged.answers += [answers[first : first + completions] for first in range(0, len(answers), completions)]
-        return judged.num_prompts < len(self.prompts)
-
-    def result(self, judged: Judged) -> Evaluation:
-        """Return the evaluation of all rounds; a warning names the first completion that could not be scored."""
-        assert judged.num_prompts == len(self.prompts), "prompts are left"
+        if len(judged.rewards) < len(self.prompts):
+            return True
         for number, why in judged.failures[:1]:
             logger.warning(
                 "evaluation: %d completions masked; one of held-out prompt %d: %s", len(judged.failures), number, why
             )
-        truncated, lengths = np.concatenate(judged.truncated), np.concatenate(judged.lengths)
-        counts = self.num_left_out, self.num_dropped, self.num_bad_rows
-        return Evaluation(self.prompts, judged.rewards, judged.answers or None, lengths, truncated, *counts)
+        return False
 
 
 def open_data(
@@ -216,10 +201,10 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
         rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=False)
         stack.callback(rewards.close)
         rollouts = open_stream(recipe, pool, str(directory), stops, None, rewards, stack)
-        judged = Judged()
+        judged = held_out.begin()
         while held_out.go_on(judged, rollouts):
-            print(f"{judged.num_prompts} of {len(held_out.prompts)} prompts", file=sys.stderr, flush=True)
-        return held_out.result(judged)
+            print(f"{len(judged.rewards)} of {len(held_out.prompts)} prompts", file=sys.stderr, flush=True)
+        return judged
 
 
 def engine_places(recipe: Recipe, num_devices: int | None) -> tuple[EnginePlace, ...]:

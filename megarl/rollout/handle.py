@@ -16,11 +16,11 @@ from megarl.cluster.ray_cluster import node_share
 from megarl.platform import current as device_platform
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.engine_process import EngineProcess, clear_away
-from megarl.rollout.engine_report import EngineReport
+from megarl.rollout.engine_report import EngineProcess, clear_away
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.telemetry.stacks import watched_environment
-from megarl.weight_sync.manifest import AdapterManifest, SyncError, WeightManifest
+from megarl.telemetry.trace import EngineReport
+from megarl.weight_sync.manifest import SyncError
 
 STOP_S = 10.0
 # Calls that an engine takes beside its requests: a sync and a report never wait for a request to end.
@@ -66,20 +66,6 @@ def _errors() -> Iterator[None]:
         raise EngineDied(f"the actor's process is gone: {error}") from error
 
 
-class ClockOffset:
-    """How many seconds another process's clock is ahead of this one's, from the answer with the shortest round trip; the
-    error is at most half of that."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._round_trip_s = float("inf")
-
-    def learn(self, sent: float, answered: float, remote: float) -> None:
-        """Use a call that was `sent` and `answered` on this clock, and read `remote` on the other clock in between."""
-        if answered - sent < self._round_trip_s:
-            self._round_trip_s, self.seconds = answered - sent, remote - (sent + answered) / 2
-
-
 class EngineHandle:
     """Starts, calls and ends one engine. Every call has the deadline `timeout_s`. The engine takes up to `max_requests` at a
     time; more would wait inside Ray, where nobody sees them."""
@@ -92,7 +78,7 @@ class EngineHandle:
         self.process: EngineProcess | None = None
         self._timeout_s = timeout_s
         self._actor: Any = None
-        self._clock = ClockOffset()
+        self._round_trip_s, self._offset_s = float("inf"), 0.0  # of the report with the shortest round trip
 
     def begin_start(self, version: int | None = None) -> Any:
         """Create the actor on its node and let it build its engine; return the reference that `finish_start` waits for.
@@ -125,26 +111,15 @@ class EngineHandle:
             raise EngineDied("it was ended and not started again")
         return getattr(self._actor, method).remote(*arguments)
 
-    def get(self, reference: Any, phase: str) -> Any:
-        """Return the answer of a call. Raises EngineDied for a dead engine, EngineSilent at the deadline, and otherwise what
-        the engine raised."""
-        return self._get(reference, phase, self._timeout_s, f"rollout.timeout_s = {self._timeout_s:g}")
-
-    def get_paused(self, reference: Any, in_flight: str, timeout_s: float) -> dict[str, float]:
-        """Return the answer of `pause`, as `get`. The deadline is a sync's `timeout_s` unless completions are waited for."""
-        if in_flight == "wait":
-            rule = f"rollout.timeout_s = {self._timeout_s:g}: weight_sync.in_flight = wait, for what it generates"
-            return self._get(reference, "weight_sync", self._timeout_s, rule)
-        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
-
-    def get_scored(self, reference: Any, timeout_s: float) -> Any:
-        """Return the answer of `score`, as `get`, with a sync's `timeout_s` as the deadline."""
-        return self._get(reference, "weight_sync", timeout_s, f"weight_sync.timeout_s = {timeout_s:g}")
-
-    def get_received(self, reference: Any, deadline: float, manifest: WeightManifest | AdapterManifest) -> dict[str, float]:
-        """Return the answer of `receive`, as `get`, by a deadline on the monotonic clock."""
-        rule = f"{manifest.report_waits} times weight_sync.timeout_s = {manifest.timeout_s:g}"
-        return self._get(reference, "weight_sync", max(0.0, deadline - time.monotonic()), rule)
+    def get(self, reference: Any, phase: str, timeout_s: float | None = None, rule: str = "") -> Any:
+        """Return the answer of a call. The deadline is `rollout.timeout_s`, or `timeout_s` by a `rule` for the error. Raises
+        EngineDied for a dead engine, EngineSilent at the deadline, and otherwise what the engine raised."""
+        rule = rule or f"rollout.timeout_s = {self._timeout_s:g}"
+        try:
+            with _errors():
+                return ray.get(reference, timeout=self._timeout_s if timeout_s is None else timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
 
     async def answer(self, reference: Any) -> Any:
         """Return the answer of a call in an event loop, without a deadline. Raises EngineDied for a dead engine, otherwise
@@ -152,20 +127,16 @@ class EngineHandle:
         with _errors():
             return await reference
 
-    def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
-        try:
-            with _errors():
-                return ray.get(reference, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise EngineSilent(f"no answer of {self.name} in phase {phase} within {rule}") from error
-
     def report(self) -> EngineReport:
-        """Return what the engine did since the last call. Raises EngineDied."""
+        """Return what the engine did since the last call. Its clock is compared with this one's in the middle of the
+        shortest round trip: the error of the offset is at most half of that. Raises EngineDied."""
         sent = time.time()
         report: EngineReport = self.get(self.call("report"), "rollout")
-        self._clock.learn(sent, time.time(), report.now)
+        answered = time.time()
+        if answered - sent < self._round_trip_s:
+            self._round_trip_s, self._offset_s = answered - sent, report.now - (sent + answered) / 2
         host = "" if self.process is None else self.process.host
-        return replace(report, engine=self.settings.index, host=host, offset_s=self._clock.seconds)
+        return replace(report, engine=self.settings.index, host=host, offset_s=self._offset_s)
 
     def kill(self) -> None:
         """End the actor and what it may leave behind: vLLM's children outlive an actor that was killed, and their shared

@@ -11,10 +11,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.rollout import RolloutError, StreamStalled
 
+T = TypeVar("T")
 LOOP_ENDED = "phase rollout: the thread of the rollout stream has ended; its traceback is in the log of rank 0"
 
 
@@ -42,7 +43,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, work: Coroutine[Any, Any, Any], meanwhile: Callable[[], None] = lambda: None) -> Any:
+    def call(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
         """Run a coroutine in the loop and return its result; `meanwhile` is called here at first, and after each `wake`."""
         wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         before, self._wakes = self._wakes, wakes

@@ -25,10 +25,10 @@ from megarl.recipe.phases_section import EARLY_PARTS
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.sizes import engines_of, teacher_engines
 from megarl.rollout import EngineDied, EngineSilent, RolloutError, StreamStalled
-from megarl.rollout.engine_report import EngineReport
 from megarl.rollout.engine_settings import EngineSettings
 from megarl.rollout.groups import GroupFacts, GroupStore, Payload, RolloutBatch, RolloutExecuted, StoredPayload
 from megarl.rollout.handle import EngineHandle
+from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest, SyncAborted, SyncError, SyncLate, WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,11 @@ class EnginePool:
         """`model_path` is a Hugging Face directory. Without `ray_address` a local Ray is started. `places` has one place per
         engine; without places, engines are placed on this machine. `bound_ranks` is the number of trainer ranks of a node if
         processes are bound to cores. `teachers` are the places of the engines of `recipe.served`; without, none starts."""
-        self._recipe, self._seed, self._ray_address = recipe, seed, ray_address
+        self._recipe, self._ray_address = recipe, ray_address
         shape = ModelShape.from_directory(model_path)
-        sizes = engines_of(recipe, shape, on_gpu=platform.num_devices is not None)
-        assert sizes is not None, "a pool of engines needs a recipe without rollout.replay"
+        planned = engines_of(recipe, shape, on_gpu=platform.num_devices is not None)
+        assert planned is not None, "a pool of engines needs a recipe without rollout.replay"
         self._vocab = shape.vocab
-        self._model_path, self._stops = str(model_path), tuple(int(token) for token in stop_token_ids)
         self._version: int | None = None  # the last version that was published
         self._manifest: WeightManifest | AdapterManifest  # of the current sync
         self._sync_begun = 0.0  # on the monotonic clock
@@ -77,25 +76,20 @@ class EnginePool:
                 EngineSettings(
                     index=index,
                     model_path=str(model_path),
-                    precision=recipe.rollout_precision,
-                    layout=rollout.layout,
+                    planned=planned,
+                    kv_cache_bytes=rollout.kv_cache_bytes or planned.kv_cache_bytes,
                     max_model_len=recipe.max_sequence_tokens,
-                    batched_tokens=sizes.batched_tokens,
                     max_new_tokens=rollout.max_new_tokens,
-                    max_concurrent=sizes.max_concurrent,
-                    kv_cache_bytes=rollout.kv_cache_bytes or sizes.kv_cache_bytes,
-                    needed_bytes=sizes.memory.total,
-                    memory_utilization=rollout.memory_utilization,
                     temperature=rollout.temperature,
-                    stop_token_ids=self._stops,
+                    stop_token_ids=tuple(int(token) for token in stop_token_ids),
                     seed=seed,
+                    memory_utilization=rollout.memory_utilization,
                     record_routing=recipe.actor.router_replay,
-                    quantization=rollout.quantization,
                     place=place,
                     device_variable=platform.device_variable,
                     takes_turns=takes_turns(recipe),
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
-                    times_requests=recipe.run.trace != "none" or (rollout.max_staleness > 0 and len(places) > 1),
+                    times_requests=recipe.run.trace != "none",
                     engine_args=rollout.engine_args,
                     adapter=recipe.sent_adapter,
                     position=sum(other.node == place.node for other in places[:index]),
@@ -106,20 +100,17 @@ class EnginePool:
             )
             for index, place in enumerate(places)
         ]
-        served = zip(recipe.served, teachers, strict=True) if teachers else ()
-        self.teachers = {name: self._teacher_engine(name, place) for name, place in served}
-
-    def _teacher_engine(self, name: str, place: EnginePlace) -> EngineHandle:
-        """Return the engine of a teacher: the teacher's own files, which no sync changes."""
-        recipe, planned = self._recipe, teacher_engines(self._recipe, on_gpu=platform.num_devices is not None)[name]
-        settings = EngineSettings(
-            index=0, teacher=name, model_path=str(model_directory(recipe.path(f"teachers.{name}"))),
-            precision=planned.precision, layout=planned.layout, max_model_len=recipe.max_sequence_tokens + 1,
-            batched_tokens=planned.batched_tokens, max_new_tokens=1, max_concurrent=planned.max_concurrent,
-            kv_cache_bytes=planned.kv_cache_bytes, needed_bytes=planned.memory.total, memory_utilization=None,
-            temperature=1.0, stop_token_ids=(), seed=self._seed, place=place, device_variable=platform.device_variable,
-        )  # fmt: skip
-        return EngineHandle(settings, recipe.rollout.timeout_s, max_requests=1)
+        self.teachers: dict[str, EngineHandle] = {}
+        served = teacher_engines(recipe, on_gpu=platform.num_devices is not None) if teachers else {}
+        for (name, of_teacher), place in zip(served.items(), teachers, strict=True):
+            # The teacher's own files, which no sync changes.
+            path = str(model_directory(recipe.path(f"teachers.{name}")))
+            settings = EngineSettings(
+                index=0, teacher=name, model_path=path, planned=of_teacher, kv_cache_bytes=of_teacher.kv_cache_bytes,
+                max_model_len=recipe.max_sequence_tokens + 1, max_new_tokens=1, temperature=1.0, stop_token_ids=(),
+                seed=seed, place=place, device_variable=platform.device_variable,
+            )  # fmt: skip
+            self.teachers[name] = EngineHandle(settings, rollout.timeout_s, max_requests=1)
 
     def start(self) -> None:
         """Start Ray, and all engines at the same time. Raises RolloutError naming an engine that did not start."""
@@ -166,11 +157,11 @@ class EnginePool:
         """Return what each engine did since the last call, in the order of their numbers; nothing of a dead engine."""
         reports = []
         for engine in self.engines:
-            try:
-                # An engine that starts would answer only then.
-                reports.append(engine.report() if engine.process else EngineReport(0.0, engine=engine.settings.index))
-            except EngineDied:
-                reports.append(EngineReport(0.0, engine=engine.settings.index))
+            report = EngineReport(0.0, engine=engine.settings.index)
+            with contextlib.suppress(EngineDied):
+                if engine.process:  # an engine that starts would answer only then
+                    report = engine.report()
+            reports.append(report)
         return reports
 
     def rest(self) -> None:
@@ -201,6 +192,10 @@ class EnginePool:
             self._reports, self._refusals = {}, {}
         self._version = version
         section = self._recipe.weight_sync
+        timeout_s, rule = section.timeout_s, f"weight_sync.timeout_s = {section.timeout_s:g}"
+        if section.in_flight == "wait":
+            timeout_s = self._recipe.rollout.timeout_s
+            rule = f"rollout.timeout_s = {timeout_s:g}: weight_sync.in_flight = wait, for what it generates"
         calls, self._pausing = self._pausing, {}
         calls |= self._call_pause((index for index in engines if index not in calls), version)
         for index in engines:
@@ -209,7 +204,7 @@ class EnginePool:
             while not engine.is_lost:
                 try:
                     call = calls.pop(index, None) or engine.call("pause", version, section.in_flight)
-                    report = engine.get_paused(call, section.in_flight, section.timeout_s)
+                    report = engine.get(call, "weight_sync", timeout_s, rule)
                     break
                 except (EngineDied, RolloutError) as error:
                     if isinstance(error, RolloutError) and section.in_flight == "wait":
@@ -251,11 +246,13 @@ class EnginePool:
         restarted: set[int] = set()
         refused: dict[int, SyncError] = {}
         failure: Exception | None = None
-        deadline = self._sync_begun + self._manifest.report_waits * self._manifest.timeout_s
+        waits, timeout_s = self._manifest.report_waits, self._manifest.timeout_s
+        deadline, rule = self._sync_begun + waits * timeout_s, f"{waits} times weight_sync.timeout_s = {timeout_s:g}"
         for index, call in self._receiving.items():
             engine = self.engines[index]
             try:
-                self._reports[index] |= engine.get_received(call, deadline, self._manifest)
+                left_s = max(0.0, deadline - time.monotonic())
+                self._reports[index] |= engine.get(call, "weight_sync", left_s, rule)
             except (EngineDied, RolloutError) as error:
                 restarted.add(index)
                 again.append(index)
@@ -288,13 +285,14 @@ class EnginePool:
     def score(self, sequences: Sequence[np.ndarray], engines: Sequence[int] | None = None) -> dict[int, np.ndarray]:
         """Return what each engine, or each of some, computes for token sequences (`RolloutEngine.score`), without engines
         that died: a rollout restarts them."""
-        calls, scores = {}, {}
+        calls, scores, timeout_s = {}, {}, self._recipe.weight_sync.timeout_s
         for index in range(len(self.engines)) if engines is None else engines:
             with contextlib.suppress(EngineDied):
                 calls[index] = self.engines[index].call("score", sequences)
         for index, call in calls.items():
             with contextlib.suppress(EngineDied):
-                scores[index] = self.engines[index].get_scored(call, self._recipe.weight_sync.timeout_s)
+                rule = f"weight_sync.timeout_s = {timeout_s:g}"
+                scores[index] = self.engines[index].get(call, "weight_sync", timeout_s, rule)
         return scores
 
     def judge(self, teacher: str, payload: Payload, samples: Sequence[int]) -> list[np.ndarray]:

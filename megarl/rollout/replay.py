@@ -4,17 +4,17 @@ one step."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from megarl.data.prompts import PromptStream
 from megarl.data.routing import teachers_of
-from megarl.data.sample import Completion, Prompt, Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardWorkers, add_episodes
-from megarl.rollout.groups import COLUMNS, EpisodeFacts, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import COLUMNS, EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted
 from megarl.rollout.taken import KnownBatches, Resync, Taken
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
@@ -69,23 +69,15 @@ class FilePayload:
     def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
         with np.load(self.file) as dump:
             columns = {name: dump[name] for name in dump.files}
-        prompt_lengths, lengths = columns["prompt_lengths"], columns["completion_lengths"]
-        counts = {"prompt_ids": prompt_lengths} | dict.fromkeys(("token_ids", "logprobs", "versions", "own"), lengths)
-        if "routing" in columns:
-            counts["routing"] = prompt_lengths + lengths - 1  # the last token of a sequence chose no experts
-        pieces = {name: np.split(columns[name], np.cumsum(count)[:-1]) for name, count in counts.items()}
-        samples = {}
-        for s in sample_ids:
-            completion = Completion(
-                token_ids=pieces["token_ids"][s],
-                logprobs=pieces["logprobs"][s],
-                finish_reason=str(columns["finish_reasons"][s]),
-                versions=pieces["versions"][s],
-                routing=pieces["routing"][s] if "routing" in pieces else None,
-                own=pieces["own"][s],
-            )
-            samples[s] = Sample(int(columns["groups"][s]), pieces["prompt_ids"][s], completion)
-        return samples
+        step = GroupResult(
+            group=0,  # of all groups
+            lengths=columns["completion_lengths"],
+            finish_reasons=tuple(columns["finish_reasons"].tolist()),
+            routing=columns.get("routing"),
+            prefixes=np.arange(len(columns["groups"])),  # a file has the prompt of each sequence
+            **{name: columns[name] for name in ("prompt_ids", "prompt_lengths", "token_ids", "logprobs", "versions", "own")},
+        )
+        return {s: replace(step.sample(s), group=int(columns["groups"][s])) for s in sample_ids}
 
 
 class ReplayPool:

@@ -37,8 +37,7 @@ from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import TASK_GRACE_S, RewardResult, RewardWorkers, add_episodes
 from megarl.rollout import StreamStalled, TokensLost
 from megarl.rollout.engine import GroupRequest, request_seed
-from megarl.rollout.engine_report import EngineReport
-from megarl.rollout.episodes import Environments, Episode, Episodes, GroupEpisodes
+from megarl.rollout.episodes import AgentEpisodes, Environments, Episode, Episodes, GroupEpisodes
 from megarl.rollout.groups import (
     EpisodeFacts,
     GroupFacts,
@@ -49,7 +48,7 @@ from megarl.rollout.groups import (
     restored,
     saved,
 )
-from megarl.rollout.loop_thread import LoopThread
+from megarl.rollout.loop_thread import LoopThread, T
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
 from megarl.rollout.taken import Resync, Taken
@@ -173,7 +172,14 @@ class RolloutStream:
             Group(prompt, sampling.completions, sampling.draw, sampling.temperature, is_evaluation=True)
             for prompt in prompts
         ]
-        return self._call(self._sample_all(groups, answers), resync)
+
+        async def sample() -> tuple[RolloutBatch, RewardResult | None]:
+            self._num_sampling[True] += len(groups)
+            await asyncio.gather(*(self._complete(group, answers) for group in groups))
+            rewards = None if self._rewards is None else _rewards_of(self._rewards, groups, answers)
+            return await self._join(groups), rewards
+
+        return self._call(sample(), resync)
 
     def pause(self) -> None:
         """Send nothing to engines until `resume`: they change their weights."""
@@ -216,14 +222,6 @@ class RolloutStream:
             if values["is_to_learn"]:
                 self._to_learn.append(group)
 
-    def follow(self, reports: Sequence[EngineReport]) -> None:
-        """Adapt what engines hold to the requests that they preempted."""
-
-        async def follow() -> None:
-            self._router.follow({report.engine: report.num_preempted for report in reports})
-
-        self._call(follow())
-
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         assert self._prompts is not None
@@ -248,7 +246,7 @@ class RolloutStream:
 
         self._thread.close(cancel())
 
-    def _call(self, work: Coroutine[Any, Any, Any], resync: Resync | None = None) -> Any:
+    def _call(self, work: Coroutine[Any, Any, T], resync: Resync | None = None) -> T:
         """Run a coroutine in the loop and return its result; meanwhile engines without weights are synced here."""
 
         def sync() -> None:
@@ -358,10 +356,7 @@ class RolloutStream:
             )
             group.facts, group.tokens = await self._router.sample(request, group.step, send, owner=group, is_last=is_last)
             return
-        if self._environments.gateway is None:
-            kind: type[GroupEpisodes] = Episodes
-        else:  # whose import takes long
-            from megarl.rollout.agent_episodes import AgentEpisodes as kind
+        kind: type[GroupEpisodes] = Episodes if self._environments.gateway is None else AgentEpisodes
         episodes = kind(self._environments, group.prompt, group.size, group.temperature, group.step)
 
         async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
@@ -402,12 +397,6 @@ class RolloutStream:
             self._rewards.send_all(lane)
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
             part.scores = scores
-
-    async def _sample_all(self, groups: list[Group], answers: bool) -> tuple[RolloutBatch, RewardResult | None]:
-        self._num_sampling[True] += len(groups)
-        await asyncio.gather(*(self._complete(group, answers) for group in groups))
-        rewards = None if self._rewards is None else _rewards_of(self._rewards, groups, answers)
-        return await self._join(groups), rewards
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
         def in_no_part() -> list[Group]:
@@ -578,7 +567,7 @@ def open_stream(
     if recipe.environment is not None:
         num_tokens = ModelShape.from_directory(model_path).vocab
         environments = Environments(recipe, model_path, num_tokens, stop_token_ids, recipe.run.seed)
-        stack.callback(environments.close)
+        stack.callback(environments.workers.close)
     stream = RolloutStream(recipe, pool, recipe.run.seed, prompts, rewards, environments)
     stack.callback(stream.close)
     return stream

@@ -1,14 +1,18 @@
-"""Write so that a full disk or a dead node costs at most a line, and raise errors that name the full disk."""
+"""Write so that a full disk, dead node or lost terminal costs at most a line, and raise errors that name the full disk."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import re
+import select
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 MIB = 1 << 20
 # Messages of torch's writers and Megatron's worker processes, which do not raise OSError.
@@ -115,3 +119,53 @@ def describe_full(error: BaseException, place: Path) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
+
+
+class EnduringOutput(io.RawIOBase):
+    """Writes to a file descriptor and drops refused text. The descriptor `report_to` gets the first reason."""
+
+    def __init__(self, descriptor: int, name: str, report_to: int | None) -> None:
+        self._descriptor, self._name, self._report_to = descriptor, name, report_to
+
+    def write(self, content: bytes) -> int:  # type: ignore[override]
+        """Write all of `content`, or drop the rest."""
+        left = memoryview(content)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # another program made the terminal or pipe non-blocking
+                select.select([], [self._descriptor], [])
+            except OSError as error:
+                if self._report_to is not None:
+                    text = f"megarl: {self._name} cannot be written ({error.strerror}): the run goes on without it\n"
+                    with contextlib.suppress(OSError):
+                        os.write(self._report_to, text.encode())
+                    self._report_to = None
+                break
+        return len(content)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+
+def endure_output() -> None:
+    """Let this process's standard output and error drop text that cannot be written or encoded."""
+    sys.stdout = _enduring(sys.stdout, "standard output", 2)
+    sys.stderr = _enduring(sys.stderr, "standard error", None)
+
+
+def _enduring(stream: TextIO, name: str, report_to: int | None) -> TextIO:
+    try:
+        descriptor = stream.fileno()
+    except (io.UnsupportedOperation, AttributeError):  # a stream in memory never fails
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to))  # type: ignore[type-var]
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

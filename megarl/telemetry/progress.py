@@ -1,8 +1,7 @@
-"""Show a run to its user: the running step and phase, their progress, the expected end, and the last step's results."""
+"""Show a run to its user: the running step and phase, their progress, each step's results, and the time that is left."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,18 +41,16 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, Any], left: str =
 class ProgressLine:
     """Prints a line for each step and, on a terminal, a live line with the running phase.
 
-    A context manager. `enabled=False` prints nothing, for all ranks except 0. `now` is in seconds since 1970.
+    A context manager. `enabled=False` prints nothing, for all ranks except 0.
     """
 
-    def __init__(
-        self, num_steps: int, enabled: bool = True, console: Console | None = None, now: Callable[[], float] = time.time
-    ) -> None:
-        self._num_steps, self._enabled, self._now = num_steps, enabled, now
+    def __init__(self, num_steps: int, enabled: bool = True, console: Console | None = None) -> None:
+        self._num_steps, self._enabled = num_steps, enabled
         self._console = console or Console()
         self._live = Live(console=self._console, transient=True) if enabled and self._console.is_terminal else None
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._num_timed = 0
-        self._done, self._phase, self._work, self._results = 0, "starting", "", ""  # of the live line
+        self._done, self._phase, self._work = 0, "starting", ""  # of the live line
 
     def __enter__(self) -> ProgressLine:
         if self._live is not None:
@@ -66,7 +63,7 @@ class ProgressLine:
 
     def _show(self, refresh: bool = False) -> None:
         if self._live is not None:
-            text = f"step {self._done}/{self._num_steps}  {self._phase}  {self._work}  {self._results}"
+            text = f"step {self._done}/{self._num_steps}  {self._phase}  {self._work}"
             self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=refresh)
 
     def phase(self, name: str | None) -> None:
@@ -101,19 +98,8 @@ class ProgressLine:
         remaining = self._num_steps - step
         left_s = fmean(self._seconds) * remaining if self._seconds and remaining else None
         self.note(step_line(step, self._num_steps, metrics, "" if left_s is None else duration(left_s)))
-        self._done, self._results = step, self._last(left_s, metrics)
+        self._done = step
         self._show()
-
-    def _last(self, left_s: float | None, metrics: Mapping[str, Any]) -> str:
-        """Return the end of the run, tokens per second and reward for the live line."""
-        rate, reward = tokens_per_second(metrics), mean_reward(metrics)
-        parts = []
-        if left_s is not None:
-            form = "%H:%M" if left_s < 20 * 3600 else "%d %b %H:%M"
-            parts.append("ends " + time.strftime(form, time.localtime(self._now() + left_s)))
-        parts += [f"{rate:.0f} tokens/s"] if rate is not None else []
-        parts += [f"reward {reward:.3f}"] if reward is not None else []
-        return ", ".join(parts)
 
 
 # The callback gets the unit, the number of done units and the total. A unit may have parts.

@@ -15,7 +15,7 @@ from rich.console import Console
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import starts_summary
 from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
-from megarl.telemetry.run_directory import TRANSPORT
+from megarl.telemetry.run_directory import TRANSPORT, value_at
 from megarl.telemetry.time_metrics import totals_lines
 
 RECENT = 10  # steps whose means describe the run now
@@ -45,10 +45,7 @@ class Run:
 
     def at(self, key: str) -> Any:
         """Return a value of the resolved recipe by its dotted key; None without it."""
-        content: Any = self.recipe
-        for part in key.split("."):
-            content = content.get(part) if isinstance(content, dict) else None
-        return content
+        return value_at(self.recipe, key)
 
     def points(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of a metric, where it is a finite number."""

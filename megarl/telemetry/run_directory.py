@@ -86,10 +86,10 @@ class RunDirectory:
         """Return the file for the answers to held-out prompts after a step."""
         return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
-    def forget_evaluation_tables(self, step: int) -> None:
-        """Remove the tables of steps after `step`, which a resumed run evaluates again."""
-        for file in self.path.glob("evaluations/step-*.jsonl"):
-            if file.stem > self.evaluation_table(max(step, 0)).stem or step < 0:
+    def forget_tables(self, folder: str, step: int) -> None:
+        """Remove the tables in `folder` of steps after `step`, which a resumed run repeats."""
+        for file in (self.path / folder).glob("step-*.jsonl"):
+            if int(file.stem.removeprefix("step-")) > step:
                 file.unlink()
 
     def refuse_running(self) -> None:
@@ -169,12 +169,13 @@ class RunDirectory:
             with contextlib.suppress(ValidationError):  # this adds keys that are newer than the run
                 old = parse_yaml(recipe_yaml(Recipe.model_validate(old)))
             for key in _FIXED if resume is Resume.ALWAYS else _FIXED + _LEARNED:
-                if _at(old, key) != _at(new, key):
+                before, after = value_at(old, key), value_at(new, key)
+                if before != after:
                     advice = "a resumed run keeps it; give another run.name to start another run"
                     advice += "" if key in _FIXED else ", or --resume to change it"
                     raise RunDirectoryError(
-                        f"{resume.value}: {self.path} is the run directory of another recipe: {key} was {_at(old, key)!r} "
-                        f"and is {_at(new, key)!r} now; {advice}"
+                        f"{resume.value}: {self.path} is the run directory of another recipe: {key} was {before!r} "
+                        f"and is {after!r} now; {advice}"
                     )
         return checkpoint
 
@@ -217,8 +218,8 @@ def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
             yield f"{above}{key}", value
 
 
-def _at(content: Any, key: str) -> Any:
+def value_at(content: Any, key: str) -> Any:
     """Return the value of a dotted key; None if the recipe lacks the key."""
     for part in key.split("."):
-        content = None if content is None else content.get(part)
+        content = content.get(part) if isinstance(content, dict) else None
     return content

@@ -1,25 +1,27 @@
-"""Write a rank's metrics, evaluations, traces and samples step by step, and the progress line."""
+"""Write a rank's metrics, evaluations, traces and profiles step by step, and the progress line."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from platform import node as host_name
 from typing import Any, Protocol
 
+import torch
+
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.telemetry.clock import StepTimes
+from megarl.recipe.telemetry_section import ProfileSection
+from megarl.telemetry.clock import PhaseClock, StepTimes
 from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
 from megarl.telemetry.progress import ProgressLine
-from megarl.telemetry.records import Records
 from megarl.telemetry.run_directory import RunDirectory
-from megarl.telemetry.sinks import Row
+from megarl.telemetry.sinks import Row, Sinks
 from megarl.telemetry.time_metrics import Sizes, TimeMetrics, totals_lines
-from megarl.telemetry.trace import EngineTimes, EngineTraces, TraceWriter, clock_offsets
+from megarl.telemetry.trace import EngineReport, EngineTraces, TraceWriter, clock_offsets
 
 CLOCK_READINGS = 5
 Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
@@ -35,6 +37,60 @@ class Evaluation(Protocol):
     def write(self, file: Path) -> None: ...
 
 
+class Profiler:
+    """Profiles the steps of one rank that `section` names; `platform` is megarl.platform.current."""
+
+    def __init__(self, section: ProfileSection | None, run: Path, rank: int, clock: PhaseClock, platform: Any) -> None:
+        self._section = section if section is not None and rank in section.ranks else None
+        self._clock, self._platform = clock, platform
+        self._folder, self._name = run / "profile", f"rank-{rank:05d}.json.gz"
+        self._profile: Any = None  # of the last step, not yet written
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile the body, step `number`, if the recipe says so, with phases and spans as ranges. Enter between phases."""
+        section = self._section
+        if section is None or number not in section.steps:
+            yield
+        elif section.kind == "nsight":
+            self._platform.start_capture()
+            try:
+                with self._clock.showing(self._platform.device_ranges()):
+                    yield
+            finally:
+                self._platform.stop_capture()
+        else:
+            self._profile = torch.profiler.profile(activities=self._platform.profile_activities)
+            with self._profile, self._clock.showing(self._platform.torch_ranges()):
+                yield
+
+    def write(self, number: int) -> None:
+        """Write the profile of the last step, if there is one."""
+        if self._profile is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._folder / f"step-{number:06d}-{self._name}"))
+            self._profile = None
+
+
+@contextmanager
+def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[None]:
+    """Record the GPU allocator's history within this context. At an out-of-memory error write it to
+    `memory/rank-00000.pickle`, and add the path to the error as a note. Nothing on a CPU."""
+    platform.record_allocations()
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if platform.is_out_of_memory(error):
+            path = run / "memory" / f"rank-{rank:05d}.pickle"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if platform.write_allocations(path) is not None:
+                    error.add_note(f"what held the memory of rank {rank} is in {path}, for pytorch.org/memory_viz")
+            except (OSError, RuntimeError) as failure:  # must not hide the out-of-memory error
+                error.add_note(f"no memory snapshot of rank {rank}: {failure}")
+        raise
+
+
 class RunWriter:
     """Writes the files of one rank; rank 0 has most of them. Opening the files drops the steps that a resumed run
     repeats."""
@@ -47,12 +103,14 @@ class RunWriter:
         done: int | None,
         gather: Gather,
         progress: ProgressLine,
-        records: Records,
+        profiler: Profiler,
+        sinks: Sinks,
         measures: TimeMetrics,
     ) -> None:
         """Open the files. `done` is the step of the checkpoint that the run resumes from, None for a new run. Collective."""
         self._recipe, self._run, self._gather = recipe, run, gather
-        self._progress, self._records, self._measures = progress, records, measures
+        self._progress, self._sinks, self._measures = progress, sinks, measures
+        self.profiler = profiler
         traced, first = recipe.run.trace != "none", rank == 0
         self._trace: TraceWriter | None = None
         if traced:
@@ -67,14 +125,11 @@ class RunWriter:
         self._start: dict[str, Any] = {}
         if self._metrics is not None:
             self._metrics.truncate_after(done or 0)
+            run.forget_tables("samples", done or 0)
         if self._evaluations is not None:
             last = -1 if done is None else done
             self._evaluations.truncate_after(last)
-            run.forget_evaluation_tables(last)
-
-    def profiled(self, number: int) -> AbstractContextManager[None]:
-        """Profile the step in the body if the recipe says so."""
-        return self._records.step(number)
+            run.forget_tables("evaluations", last)
 
     def evaluated(self, step: int, version: int, evaluation: Evaluation | None) -> dict[str, Any]:
         """Write an evaluation after `step` on rank 0 and return its metrics. `evaluation` is None if the run is leaving."""
@@ -93,13 +148,13 @@ class RunWriter:
         """Write the trace of the start and keep its metrics for the line of the first step."""
         self._start = metrics | {"run/start_s": times.seconds}
         if self._trace is not None:
-            self._trace.write_part("start", times)
+            self._trace.write("start", times)
 
     def step(
         self,
         number: int,
         times: StepTimes,
-        engines: Sequence[EngineTimes],
+        engines: Sequence[EngineReport],
         sizes: Sizes,
         metrics: Mapping[str, Any],
         rows: Sequence[Row],
@@ -118,8 +173,9 @@ class RunWriter:
             if self._engine_traces is not None:
                 self._engine_traces.write(number, times.start, engines)
             # Write the line first: a run killed in between drops the line and repeats the step.
-            line = self._metrics.write(number, metrics | self._records.metrics())
-        self._records.write(number, line, rows)
+            line = self._metrics.write(number, metrics | self._sinks.metrics())
+            self._sinks.write(number, line, rows)
+        self.profiler.write(number)
         if self._trace is not None:
             self._trace.write(number, times)
         self._progress.step(number, metrics)
@@ -127,7 +183,7 @@ class RunWriter:
     def close(self, times: StepTimes) -> None:
         """Write the trace of the end and print the run's totals."""
         if self._trace is not None:
-            self._trace.write_part("end", times)
+            self._trace.write("end", times)
         if self._metrics is not None:
             print("\n".join(totals_lines(read_metrics(self._run.metrics))), flush=True)
         for file in (self._metrics, self._evaluations, self._trace):

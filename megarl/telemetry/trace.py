@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from megarl.telemetry.clock import WAIT, StepTimes
 from megarl.telemetry.disk import LineFile, read_lines
@@ -35,15 +35,9 @@ class TraceWriter:
         self._file = LineFile(run / FOLDER / f"rank-{rank:05d}.jsonl")
         self._file.append(json.dumps(self._owner))
 
-    def write(self, step: int, times: StepTimes) -> None:
-        """Append a step."""
-        self._append({"step": step}, times)
-
-    def write_part(self, part: str, times: StepTimes) -> None:
-        """Append a time outside of steps: before the first or after the last one."""
-        self._append(self._owner | {"part": part}, times)
-
-    def _append(self, head: dict[str, Any], times: StepTimes) -> None:
+    def write(self, step: int | str, times: StepTimes) -> None:
+        """Append a step, or a part of the run with a name: before the first step or after the last one."""
+        head = self._owner | {"part": step} if isinstance(step, str) else {"step": step}
         events = [[name, depth, round(start * SCALE), round(spent * SCALE)] for name, depth, start, spent in times.events]
         start = times.start - self._offset_s
         self._file.append(
@@ -61,21 +55,37 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
     return [median(here - first for here, first in zip(rank, readings[0], strict=True)) for rank in readings]
 
 
-class EngineTimes(Protocol):
-    """What an engine did in a step, on its own clock: `EngineReport` of the rollout room."""
+class RequestTimes(NamedTuple):
+    """The times of one completion, in seconds since 1970 of the engine's clock. `group` is that of the prompt, -1 for a
+    greedy completion. `begun` is when the scheduler admitted it; `version` is the weight version that sampled its last
+    token. A time that vLLM did not record is 0."""
+
+    name: str
+    group: int
+    arrived: float
+    begun: float
+    first_token: float
+    ended: float
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine did since its last report. `now` is its clock at the answer, in seconds since 1970; `busy` holds
+    (start, seconds) of each time with requests in flight. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
+    engine's clock is ahead of rank 0's."""
+
+    now: float
+    busy: tuple[tuple[float, float], ...] = ()
+    requests: tuple[RequestTimes, ...] = ()
+    engine: int = 0
+    host: str = ""
+    offset_s: float = 0.0
 
     @property
-    def engine(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def offset_s(self) -> float: ...
-    @property
-    def busy(self) -> Sequence[tuple[float, float]]: ...
-    @property
-    def busy_s(self) -> float: ...
-    @property
-    def requests(self) -> Sequence[tuple[str, int, float, float, float, float, int, int]]: ...
+    def busy_s(self) -> float:
+        return sum(seconds for _, seconds in self.busy)
 
 
 class EngineTraces:
@@ -85,19 +95,19 @@ class EngineTraces:
         self._folder = run / FOLDER
         self._begun: set[int] = set()
 
-    def write(self, step: int, start: float, engines: Sequence[EngineTimes]) -> None:
+    def write(self, step: int, start: float, engines: Sequence[EngineReport]) -> None:
         """Append a step that began at `start` on rank 0's clock."""
-        for times in engines:
-            engine_start = start + times.offset_s
+        for report in engines:
+            engine_start = start + report.offset_s
             requests = [
                 [name, group, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
-                for name, group, *moments, tokens, version in times.requests
+                for name, group, *moments, tokens, version in report.requests
             ]
-            busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in times.busy]
-            file = LineFile(self._folder / f"engine-{times.engine:05d}.jsonl")
-            if times.engine not in self._begun:
-                self._begun.add(times.engine)
-                file.append(json.dumps({"engine": times.engine, "host": times.host, "offset_s": times.offset_s}))
+            busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in report.busy]
+            file = LineFile(self._folder / f"engine-{report.engine:05d}.jsonl")
+            if report.engine not in self._begun:
+                self._begun.add(report.engine)
+                file.append(json.dumps({"engine": report.engine, "host": report.host, "offset_s": report.offset_s}))
             file.append(json.dumps({"step": step, "start": start, "busy": busy, "requests": requests}))
             file.close()
 

@@ -37,9 +37,10 @@ def test_the_table_has_every_metric_and_no_other() -> None:
     section = EvaluationSection.model_validate(BLOCKS["evaluation"])
     count = section.completions
     prompts = [Prompt(index, np.array([index], np.int32), "1+1", "2", {}) for index in range(2)]
-    rewards, answers = [np.arange(count, dtype=np.float32)] * 2, [["2"] * count] * 2
-    lengths = np.ones(2 * count, int)
-    metrics = Evaluation(prompts, rewards, answers, lengths, lengths == 0, 0, 0, 0).metrics(section)
+    rewards = [np.arange(count, dtype=np.float32)] * 2
+    answers: list[list[str | None]] = [["2"] * count] * 2
+    counts: dict[str, float] = {f"evaluation/num_{name}": 0 for name in ("prompts", "left_out", "dropped", "bad_rows")}
+    metrics = Evaluation(prompts, counts, rewards, answers, [1], [False]).metrics(section)
     rows = re.findall(r"^\| (`evaluation/[^|]*`) \|", PAGE, re.MULTILINE)
     named = {name.removeprefix("evaluation/") for row in rows for name in re.findall(r"`([^`]+)`", row)}
     patterns = {name: "evaluation/" + re.sub("<.>|<each>", lambda part: NAMES[part[0]], name) for name in named}

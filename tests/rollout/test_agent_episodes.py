@@ -17,11 +17,10 @@ from megarl.data.tokenizer import Observations
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
 from megarl.rollout.agent import AgentRun
-from megarl.rollout.agent_episodes import AgentEpisodes
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock
-from megarl.rollout.episodes import Environments, Episode
+from megarl.rollout.episodes import AgentEpisodes, Environments, Episode
 from megarl.rollout.groups import GroupResult
 from megarl.rollout.session import SessionLimits
 from tests.rollout.test_episodes import DRAW, END, SEED, VOCAB, pool_recipe, prompts, result, tokenizer

@@ -25,13 +25,18 @@ def measured(**section: Any) -> Recipe:
     return recipe(Path("models/none")).model_copy(update=changes)
 
 
+def counts_of(prompts: list[Prompt], **counts: int) -> dict[str, float]:
+    named: dict[str, float] = {"num_prompts": len(prompts), "num_left_out": 0, "num_dropped": 0, "num_bad_rows": 0}
+    return {f"evaluation/{name}": count for name, count in (named | counts).items()}
+
+
 def evaluation(rewards: list[list[float]], **counts: int) -> Evaluation:
     """Of completions of these rewards, none of which says an answer; half of them are cut."""
     prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(len(rewards))]
     size = sum(map(len, rewards))
-    none = {"num_left_out": 0, "num_dropped": 0, "num_bad_rows": 0}
     found = [np.array(one, np.float32) for one in rewards]
-    return Evaluation(prompts, found, None, np.arange(size), np.arange(size) % 2 == 0, **none | counts)
+    truncated = [number % 2 == 0 for number in range(size)]
+    return Evaluation(prompts, counts_of(prompts, **counts), found, [], list(range(size)), truncated)
 
 
 def test_engines_take_the_devices_of_this_machine_as_many_as_fit(tmp_path: Path) -> None:
@@ -46,14 +51,14 @@ def test_engines_take_the_devices_of_this_machine_as_many_as_fit(tmp_path: Path)
 def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     prompt = Prompt(0, np.zeros(2, np.int32), "1+1", "2", {})
-    rewards, lengths = [np.array([1.0, np.nan], np.float32)], np.array([1, 2])
-    found = Evaluation([prompt], rewards, [["2", None]], lengths, np.zeros(2, bool), 0, 0, 0)
+    rewards = [np.array([1.0, np.nan], np.float32)]
+    found = Evaluation([prompt], counts_of([prompt]), rewards, [["2", None]], [1, 2], [False] * 2)
     for step in (0, 4, 12):
         found.write(run.evaluation_table(step))
     assert '"rewards": [1.0, null], "answers": ["2", null]' in run.evaluation_table(4).read_text()
-    run.forget_evaluation_tables(4)
+    run.forget_tables("evaluations", 4)
     assert sorted(file.name for file in tmp_path.glob("evaluations/*")) == ["step-000000.jsonl", "step-000004.jsonl"]
-    run.forget_evaluation_tables(-1)
+    run.forget_tables("evaluations", -1)
     assert not list(tmp_path.glob("evaluations/*"))
 
 
@@ -63,8 +68,8 @@ def test_what_could_not_be_scored_counts_for_nothing(tmp_path: Path) -> None:
     section = EvaluationSection.model_validate(
         {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}, "completions": 3, "pass_at": [1, 3]}
     )
-    answers = [["1", "2", "2"], ["2", "2", "2"]]
-    found = Evaluation(prompts, rewards, answers, np.array([1] * 6), np.zeros(6, bool), 0, 0, 0).metrics(section)
+    answers: list[list[str | None]] = [["1", "2", "2"], ["2", "2", "2"]]
+    found = Evaluation(prompts, counts_of(prompts), rewards, answers, [1] * 6, [False] * 6).metrics(section)
     assert (found["evaluation/mean"], found["evaluation/pass_at_1"], found["evaluation/num_masked"]) == (0.5, 0.5, 4)
     assert np.isnan(found["evaluation/pass_at_3"]), "no prompt has three completions that count"
     assert found["evaluation/majority_at_3"] == 0.5, "the vote of the masked one does not break the tie"

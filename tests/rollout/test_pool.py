@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import ray
 
-from megarl.recipe import Recipe
 from megarl.rollout import EngineDied, RolloutError, handle
-from megarl.rollout.engine_process import EngineProcess
+from megarl.rollout.engine_report import EngineProcess
 from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
@@ -44,7 +43,7 @@ class Scripted(EngineHandle):
         left = self._said[method]
         return left.pop(0) if len(left) > 1 else left[0]
 
-    def _get(self, reference: Any, phase: str, timeout_s: float, rule: str) -> Any:
+    def get(self, reference: Any, phase: str, timeout_s: float | None = None, rule: str = "") -> Any:
         if isinstance(reference, Exception):
             raise reference
         return reference
@@ -223,12 +222,3 @@ def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: 
     facts = GroupFacts(0, (0,), (0,), (1,), (1,), (1,), ("stop",), (0,), (0,))
     with pytest.raises(RolloutError, match=r"the store of rollouts.* did not take batch 1 within rollout.timeout_s"):
         asyncio.run(pool.store_batch([facts], [None]))
-
-
-def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
-    for trace, staleness, counts in (("none", 0, False), ("none", 1, True), ("phases", 0, True)):
-        values = recipe(model, engines=2, max_staleness=staleness).model_dump()
-        values["run"]["trace"] = trace
-        pool = EnginePool(Recipe.model_validate(values), str(model), (), seed=0)
-        assert {engine.settings.times_requests for engine in pool.engines} == {counts}

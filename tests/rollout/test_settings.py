@@ -11,6 +11,7 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
+from megarl.planner.engine_memory import PlannedEngines
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import recipe_yaml
 from megarl.recipe.phase_table import engine_lines, stream_line
@@ -30,10 +31,13 @@ CHOICES = {"enforce_eager", "max_num_batched_tokens", "moe_backend", "block_size
 
 def settings(folder: Path, model: str, **more: Any) -> EngineSettings:
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    planned = PlannedEngines(
+        ModelShape.from_directory(folder), 1, RolloutLayout(2), "bf16", kv_cache_bytes=GIB, max_concurrent=64,
+        batched_tokens=more.pop("batched_tokens", 8192), utilization=None,
+    )  # fmt: skip
     common: dict[str, Any] = dict(
-        index=0, model_path=str(folder), precision="bf16", layout=RolloutLayout(2), max_model_len=20000,
-        batched_tokens=8192, max_new_tokens=8, max_concurrent=64, kv_cache_bytes=GIB, needed_bytes=20 * GIB,
-        memory_utilization=None, temperature=1.0, stop_token_ids=(), seed=1,
+        index=0, model_path=str(folder), planned=planned, kv_cache_bytes=GIB, max_model_len=20000, max_new_tokens=8,
+        temperature=1.0, stop_token_ids=(), seed=1,
     )  # fmt: skip
     return EngineSettings(**(common | more))
 
@@ -50,11 +54,12 @@ def test_only_engines_on_cpus_do_without_graphs_and_chunked_prefill(tmp_path: Pa
 
 def test_an_engine_beside_a_trainer_asks_for_what_it_needs_alone(tmp_path: Path) -> None:
     """vLLM refuses to start where its share of the whole device is not free, 0.92 by default."""
-    assert engine_arguments(settings(tmp_path, "dense"), 80 * GIB)["gpu_memory_utilization"] == 0.25
+    needed = settings(tmp_path, "dense").planned.memory.total
+    assert engine_arguments(settings(tmp_path, "dense"), 4 * needed)["gpu_memory_utilization"] == 0.25
     stated = settings(tmp_path, "dense", memory_utilization=0.5)
-    assert engine_arguments(stated, 80 * GIB)["gpu_memory_utilization"] == 0.5
-    with pytest.raises(RolloutError, match="needs 20 GiB, and its device has 16: more rollout.tensor"):
-        engine_arguments(settings(tmp_path, "dense"), 16 * GIB)
+    assert engine_arguments(stated, 4 * needed)["gpu_memory_utilization"] == 0.5
+    with pytest.raises(RolloutError, match=f"needs {needed / GIB:.3g} GiB, and its device has {needed / GIB / 2:.3g}: more"):
+        engine_arguments(settings(tmp_path, "dense"), needed // 2)
 
 
 def test_experts_have_the_kernel_that_takes_weights_as_they_are(tmp_path: Path) -> None:

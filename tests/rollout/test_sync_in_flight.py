@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
 from unittest import mock
 
 import numpy as np
@@ -156,12 +155,12 @@ def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> N
 
 
 def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:
-    engine, said = flight.pool.engines[0], []
-    impatient = copy(engine)
-    impatient._timeout_s = 0.01
+    said: list[str] = []
 
     def too_long() -> float:
-        with mock.patch.object(engine, "get_paused", impatient.get_paused):
+        recipe = flight.pool._recipe
+        impatient = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"timeout_s": 0.01})})
+        with mock.patch.object(flight.pool, "_recipe", impatient):
             try:
                 return flight.publish(NEW)["sync/in_flight"]
             except RolloutError as error:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Write as a rank, an agent and their libraries do: prints, a line of rich, warnings and logging.
 WRITE = """
 import logging, sys, warnings
-from megarl.telemetry.output import endure_output
+from megarl.telemetry.disk import endure_output
 endure_output()
 from megarl.telemetry.progress import ProgressLine
 with ProgressLine(2) as progress:

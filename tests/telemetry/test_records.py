@@ -14,7 +14,9 @@ from megarl.platform import diagnostics
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.disk import read_lines
-from megarl.telemetry.records import Records, SampleTable, recorded, snapshot_on_out_of_memory
+from megarl.telemetry.run_directory import RunDirectory
+from megarl.telemetry.run_writer import Profiler, RunWriter, snapshot_on_out_of_memory
+from megarl.telemetry.samples import SampleTable
 
 
 class RecordingPlatform:
@@ -46,15 +48,15 @@ class RecordingPlatform:
 def steps_of_a_rank(rank):
     platform, clock = RecordingPlatform(), PhaseClock()
     section = ProfileSection(kind="nsight", steps=(2, 3), ranks=(0, 2))
-    records = Records(None, section, Path(), rank, clock, platform)
+    profiler = Profiler(section, Path(), rank, clock, platform)
     for number in (1, 2, 3, 4):
         platform.calls.append(number)
-        with records.step(number):
+        with profiler.step(number):
             with clock.phase("reward"):
                 pass
             with clock.phase("actor_update"), clock.span("forward"):
                 pass
-        records.write(number, {}, [])
+        profiler.write(number)
     return platform.calls
 
 
@@ -135,8 +137,7 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     masked = rows[3]
     assert not masked["valid"] and masked["reason"] == "the verifier took longer than 5 s"
     assert masked["reward"] is masked["advantage"] is masked["parts"]["exact"] is None
-    telemetry = SimpleNamespace(memory_snapshot=False, sinks=[], profile=None)
-    recipe: Any = SimpleNamespace(telemetry=telemetry, model_dump=lambda mode: {})
-    with recorded(recipe, tmp_path, 0, 1, PhaseClock(), None):  # resumed after step 1
-        pass
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(trace="none"), evaluation=None)
+    other: Any = None
+    RunWriter(recipe, RunDirectory(tmp_path), 0, 1, other, other, other, other, other)  # resumed after step 1
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.telemetry.metrics_file import MetricsWriter
-from megarl.telemetry.progress import ProgressLine, step_line
+from megarl.telemetry.progress import step_line
 from megarl.telemetry.report import (
     PageSection,
     better,
@@ -142,8 +142,6 @@ def test_under_dynamic_sampling_the_reward_is_that_of_all_that_was_sampled(tmp_p
     show_curve(read_run(made), Console(file=shown))
     assert "first 3 steps 0.150, last 3 steps 0.600" in shown.getvalue()
     assert "reward 0.650" in step_line(12, 12, run.steps[-1])
-    progress = ProgressLine(12, console=Console(file=io.StringIO()))
-    assert progress._last(None, run.steps[-1]).endswith("reward 0.650")
 
 
 def test_the_time_answer_names_the_longest_phase_and_the_wait():

@@ -213,7 +213,7 @@ class Parts:
 
 
 def engine_scores(engine: LLM, sequences: list[np.ndarray]) -> np.ndarray:
-    from megarl.rollout.engine_outputs import prompt_scores
+    from megarl.rollout.engine_report import prompt_scores
     from megarl.rollout.engine_settings import scoring_parameters
 
     prompts: Any = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
