@@ -16,19 +16,18 @@ import logging
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from megarl.data.sample import Completion
@@ -52,7 +51,7 @@ class SamplingRequest:
     number: int
 
 
-Sample = Callable[[np.ndarray, SamplingRequest], Coroutine[Any, Any, Completion]]
+Sample = Callable[[np.ndarray, SamplingRequest], Awaitable[Completion]]
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,7 @@ class Protocol:
 
 PROTOCOLS = {
     "chat/completions": Protocol(wire.read_chat, wire.write_chat, wire.stream_chat),
+    "completions": Protocol(wire.read_completion, wire.write_completion, wire.stream_completion),
     "messages": Protocol(wire.read_anthropic, wire.write_anthropic, wire.stream_anthropic, is_anthropic=True),
 }
 
@@ -136,13 +136,11 @@ class Gateway:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
-        prefix = "/s/{session}/v1"
-        routes = [
-            Route(f"{prefix}/{path}", partial(self._answer, protocol), methods=["POST"])
-            for path, protocol in PROTOCOLS.items()
-        ]
-        routes.append(Route(f"{prefix}/models", self._models, methods=["GET"]))
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _error_response, RequestError: _error_response})
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        for path, protocol in PROTOCOLS.items():
+            app.add_api_route(f"/s/{{session}}/v1/{path}", self._route(protocol), methods=["POST"], response_model=None)
+        app.add_api_route("/s/{session}/v1/models", self._models, methods=["GET"], response_model=None)
+        app.add_exception_handler(HTTPException, _http_error)
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -188,14 +186,29 @@ class Gateway:
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
 
-    async def _models(self, http: HttpRequest) -> Response:
-        self._admitted(http)
+    def _route(self, protocol: Protocol) -> Callable[..., Any]:
+        async def route(session: str, http: HttpRequest) -> Response:
+            try:
+                return await self._answer(session, http, protocol)
+            except RequestError as error:
+                return _error_response(error, protocol.is_anthropic)
+            except Exception as error:  # templates raise what they like about a client's odd values
+                logger.warning("a request of an agent cannot be read", exc_info=True)
+                return _error_response(RequestError(400, f"cannot be read: {error}"), protocol.is_anthropic)
+
+        return route
+
+    async def _models(self, session: str, http: HttpRequest) -> Response:
+        try:
+            self._admitted(session, http)
+        except RequestError as error:
+            return _error_response(error, False)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megarl"}
         return _json_response({"object": "list", "data": [model]})
 
-    async def _answer(self, protocol: Protocol, http: HttpRequest) -> Response:
+    async def _answer(self, name: str, http: HttpRequest, protocol: Protocol) -> Response:
         """Return the response to a request, which its own `__call__` completes while it watches the client."""
-        opened = self._admitted(http)
+        opened = self._admitted(name, http)
         if opened.num_requests >= self._limits.max_requests:
             limit = self._limits.max_requests
             raise RequestError(429, f"the session has {limit} requests under way", "rate_limit_exceeded", retries=True)
@@ -207,18 +220,14 @@ class Gateway:
                 read = partial(self._read, opened, protocol, content)
                 request, turn = await asyncio.to_thread(read) if len(content) > LARGE_BODY_BYTES else read()
                 self._check_open(opened)
-                opened.is_exhausted = False  # a client that was refused may have shortened its history
-                opened.num_sampled += request.num_completions
-                opened.num_turns += request.num_completions
-                opened.num_new_segments += _num_new_segments(request, turn)
+                self._count(opened, request, turn)
         except BaseException:  # all else is the response's
             opened.num_requests -= 1
             raise
         return _Answering(self, opened, protocol, request, turn)
 
-    def _admitted(self, http: HttpRequest) -> OpenSession:
+    def _admitted(self, name: str, http: HttpRequest) -> OpenSession:
         """Return the session that a request names and has the token of."""
-        name = http.path_params["session"]
         opened = self._sessions.get(name)
         if opened is None and name in self._ended:
             raise RequestError(410, "the session has ended", "session_ended")
@@ -259,13 +268,18 @@ class Gateway:
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not valid JSON: {error}", "invalid_json") from None
+        request = protocol.read(body, self._temperature, self._limits.max_completions)
+        limit = self._limits.max_turns
+        if limit is not None and opened.num_turns + request.num_completions > limit:
+            opened.is_exhausted = True
+            raise RequestError(429, f"the rollout has had its {limit} turns", "insufficient_quota")
         try:
-            request = protocol.read(body, self._temperature, self._limits.max_completions)
-            limit = self._limits.max_turns
-            if limit is not None and opened.num_turns + request.num_completions > limit:
-                opened.is_exhausted = True
-                raise RequestError(429, f"the rollout has had its {limit} turns", "insufficient_quota")
-            turn = opened.session.next_turn(request.messages, request.tools)
+            if request.messages is not None:
+                turn = opened.session.next_turn(request.messages, request.tools)
+            elif isinstance(request.prompt, str):
+                turn = opened.session.next_text(request.prompt)
+            else:
+                turn = opened.session.next_tokens(request.prompt or [])
             opened.session.check_segments(opened.num_new_segments + _num_new_segments(request, turn))
         except ContextTooLong as error:
             opened.is_exhausted = True
@@ -276,12 +290,14 @@ class Gateway:
             raise RequestError(429, str(error), "insufficient_quota") from None
         except ValueError as error:
             raise RequestError(400, str(error), "invalid_value", "messages") from None
-        except RequestError:
-            raise
-        except Exception as error:  # templates raise what they like about a client's odd values
-            logger.warning("a request of an agent cannot be read", exc_info=True)
-            raise RequestError(400, f"cannot be read: {error}") from None
         return request, turn
+
+    def _count(self, opened: OpenSession, request: Request, turn: TurnPrompt) -> None:
+        """Note that a request is under way."""
+        opened.is_exhausted = False  # a client that was refused may have shortened its history
+        opened.num_sampled += request.num_completions
+        opened.num_turns += request.num_completions
+        opened.num_new_segments += _num_new_segments(request, turn)
 
     async def complete(self, opened: OpenSession, request: Request, turn: TurnPrompt, first: int) -> list[ClientAnswer]:
         """Sample the completions of a request, and record them in its session. `first` is the number of the first one.
@@ -292,11 +308,11 @@ class Gateway:
         self._check_open(opened)
         try:
             async with asyncio.TaskGroup() as tasks:
-                sampled = [tasks.create_task(opened.sample(turn.prompt_ids, asked_for)) for asked_for in wanted]
+                sampled = [tasks.create_task(_awaited(opened.sample(turn.prompt_ids, asked_for))) for asked_for in wanted]
             answers = [self._reader.read(task.result(), turn.prompt_ids, request) for task in sampled]
             async with opened.in_use:
                 for answer in answers:
-                    opened.session.record(turn, answer.completion, answer.message)
+                    opened.session.record(turn, answer.completion, answer.message or answer.text)
         except Exception as error:  # whatever `sample` raises: the run decides what becomes of the rollout
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             logger.warning("a request of an agent got no completion", exc_info=cause)
@@ -314,6 +330,10 @@ def _num_new_segments(request: Request, turn: TurnPrompt) -> int:
     return request.num_completions - (turn.state is not None)
 
 
+async def _awaited(value: Awaitable[Completion]) -> Completion:
+    return await value
+
+
 class _Answering(Response):
     """Completes a request while it watches the client: when that leaves, the answer is dropped. A stream has its headers
     at once, and comments while the tokens are sampled."""
@@ -327,7 +347,7 @@ class _Answering(Response):
         self._first = opened.num_sampled - request.num_completions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        opened, request = self._opened, self._request
+        opened, request, anthropic = self._opened, self._request, self._protocol.is_anthropic
         work = asyncio.create_task(self._gateway.complete(opened, request, self._turn, self._first))
         gone = asyncio.create_task(_disconnected(receive))
         opened.work.add(work)
@@ -346,9 +366,9 @@ class _Answering(Response):
                     raise RequestError(410, "the session has ended", "session_ended")
             except RequestError as error:
                 if not request.stream:
-                    await (await _error_response(HttpRequest(scope), error))(scope, receive, send)
+                    await _error_response(error, anthropic)(scope, receive, send)
                     return
-                events = wire.error_event(error, self._protocol.is_anthropic)
+                events = wire.error_event(error, anthropic)
             else:
                 given = self._gateway.tokenizer, request, len(self._turn.prompt_ids), answers
                 if not request.stream:
@@ -375,11 +395,14 @@ def _json_response(body: wire.Body, status: int = 200, headers: dict[str, str] |
     return Response(json.dumps(body), status, headers, "application/json")
 
 
-async def _error_response(http: HttpRequest, error: Exception) -> Response:
-    """Return an error in its provider's shape, also for a path or a method that does not exist. Both providers' clients obey
-    `x-should-retry`."""
-    if isinstance(error, HTTPException):
-        error = RequestError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
-    assert isinstance(error, RequestError)
+def _error_response(error: RequestError, anthropic: bool) -> Response:
+    """Return an error in its provider's shape. Both providers' clients obey `x-should-retry`."""
     headers = {"x-should-retry": "true", "retry-after": "1"} if error.retries else {"x-should-retry": "false"}
-    return _json_response(error.body(http.url.path.endswith("/messages")), error.status, headers)
+    return _json_response(error.body(anthropic), error.status, headers)
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    """Answer a request for a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    anthropic = http.url.path.endswith("/messages")
+    return _error_response(RequestError(error.status_code, f"{http.method} {http.url.path}: {error.detail}"), anthropic)

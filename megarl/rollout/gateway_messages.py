@@ -26,12 +26,12 @@ Body = dict[str, Any]
 # The values of parameters that leave the distribution, or the answer, as it is; others are refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "repetition_penalty": (1,), "logit_bias": ({},), "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,), "top_logprobs": (0,), "modalities": (["text"],),
+    "repetition_penalty": (1,), "logit_bias": ({},), "response_format": ({"type": "text"},), "best_of": (1,),
+    "echo": (False,), "suffix": ("",), "parallel_tool_calls": (True,), "top_logprobs": (0,), "modalities": (["text"],),
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}), "functions": ([],),
 }  # fmt: skip
 READ = frozenset((
-    "model", "messages", "system", "tools", "stream", "stream_options", "n", "stop", "stop_sequences",
+    "model", "messages", "prompt", "system", "tools", "stream", "stream_options", "n", "stop", "stop_sequences",
     "max_tokens", "max_completion_tokens", "logprobs", "temperature",
 ))  # fmt: skip
 # Names and hints. A client's `seed` has no effect either: the members of a group must differ.
@@ -66,11 +66,12 @@ def refused(param: str, message: str) -> RequestError:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request."""
+    """A checked request: either `messages`, or a `prompt` of text or tokens."""
 
     model: str
     stream: bool
-    messages: list[Message]
+    messages: list[Message] | None
+    prompt: str | list[int] | None
     tools: list[Body] | None
     reads_calls: bool  # whether tool calls are parsed for the client
     num_completions: int
@@ -82,11 +83,12 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class ClientAnswer:
-    """One completion: its tokens, and the message that the client gets. `stop` is the client's stop string that
+    """One completion: its tokens, and the message or text that the client gets. `stop` is the client's stop string that
     ended it."""
 
     completion: Completion
     message: Message
+    text: str
     stop: str | None
 
     @property
@@ -104,6 +106,21 @@ def read_chat(body: Any, temperature: float, max_completions: int) -> Request:
             raise refused("tools", "each one must be of the type function, with its name in `function`")
         _name(tool["function"], "tools")
     return _request(body, max_completions, messages=messages, tools=tools, logprobs=_typed(body, "logprobs", bool, False))
+
+
+def read_completion(body: Any, temperature: float, max_completions: int) -> Request:
+    """Check a body of /v1/completions. Raises RequestError."""
+    body = _checked(body, temperature)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        (prompt,) = prompt
+    tokens = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
+    if not prompt or not (isinstance(prompt, str) or tokens):
+        raise refused("prompt", "one text or one list of token ids is needed")
+    logprobs = _typed(body, "logprobs", int, None)
+    if logprobs:
+        raise refused("logprobs", "engines report the log-probability of the sampled token only; set it to 0")
+    return _request(body, max_completions, prompt=prompt, logprobs=logprobs is not None)
 
 
 def read_anthropic(body: Any, temperature: float, max_completions: int) -> Request:
@@ -146,8 +163,9 @@ def _checked(body: Any, temperature: float) -> Body:
 def _request(
     body: Body,
     max_completions: int,
-    messages: list[Message],
-    tools: list[Body] | None,
+    messages: list[Message] | None = None,
+    prompt: str | list[int] | None = None,
+    tools: list[Body] | None = None,
     logprobs: bool = False,
 ) -> Request:
     stop = body.get("stop", body.get("stop_sequences")) or []
@@ -161,12 +179,13 @@ def _request(
     max_new_tokens = _typed(body, name, int, None)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise refused(name, "at least 1 is needed")
-    if not messages:
+    if messages is not None and not messages:
         raise refused("messages", "at least one is needed")
     return Request(
         model=_typed(body, "model", str, "policy"),
         stream=_typed(body, "stream", bool, False),
         messages=messages,
+        prompt=prompt,
         tools=tools,
         reads_calls=tools is not None and body.get("tool_choice") not in ("none", {"type": "none"}),
         num_completions=num_completions,
@@ -288,11 +307,15 @@ def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
+def _tokens(tokenizer: Any, answer: ClientAnswer) -> list[tuple[str, float]]:
+    ids, logprobs = answer.completion.token_ids.tolist(), answer.completion.logprobs.tolist()
+    return [(tokenizer.decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+
+
 def _chat_logprobs(tokenizer: Any, request: Request, answer: ClientAnswer) -> Body | None:
     if not request.logprobs:
         return None
-    ids, logprobs = answer.completion.token_ids.tolist(), answer.completion.logprobs.tolist()
-    pairs = [(tokenizer.decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+    pairs = _tokens(tokenizer, answer)
     content = [{"token": t, "bytes": list(t.encode()), "logprob": logprob, "top_logprobs": []} for t, logprob in pairs]
     return {"content": content, "refusal": None}
 
@@ -328,6 +351,41 @@ def stream_chat(tokenizer: Any, request: Request, num_prompt_tokens: int, answer
             yield _event(head | {"choices": [choice]})
     if request.with_usage:
         yield _event(head | {"choices": [], "usage": _usage(num_prompt_tokens, answers)})
+    yield "data: [DONE]\n\n"
+
+
+def write_completion(tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]) -> Body:
+    choices = []
+    for index, answer in enumerate(answers):
+        reason = answer.completion.finish_reason
+        choice: Body = {"index": index, "text": answer.text, "finish_reason": reason, "logprobs": None}
+        if request.logprobs:
+            pairs = _tokens(tokenizer, answer)
+            offsets = np.cumsum([0, *(len(token) for token, _ in pairs)])[:-1].tolist()
+            tokens, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
+            choice["logprobs"] = {
+                "tokens": tokens,
+                "token_logprobs": logprobs,
+                "top_logprobs": [{t: p} for t, p in pairs],
+                "text_offset": offsets,
+            }
+        choices.append(choice)
+    return _head("text_completion", "cmpl", request.model) | {
+        "choices": choices,
+        "usage": _usage(num_prompt_tokens, answers),
+    }
+
+
+def stream_completion(
+    tokenizer: Any, request: Request, num_prompt_tokens: int, answers: Sequence[ClientAnswer]
+) -> Iterator[str]:
+    """Yield the events of a text completion."""
+    whole = write_completion(tokenizer, request, num_prompt_tokens, answers)
+    usage, choices = whole.pop("usage"), whole.pop("choices")
+    for choice in choices:
+        yield _event(whole | {"choices": [choice]})
+    if request.with_usage:
+        yield _event(whole | {"choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
 
 
@@ -393,7 +451,7 @@ def error_event(error: RequestError, anthropic: bool) -> str:
 
 
 class AnswerReader:
-    """Turns sampled tokens into the message that a client gets; vLLM's parsers find tool calls and reasoning."""
+    """Turns sampled tokens into the message or text that a client gets; vLLM's parsers find tool calls and reasoning."""
 
     def __init__(
         self, tokenizer: Any, stop_ids: Iterable[int], tool_parser: str | None = None, reasoning_parser: str | None = None
@@ -419,10 +477,12 @@ class AnswerReader:
         """Return the answer of a completion, which ends where one of the client's stop strings is complete: later tokens are
         no part of it."""
         completion, text, stop = self._stopped(completion, request.stop)
+        if request.messages is None:
+            return ClientAnswer(completion, {}, text, stop)
         message: Message = {"role": "assistant", "content": text}
         if self._parser is not None:
             message |= self._parsed(text, completion.token_ids, prompt_ids, request)
-        return ClientAnswer(completion, message, stop)
+        return ClientAnswer(completion, message, text, stop)
 
     def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str, str | None]:
         ids = completion.token_ids.tolist()

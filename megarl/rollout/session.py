@@ -62,7 +62,7 @@ class Segment:
     routing: np.ndarray | None = None
     finish_reason: str = ""
     messages: list[Message] = field(default_factory=list)
-    text: str = ""  # of the last prompt, as the template rendered it
+    text: str = ""  # of the last prompt, as the template rendered it; of prompt and turn for text that is no chat
 
     @property
     def num_tokens(self) -> int:
@@ -180,6 +180,32 @@ class Session:
             turn = self._continue(state, self._chat.ids_after(_last(state), new_text))
         return replace(turn, messages=shown, text=text, history=histories[-1])
 
+    def next_text(self, text: str) -> TurnPrompt:
+        """Return the prompt for a completion of text that is no chat. Text that follows a prompt and its completion, as the
+        client got it, continues that turn. Raises as `next_turn`."""
+        segments = [s for s in self.segments if not s.messages and s.text and text.startswith(s.text)]
+        if segments:
+            segment = max(segments, key=lambda one: len(one.text))
+            ids = self._chat.ids(text[len(segment.text) :])
+            turn = self._continue(State(segment, segment.num_tokens), ids)
+        else:
+            turn = self._begin(self._chat.known(self._chat.tokenizer(text)["input_ids"]), "begun")
+        return replace(turn, text=text)
+
+    def next_tokens(self, ids: Sequence[int] | np.ndarray) -> TurnPrompt:
+        """Return the prompt for a completion of tokens, which continue the longest segment that they begin with and that is
+        no chat. Raises as `next_turn`."""
+        prompt = self._chat.known(ids)
+        best: tuple[Segment, int] | None = None
+        for segment in self.segments:
+            length = len(segment.prompt_ids) + segment.num_tokens
+            is_longer = not segment.messages and length <= len(prompt) and (best is None or length > best[1])
+            if is_longer and np.array_equal(segment.tokens, prompt[:length]):
+                best = segment, length
+        if best is None:
+            return self._begin(prompt, "begun")
+        return self._continue(State(best[0], best[0].num_tokens), prompt[best[1] :])
+
     def after(self, ids: np.ndarray) -> TurnPrompt:
         """Return the prompt for the next turn of a rollout with one segment: its tokens so far, and these. Raises as
         `next_turn`."""
@@ -188,15 +214,17 @@ class Session:
         (segment,) = self.segments
         return self._continue(State(segment, segment.num_tokens), ids)
 
-    def record(self, turn: TurnPrompt, sampled: Completion, reply: Message | None = None) -> Segment:
-        """Append what an engine sampled for a turn, and return the segment that has it. `reply` is what a client gets: the
-        assistant's message with its reasoning."""
+    def record(self, turn: TurnPrompt, sampled: Completion, reply: Message | str = "") -> Segment:
+        """Append what an engine sampled for a turn, and return the segment that has it. `reply` is what the client gets: the
+        assistant's message with its reasoning, or the text that was no chat."""
         segment = self._place(turn)
         segment.append(sampled)
+        segment.text = turn.text
         self.num_turns += 1
-        if reply is None:
+        if isinstance(reply, str):
+            segment.text += reply if turn.text else ""
             return segment
-        segment.text, segment.messages = turn.text, [*turn.messages, reply]
+        segment.messages = [*turn.messages, reply]
         history = _digest(turn.history, _compared(reply))
         self._states[history] = State(segment, segment.num_tokens, len(segment.messages), len(turn.text))
         self._states.move_to_end(history)

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
@@ -169,6 +170,7 @@ def test_answers_follow_the_schemas_of_their_providers(served: Served) -> None:
     """OpenAI's and Anthropic's own types, and vLLM's."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
     from vllm.entrypoints.openai.chat_completion import protocol as chat
+    from vllm.entrypoints.openai.completion import protocol as completion
 
     opened = served.open(Script(f"Well. {CALL}"))
     for more in ({}, {"tools": [ADD]}, {"n": 2}, {"logprobs": True}, {"max_tokens": 3}):
@@ -183,6 +185,14 @@ def test_answers_follow_the_schemas_of_their_providers(served: Served) -> None:
             ChatCompletionChunk.model_validate(chunk)
             chat.ChatCompletionStreamResponse.model_validate(chunk)
         assert streamed[-1]["usage"] == whole["usage"]
+        text = post(
+            opened, "completions", model="any", prompt="Once", **({"n": 2} if "n" in more else {"logprobs": 0})
+        ).json()
+        Completion.model_validate(text)
+        completion.CompletionResponse.model_validate(text)
+        for chunk in events_of(post(opened, "completions", model="any", prompt="Once", stream=True)):
+            Completion.model_validate(chunk)
+            completion.CompletionStreamResponse.model_validate(chunk)
     for more in ({}, {"tools": [ANTHROPIC_ADD]}, {"max_tokens": 3}):
         request: Any = {"model": "any", "messages": ASKED, "max_tokens": 99} | more
         whole = post(opened, "messages", **request).json()
@@ -198,6 +208,19 @@ def events_of(response: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+def test_completions_of_text_go_on_from_their_tokens(served: Served) -> None:
+    script = Script(" upon a time", " there was")
+    opened = served.open(script)
+    client, text = openai_client(opened), "Once"
+    for _ in range(2):
+        text += client.completions.create(model="any", prompt=text, max_tokens=500).choices[0].text
+    assert text == "Once upon a time there was"
+    one_segment(opened, script)
+    ids = opened.session.segments[0].tokens.tolist()
+    assert client.completions.create(model="any", prompt=[*ids, 5]).choices[0].finish_reason == "stop"
+    one_segment(opened, script)
+
+
 def test_log_probabilities_are_those_of_the_sampled_tokens(served: Served) -> None:
     opened = served.open(Script("ab"))
     choice = openai_client(opened).chat.completions.create(model="any", messages=ASKED, logprobs=True).choices[0]
@@ -205,18 +228,19 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(served: Served) -> No
     assert [(one.token, one.logprob) for one in choice.logprobs.content] == [("a", 0.0), ("b", -1.0), ("<|turn_end|>", -2.0)]
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "messages"])
 def test_a_stop_string_ends_what_the_client_gets_and_what_is_trained(served: Served, path: str) -> None:
     script = Script("one two END three END")
     opened = served.open(script)
     stop: Any = {"stop_sequences": ["END", "none"], "max_tokens": 99} if path == "messages" else {"stop": ["END", "none"]}
-    answer = post(opened, path, model="any", messages=ASKED, **stop).json()
+    prompt: Any = {"prompt": "?"} if path == "completions" else {"messages": ASKED}
+    answer = post(opened, path, model="any", **prompt, **stop).json()
     if path == "messages":
         assert answer["content"] == [{"type": "text", "text": "one two "}]
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
     else:
         choice = answer["choices"][0]
-        assert choice["message"]["content"] == "one two "
+        assert (choice["text"] if path == "completions" else choice["message"]["content"]) == "one two "
         assert choice["finish_reason"] == "stop"
     (segment,) = opened.session.segments
     assert served.chat.tokenizer.decode(segment.completion.token_ids) == "one two END", "the tokens up to the stop string"

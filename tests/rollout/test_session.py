@@ -199,6 +199,24 @@ def test_sessions_that_interleave_never_mix(steps: int) -> None:
             clients[place] = Client(chat, client.name, generator)
 
 
+def test_text_and_tokens_that_go_on_continue_their_turn() -> None:
+    chat = renderer("plain")
+    session, policy = Session(chat, LIMITS), Policy(chat)
+    turn = session.next_text("Once ab")
+    session.record(turn, policy.write(" upon ab", is_cut=True), " upon ab")
+    other = session.next_text("Once ab upon ab time")
+    assert is_continued(other, session.segments[0].tokens)
+    assert chat.tokenizer.decode(other.prompt_ids) == "Once ab upon ab time"
+    session.record(other, policy.write("!"), "!")
+    assert len(session.segments) == 1 and session.next_text("Once ab").state is None
+    tokens = session.next_tokens([*session.segments[0].tokens.tolist(), 5, 6])
+    assert is_continued(tokens, session.segments[0].tokens) and tokens.observed is not None
+    session.record(tokens, policy.write("x"))
+    session.record(session.next_tokens([5, 6]), policy.write("y"))
+    assert len(session.segments) == 2
+    check_trained(session.segments, policy.sampled)
+
+
 def test_one_request_may_have_several_completions() -> None:
     chat = renderer("plain")
     session, policy = Session(chat, LIMITS), Policy(chat)
