@@ -526,6 +526,8 @@ class Trainer:
             done = number
             # Before an evaluation, whose times do not count.
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
+            if self.parts.rollouts is not None:
+                self.parts.rollouts.follow(engines)
             if recipe.evaluates_after(number):
                 metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))
             metrics |= self.take_restart_metrics()

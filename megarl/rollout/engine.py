@@ -25,11 +25,11 @@ from megarl.rollout import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.engine_report import (
     EngineProcess,
     RequestLog,
+    counting_stat_logger,
     log_errors,
     own_processes,
     prompt_scores,
     routing_rows,
-    silent_stat_logger,
     token_versions,
 )
 from megarl.rollout.engine_settings import (
@@ -160,7 +160,8 @@ class RolloutEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         keep_holding_signals()
-        loggers = {"stat_loggers": [silent_stat_logger()]} if self._settings.times_requests else {}
+        logger_class = counting_stat_logger(self._log.count_preempted) if self._settings.times_requests else None
+        loggers = {} if logger_class is None else {"stat_loggers": [logger_class]}
         try:
             self._on_cpu = current_platform.is_cpu()
             # The driver says it, so that none of the memory is taken.

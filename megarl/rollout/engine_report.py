@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,7 @@ class RequestLog:
     _busy_since: float = 0.0
     _busy: list[tuple[float, float]] = field(default_factory=list)
     _requests: list[RequestTimes] = field(default_factory=list)
+    _num_preempted: int = 0
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -108,33 +109,38 @@ class RequestLog:
         )
         self._requests.append(times)
 
+    def count_preempted(self, count: int) -> None:
+        self._num_preempted += count
+
     def take(self) -> EngineReport:
         """Return the report since the last call. Requests in flight appear in a later report."""
         now = time.time()
         if self._num_groups:
             self._busy.append((self._busy_since, now - self._busy_since))
             self._busy_since = now
-        report = EngineReport(now, tuple(self._busy), tuple(self._requests))
-        self._busy, self._requests = [], []
+        report = EngineReport(now, tuple(self._busy), tuple(self._requests), self._num_preempted)
+        self._busy, self._requests, self._num_preempted = [], [], 0
         return report
 
 
-def silent_stat_logger() -> Any:
-    """Return a class for `stat_loggers` that does nothing. vLLM 0.32 records request times only for a stat logger, and its
-    default one sends them to Prometheus at every iteration."""
+def counting_stat_logger(count_preempted: Callable[[int], None]) -> Any:
+    """Return a class for `stat_loggers` that only counts preempted requests. vLLM 0.32 records request times only for a stat
+    logger, and its default one sends them to Prometheus at every iteration."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    class SilentStatLogger(PrometheusStatLogger):
+    class CountingStatLogger(PrometheusStatLogger):
         def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
             """Create no registry."""
 
-        def record(self, *arguments: Any, **options: Any) -> None: ...
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *arguments: Any, **options: Any) -> None:
+            if iteration_stats is not None:
+                count_preempted(iteration_stats.num_preempted_reqs)
 
         def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
 
         def log_engine_initialized(self) -> None: ...
 
-    return SilentStatLogger
+    return CountingStatLogger
 
 
 def token_versions(spans: Sequence[WeightVersionSpan]) -> np.ndarray:

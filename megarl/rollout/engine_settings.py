@@ -43,7 +43,7 @@ class EngineSettings:
     load: NodeLoad | None = None  # of its node; None if processes are not bound to cores
     adapter: LoraSection | None = None  # adapters that a sync sends and vLLM applies; None if it sends weights
     position: int = 0  # among the engines of its node
-    times_requests: bool = False  # whether it records the times of each request
+    times_requests: bool = False  # whether it records the times of each request, and counts preemptions
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # the recipe's, under vLLM's names
     teacher: str = ""  # the name of the teacher that it serves
 

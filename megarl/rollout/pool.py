@@ -89,7 +89,7 @@ class EnginePool:
                     device_variable=platform.device_variable,
                     takes_turns=takes_turns(recipe),
                     load=None if bound_ranks is None else node_load(recipe, places, place.node, bound_ranks),
-                    times_requests=recipe.run.trace != "none",
+                    times_requests=recipe.run.trace != "none" or (rollout.max_staleness > 0 and len(places) > 1),
                     engine_args=rollout.engine_args,
                     adapter=recipe.sent_adapter,
                     position=sum(other.node == place.node for other in places[:index]),

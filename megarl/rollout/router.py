@@ -43,10 +43,12 @@ class _Entry:
 
 @dataclass
 class _Lane:
-    """An engine with its requests, and their cost and sequences. No lane has more requests than its engine takes calls.
+    """An engine with its requests, their cost and sequences, and the most sequences that it may hold (None: any number). No
+    lane has more requests than its engine takes calls.
     `timer` ends the run if the engine finishes no request in time. `num_batches` were sent after `restarts` restarts."""
 
     engine: EngineHandle
+    depth: float | None
     entries: dict[_Entry, None] = field(default_factory=dict)  # an ordered set
     is_live: bool = True
     timer: asyncio.TimerHandle | None = None
@@ -88,7 +90,7 @@ class Router:
         # With one engine there is nothing to choose: vLLM's own queue serves best.
         self._depth = depth if len(pool.engines) > 1 else None
         self._on_unserved, self._on_error = on_unserved, on_error
-        self._lanes = {engine.settings.index: _Lane(engine) for engine in pool.engines}
+        self._lanes = {engine.settings.index: _Lane(engine, self._depth) for engine in pool.engines}
         self._sessions: dict[Any, int] = {}  # engine of each session
         # Evaluations, the others, and those that go behind them.
         self._waiting: tuple[deque[_Entry], ...] = (deque(), deque(), deque())
@@ -139,6 +141,14 @@ class Router:
 
         await asyncio.gather(*map(cut_lane, self._at_work()))
         return partials
+
+    def follow(self, num_preempted: dict[int, int]) -> None:
+        """Give fewer sequences to engines that preempted requests, whose caches they outgrew, and slowly more again to
+        others."""
+        for index, count in num_preempted.items():
+            lane = self._lanes[index]
+            if lane.depth is not None and self._depth is not None:
+                lane.depth = max(1.0, 0.75 * lane.depth) if count else min(self._depth, 1.05 * lane.depth)
 
     def end_session(self, session: Any) -> None:
         """Forget which engine has the prefix of a session."""
@@ -221,11 +231,10 @@ class Router:
         sticky = self._sessions.get(entry.session)
         if sticky is not None and self._lanes[sticky].is_live:
             return sticky if self._lanes[sticky].is_open else None
-        depth = self._depth
         free = [
             (lane.tokens, index)
             for index, lane in self._lanes.items()
-            if lane.is_open and (depth is None or not lane.entries or lane.num_sequences + entry.size <= depth)
+            if lane.is_open and (lane.depth is None or not lane.entries or lane.num_sequences + entry.size <= lane.depth)
         ]
         if not free:
             return None

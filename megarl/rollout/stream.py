@@ -54,6 +54,7 @@ from megarl.rollout.router import Router
 from megarl.rollout.taken import Resync, Taken
 from megarl.schedule.admission import Admission
 from megarl.telemetry.progress import advance_work, begin_work
+from megarl.telemetry.trace import EngineReport
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,14 @@ class RolloutStream:
             self._restored.append(group)
             if values["is_to_learn"]:
                 self._to_learn.append(group)
+
+    def follow(self, reports: Sequence[EngineReport]) -> None:
+        """Adapt what engines hold to the requests that they preempted."""
+
+        async def follow() -> None:
+            self._router.follow({report.engine: report.num_preempted for report in reports})
+
+        self._call(follow())
 
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""

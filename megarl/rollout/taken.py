@@ -92,6 +92,9 @@ class KnownBatches:
     def resume(self, version: int, engines: Sequence[int] | None) -> None:
         """Return at once: no engine has changed its weights."""
 
+    def follow(self, reports: Sequence[Any]) -> None:
+        """Return at once: no engine reports."""
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""
         return {"prompts": self._prompts.state()}

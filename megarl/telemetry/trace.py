@@ -73,12 +73,14 @@ class RequestTimes(NamedTuple):
 @dataclass(frozen=True)
 class EngineReport:
     """What an engine did since its last report. `now` is its clock at the answer, in seconds since 1970; `busy` holds
-    (start, seconds) of each time with requests in flight. Rank 0 fills in `engine`, `host` and `offset_s`, by which the
-    engine's clock is ahead of rank 0's."""
+    (start, seconds) of each time with requests in flight. `num_preempted` counts how often vLLM took a request's cache away;
+    it is 0 if the engine records no times. Rank 0 fills in `engine`, `host` and `offset_s`, by which the engine's clock is
+    ahead of rank 0's."""
 
     now: float
     busy: tuple[tuple[float, float], ...] = ()
     requests: tuple[RequestTimes, ...] = ()
+    num_preempted: int = 0
     engine: int = 0
     host: str = ""
     offset_s: float = 0.0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from megarl.recipe import Recipe
 from megarl.rollout import EngineDied, RolloutError, handle
 from megarl.rollout.engine_report import EngineProcess
 from megarl.rollout.groups import GroupFacts
@@ -222,3 +223,12 @@ def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: 
     facts = GroupFacts(0, (0,), (0,), (1,), (1,), (1,), ("stop",), (0,), (0,))
     with pytest.raises(RolloutError, match=r"the store of rollouts.* did not take batch 1 within rollout.timeout_s"):
         asyncio.run(pool.store_batch([facts], [None]))
+
+
+def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
+    for trace, staleness, counts in (("none", 0, False), ("none", 1, True), ("phases", 0, True)):
+        values = recipe(model, engines=2, max_staleness=staleness).model_dump()
+        values["run"]["trace"] = trace
+        pool = EnginePool(Recipe.model_validate(values), str(model), (), seed=0)
+        assert {engine.settings.times_requests for engine in pool.engines} == {counts}

@@ -1,4 +1,4 @@
-"""Laws of the router about engines that die, break or start again, and about evaluations, on scripted engines."""
+"""Laws of the router about engines that preempt, die, break or start again, and about evaluations, on scripted engines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ from tests.scripted_stream import ROUTER_TIMEOUT_S as TIMEOUT_S
 from tests.scripted_stream import ScriptedPool, clock, request, router, run, settle
 
 pytestmark = [pytest.mark.stream, pytest.mark.timeout(120)]  # a loop whose clock stands still may wait for ever
+
+
+def test_an_engine_that_preempts_requests_gets_fewer_sequences_and_slowly_more_again() -> None:
+    async def body() -> None:
+        pool = ScriptedPool.of(2)
+        routes = router(pool, depth=4)
+        routes.follow({0: 3, 1: 0})
+        for group in range(12):
+            routes.sample(request(group), 1)
+        await settle()
+        assert [len(engine.work) for engine in pool.engines] == [3, 4]
+        for _ in range(6):
+            routes.follow({0: 0, 1: 0})
+        for position in list(pool.engines[0].work):
+            pool.engines[0].finish(position)
+        await settle()
+        assert [len(engine.work) for engine in pool.engines] == [4, 4], "never more than the depth"
+        await routes.close()
+
+    run(body())
 
 
 def test_an_engine_that_dies_while_requests_are_cut_loses_none_and_is_started_again() -> None:
