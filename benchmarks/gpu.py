@@ -133,7 +133,11 @@ def parity(dry: bool, folder: Path) -> Result:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": "29434"}
     command = [sys.executable, __file__, "--part", "reference", "--folder", str(folder), "--into", str(reference)]
     on_cpu = subprocess.Popen([*command, *(["--dry-run"] if dry else [])], env=environment)
-    found = parity_figures(folder / "device", dry)
+    try:
+        found = parity_figures(folder / "device", dry)
+    except BaseException:
+        on_cpu.kill()
+        raise
     if code := on_cpu.wait():
         raise RuntimeError(f"the run on the CPU ended with exit status {code}; its output stands above")
     expected = json.loads(reference.read_text())["values"]

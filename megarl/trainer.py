@@ -470,7 +470,7 @@ class Trainer:
 
         Returns None everywhere if the run `leaves`, which all ranks ask before each round.
         """
-        judged, more, held_out = None, True, self.parts.held_out
+        evaluation, more, held_out = None, True, self.parts.held_out
         with self.clock.phase("evaluation"):
             if self.recipe.run.is_supervised:
                 rows = held_out if isinstance(held_out, HeldOutRows) else None
@@ -480,10 +480,10 @@ class Trainer:
                     return None
                 answer: Any = None
                 if isinstance(held_out, HeldOut) and self.parts.rollouts is not None:
-                    judged = judged or held_out.begin()
-                    answer = held_out.go_on(judged, self.parts.rollouts, self._sync_restarted_from_first)
+                    evaluation = evaluation or held_out.begin()
+                    answer = held_out.go_on(evaluation, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        return judged
+        return evaluation
 
     def _measure(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
         """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""

@@ -233,7 +233,7 @@ class Agent(LocalElasticAgent):
         return [handlers[rank].proc for rank in sorted(handlers)]
 
     def _shutdown(self, death_sig: signal.Signals = STOP, timeout: int = 30) -> None:
-        super()._shutdown(death_sig)  # torch before 2.13 has no timeout here; its default is the same 30 s
+        super()._shutdown(death_sig)  # without `timeout`, which torch 2.11 does not take; torch 2.13 has the same 30 s
         # Each rank leads a process group, which may outlive the rank.
         for process in self._processes() if self._pcontext is not None else ():
             with contextlib.suppress(ProcessLookupError):

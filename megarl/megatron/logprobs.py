@@ -2,8 +2,8 @@
 
 A rank holds the rows [first, first + width) of the vocabulary. The logits of a micro-batch would be its largest tensor, so
 they are made in blocks (`megarl/schedule/logit_blocks.py`): an fp32 block takes at most 256 MiB (24 on a CPU), and with
-all around it at most 2.5 times that, for any micro-batch and vocabulary. Forward keeps the hidden rows and a few numbers a
-token; backward makes each block again, which costs one more product of the head.
+what is computed from it 2.5 times that, for any micro-batch and vocabulary. Forward keeps the hidden rows and a few numbers
+a token; backward makes each block again, which costs one more product of the head.
 
 Columns are divided first, so that one product over a block's rows completes the weight gradient of its columns, and only the
 smaller gradient, of the rows, is summed over blocks.
@@ -158,9 +158,9 @@ def _over_blocks(hidden: Tensor, weight: Tensor, local: Tensor, head: LogProbabi
         block = function(hidden[rows] @ weight[columns].t(), local[rows] - columns.start, head.temperature)
         by_rows.setdefault(rows.start, []).append(block)
     if not by_rows:  # no rows, or a rank that has padding alone
-        nothing = torch.zeros(4, len(hidden), dtype=torch.float32, device=hidden.device)
-        nothing[0] = _NO_LOGIT
-        return nothing.unbind()
+        empty = torch.zeros(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        empty[0] = _NO_LOGIT
+        return empty.unbind()
     merged = []
     for parts_of_rows in by_rows.values():  # together, because block by block a GPU would wait for the host
         parts = torch.stack(parts_of_rows, 1)  # [4, blocks, rows]

@@ -59,8 +59,8 @@ class Packing(PackedSeqParams):
 
 # Queries that share one mask. A larger block costs memory, a smaller block costs calls.
 BLOCK = 256
-# Elements of a mask's row that torch's GPU kernel may read at once. torch copies a mask whose strides are no multiple of it,
-# and looks at no address (2.11, 2.13).
+# torch's memory-efficient kernel reads this many elements of a mask's row at once. torch copies a mask whose strides are no
+# multiples of it, but does not check its address (2.11, 2.13).
 ALIGNED = 16
 
 
@@ -146,12 +146,14 @@ class PackedAttention(nn.Module):
             if first == rows:  # without a slice, because the backward pass of a slice would copy
                 return self._product(query, key, value, is_causal=True)
             blocks.append(self._product(query[:first], key[:first], value[:first], is_causal=True))
-        unseen, start_row = length - rows, first  # keys before the first query's own
+        num_earlier, start_row = length - rows, first  # keys before the first query's own
         while start_row < rows:
-            # Blocks begin and end at round keys, so that their masks are aligned (`seen_keys`).
-            last = min((unseen + start_row) // BLOCK * BLOCK + BLOCK - unseen, rows)
-            stop = unseen + last
-            start = max(0, unseen + start_row + 1 - self.window) // ALIGNED * ALIGNED if self.window else 0
+            # Blocks end at round keys, and see a round number of them, so that masks are aligned (`seen_keys`).
+            last = min((num_earlier + start_row) // BLOCK * BLOCK + BLOCK - num_earlier, rows)
+            stop, start = num_earlier + last, 0
+            if self.window:
+                num_seen = self.window + last - start_row - 1
+                start = max(0, stop - -(-num_seen // ALIGNED) * ALIGNED)
             mask = seen_keys(last - start_row, stop - start, self.window, query.dtype, query.device)
             blocks.append(self._product(query[start_row:last], key[start:stop], value[start:stop], attn_mask=mask))
             start_row = last
@@ -184,11 +186,12 @@ def seen_keys(rows: int, keys: int, window: int, dtype: torch.dtype, device: tor
     """Return [rows, keys]: 0 where a token of the last `rows` tokens sees a key, -inf elsewhere.
 
     The result is a corner of one mask that all blocks, sequences and layers share, because autograd keeps the mask of each
-    block; a copy if the corner is not aligned.
+    block; on a GPU a copy if the corner is not aligned, as where a sequence ends.
     """
     width = window + BLOCK + ALIGNED if window else 1 << (keys - 1).bit_length()
     mask = _last_rows(-(-width // ALIGNED) * ALIGNED, window, dtype, device)[-rows:, -keys:]
-    return mask.clone(memory_format=torch.contiguous_format) if mask.storage_offset() % ALIGNED else mask
+    is_aligned = device.type == "cpu" or mask.storage_offset() % ALIGNED == 0
+    return mask if is_aligned else mask.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=8)

@@ -19,13 +19,14 @@ d = head_dim, a = heads d / t, k = groups d / t, f = ffn / t, a layer keeps for 
 
 Transformer Engine keeps instead
 
-    two norms           2 (2 b h + 4) / s   input and output (the linear layer's input), one over the root mean square
+    two norms           4 b h / s           input and output (the linear layer's input)
     q/k norms           (a + k) b           their inputs
     rotary embedding    (a + k) b           rotated queries and keys; one table for all layers
     attention           a b + 4 heads / t   output, log of the softmax's sums
     SwiGLU              3 f b               gate and up, the product
+    adapters            4 h / s             of qkv and of fc1, which compute the norm again
 
-of which an update of a 1.5B model on an H100 reserved 5 % less than estimated (`benchmarks/measured/gpu.json`).
+An update and the log-probabilities of a 1.5B model reserved within 7 % of this on an H100 (`benchmarks/measured/gpu.json`).
 
 Where prompts are shared, each completion's keys and values stand behind a copy of its prompt's (`models/attention.py`): a
 layer keeps 2 k b for each row of those copies and of the completions, as many as the sequences' lengths add up to. In the
@@ -162,7 +163,9 @@ def saved_per_token(role: PlannedRole, layer: int) -> int:
     saved += (queries + keys + (0 if role.fuses_attention else 4 * shape.head_dim)) * width  # rotary embedding
     saved += (1 if role.fuses_attention else 2) * queries * width + _FP32 * shape.heads // layout.tensor  # attention
     saved += 2 * keys * layout.context * width if layout.context > 1 and not role.fuses_attention else 0
-    saved += role.lora.rank * len(role.lora.targets) * width if role.lora is not None else 0
+    if role.lora is not None:
+        saved += role.lora.rank * len(role.lora.targets) * width
+        saved += _FP32 * hidden_width(role) * len({"qkv", "fc1"} & {*role.lora.targets}) if role.fuses_layers else 0
     if (latent := shape.latent) is not None:
         # The compressed queries, keys and values with their norms, and the values widened to the size of the keys.
         narrow = latent.query_rank + latent.key_value_rank
@@ -207,12 +210,11 @@ def gathered_per_token(role: PlannedRole) -> int:
 def backward_per_token(role: PlannedRole, pipeline_rank: int) -> int:
     """Bytes of each token on top of what is saved, where the backward pass of a stage is largest.
 
-    The last stage starts with its final norm: its input in fp32 and five gradients of that size, or with Transformer Engine
-    its input and two gradients in the model's precision. Every stage then comes to
+    The last stage starts with its final norm: its input in fp32 and five gradients of that size. Every stage then comes to
     the SwiGLU of its last layer: the gradients of the product and of both factors (the product is gone by then) and of the
     residual. Where SwiGLU is narrow the norm before it may need more: five gradients in fp32, while what SwiGLU kept, the
     norm's output and the normalised input are gone. Experts: gradients of the rows that they returned, before and after
-    these are sent.
+    these are sent. A norm of Transformer Engine needs its input and two gradients in the model's precision.
     """
     width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
     feed_forward, kept = (2 * ffn + hidden) * width, _gated(role) * ffn * width
@@ -221,7 +223,7 @@ def backward_per_token(role: PlannedRole, pipeline_rank: int) -> int:
         rows = 2 * expert_rows_per_token(role) * role.shape.hidden
         feed_forward = int(rows * width + role.shape.hidden // _token_shards(role) * width)
         kept = experts_saved_per_token(role)
-    norm = (5 * _FP32 - width) * hidden - kept
+    norm = (3 * width if role.fuses_layers else 5 * _FP32 - width) * hidden - kept
     final_norm = (3 * width if role.fuses_layers else 6 * _FP32) * hidden if role.has_head(pipeline_rank) else 0
     # What recompute did not keep of the last layer, or of a part of it, is there again by then.
     again = saved_per_token(role, last) if role.recomputes_whole else max(recomputed_per_token(role, last))

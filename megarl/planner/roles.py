@@ -52,6 +52,7 @@ class PlannedRole:
     divergence_alone: bool = False
     on_cpu: bool = False
     scores: bool = False
+    has_transformer_engine: bool = True  # on GPUs
 
     @property
     def is_frozen_policy(self) -> bool:
@@ -71,8 +72,8 @@ class PlannedRole:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether Transformer Engine runs the layers, as on Hopper and newer GPUs in 16 bits (`megatron/model.py`)."""
-        return not self.on_cpu and self.precision != "fp32"
+        """Whether Transformer Engine runs the layers, as `spec_name` of `megatron/model.py` decides on the device."""
+        return self.has_transformer_engine and not self.on_cpu and self.precision != "fp32"
 
     @property
     def fuses_attention(self) -> bool:

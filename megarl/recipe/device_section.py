@@ -25,6 +25,9 @@ class DeviceSection(Section):
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of one node's host in GiB. `megarl check` estimates what offloaded roles, checkpoints, the weight sync and all
     processes take of it, and refuses what does not fit; null only prints the estimate."""
+    transformer_engine: bool = True
+    """Whether Transformer Engine runs the layers on GPUs, as on Hopper and newer ones in 16 bits. With false the estimate of
+    memory is that of Megatron-core's own layers, which keep about twice as much."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""

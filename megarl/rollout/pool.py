@@ -102,11 +102,11 @@ class EnginePool:
         ]
         self.teachers: dict[str, EngineHandle] = {}
         served = teacher_engines(recipe, on_gpu=platform.num_devices is not None) if teachers else {}
-        for (name, of_teacher), place in zip(served.items(), teachers, strict=True):
+        for (name, teacher_plan), place in zip(served.items(), teachers, strict=True):
             # The teacher's own files, which no sync changes.
             path = str(model_directory(recipe.path(f"teachers.{name}")))
             settings = EngineSettings(
-                index=0, teacher=name, model_path=path, planned=of_teacher, kv_cache_bytes=of_teacher.kv_cache_bytes,
+                index=0, teacher=name, model_path=path, planned=teacher_plan, kv_cache_bytes=teacher_plan.kv_cache_bytes,
                 max_model_len=recipe.max_sequence_tokens + 1, max_new_tokens=1, temperature=1.0, stop_token_ids=(),
                 seed=seed, place=place, device_variable=platform.device_variable,
             )  # fmt: skip

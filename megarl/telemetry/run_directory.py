@@ -89,7 +89,8 @@ class RunDirectory:
     def forget_tables(self, folder: str, step: int) -> None:
         """Remove the tables in `folder` of steps after `step`, which a resumed run repeats."""
         for file in (self.path / folder).glob("step-*.jsonl"):
-            if int(file.stem.removeprefix("step-")) > step:
+            number = file.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) > step:
                 file.unlink()
 
     def refuse_running(self) -> None:

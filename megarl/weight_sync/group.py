@@ -373,7 +373,7 @@ class BucketSender:
     def _own(self, entries: Round) -> list[tuple[int, int, Part]]:
         """Return this rank's parts of a round, with bucket and stream."""
         parts = [(bucket, number, part) for bucket, number in entries for part in self._streams[number].parts[bucket]]
-        return [of_rank for of_rank in parts if of_rank[2].source_rank == self._rank]
+        return [(bucket, number, part) for bucket, number, part in parts if part.source_rank == self._rank]
 
     def _send_in_two_legs(self, entries: Round, written: Sequence[Written]) -> list[Message]:
         ranks, manifest, messages = self._ranks, self._manifest, []

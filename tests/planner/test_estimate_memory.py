@@ -227,3 +227,13 @@ def test_estimate_of_fused_layers_is_what_a_gpu_reserved(kind):
     tokens, completions = (sum(column) for column in zip(*((sum(pair), pair[1]) for pair in lengths[:4]), strict=True))
     load = Load(kind == "update", tokens, completions, max(map(sum, lengths)), num_micro_batches=len(lengths) // 4)
     assert peak([role], role, load).total == pytest.approx(measured, rel=0.1)
+
+
+def test_layers_without_transformer_engine_keep_more():
+    recorded = json.loads((ROOT / "benchmarks" / "measured" / "gpu.json").read_text())
+    shape = ModelShape.from_config(recorded["config"]["dense"])
+    fused = planned_role("actor", shape, Layout(), "bf16", trained=True)
+    unfused = replace(fused, has_transformer_engine=False)
+    on_cpu = replace(fused, on_cpu=True)
+    assert activations.saved_per_token(unfused, 0) == activations.saved_per_token(on_cpu, 0)
+    assert 1.8 < activations.saved_per_token(unfused, 0) / activations.saved_per_token(fused, 0) < 2.2

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.sync
 
 SEQUENCES, TOKENS = 2, 32
+QUICKSTART = Path(__file__).resolve().parents[2] / "models" / "SmolLM2-135M-Instruct"  # `make setup` makes it
 DTYPES = {"fp32": ("float32", torch.float32), "bf16": ("bfloat16", torch.bfloat16)}
 Scores = Mapping[int, np.ndarray]
 
@@ -163,14 +164,14 @@ def test_every_layout_gives_the_same_scores_on_every_rank(tmp_path: Path) -> Non
 class Parts:
     """An actor, the trainer's end of the sync, and two engines in this process."""
 
-    def __init__(self, model: Path, precision: str) -> None:
+    def __init__(self, model: Path, precision: str, bucket_bytes: int = 1 << 16) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(unused_port())
         name, _ = DTYPES[precision]
         self.precision = precision
         self.actor = make_role(str(model), start(Layout()), precision=precision)
         self.engines = [open_receiver(model, dtype=name) for _ in range(2)]
-        settings = SyncSettings(precision, RolloutLayout(), 1, 1 << 16, 60.0)
+        settings = SyncSettings(precision, RolloutLayout(), 1, bucket_bytes, 60.0)
         self.syncs = [WeightSync(ModelShape.from_directory(model), Layout(), settings, 0, None) for _ in self.engines]
         self.version = 0
         self.canaries = {"alone": self._canary(), "pair": self._canary()}
@@ -314,9 +315,9 @@ def test_a_broken_engine_is_noticed_at_the_next_sync(
         assert by_actor >= both | {f"bit {bit}" for bit in range(16, 32)} | {f"layer {size:g}" for size in (1e-4, 1e-3)}
 
 
-def syncs_without_a_fault(model: Path, precision: str, count: int) -> list[float]:
+def syncs_without_a_fault(model: Path, precision: str, count: int, bucket_bytes: int) -> list[float]:
     """The differences from the actor. Raises AssertionError at a false alarm."""
-    parts, differences = Parts(model, precision), []
+    parts, differences = Parts(model, precision, bucket_bytes), []
     for seed in range(count):
         parts.update(3e-4, seed)
         parts.publish()
@@ -329,7 +330,9 @@ def syncs_without_a_fault(model: Path, precision: str, count: int) -> list[float
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_two_hundred_syncs_raise_no_alarm(engine_process: ProcessPoolExecutor, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", "llama", True, seed=0)
-    differences = engine_process.submit(syncs_without_a_fault, model, "bf16", 200).result(timeout=900)
+@pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny", "quickstart"])
+def test_two_hundred_syncs_raise_no_alarm(engine_process: ProcessPoolExecutor, tmp_path: Path, is_tiny: bool) -> None:
+    model = save_model(tmp_path / "model", "llama", True, seed=0) if is_tiny else QUICKSTART
+    task = engine_process.submit(syncs_without_a_fault, model, "bf16", 200, 1 << 16 if is_tiny else 1 << 25)
+    differences = task.result(timeout=1500)
     assert len(differences) == 200 and min(differences) > 0
