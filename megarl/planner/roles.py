@@ -20,6 +20,7 @@ from megarl.models.megatron_weights import chunk_layers, padded_vocab, stage_lay
 
 if TYPE_CHECKING:  # `megarl.recipe` imports the planner for the sizes that a recipe leaves open
     from megarl.recipe.algorithm_section import DistillationSection
+    from megarl.recipe.device_section import DeviceSection
     from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -33,7 +34,8 @@ class PlannedRole:
     uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `teacher_widths` are the hidden
     sizes of teachers whose heads the last stage holds, to compare vocabularies. `distillation` is that of the actor and of
     teachers where it compares more than sampled tokens; a teacher judges the `share` of the rollouts. `divergence_alone`:
-    nothing else is in the loss of the actor. `scores`: the actor is trained as a reward model.
+    nothing else is in the loss of the actor. `scores`: the actor is trained as a reward model. `device` is the
+    recipe's, if it states one.
     """
 
     name: str
@@ -52,7 +54,7 @@ class PlannedRole:
     divergence_alone: bool = False
     on_cpu: bool = False
     scores: bool = False
-    has_transformer_engine: bool = True  # on GPUs
+    device: DeviceSection | None = None
 
     @property
     def is_frozen_policy(self) -> bool:
@@ -73,7 +75,9 @@ class PlannedRole:
     @property
     def fuses_layers(self) -> bool:
         """Whether Transformer Engine runs the layers, as `spec_name` of `megatron/model.py` decides on the device."""
-        return self.has_transformer_engine and not self.on_cpu and self.precision != "fp32"
+        if self.device is not None and not self.device.transformer_engine:
+            return False
+        return not self.on_cpu and self.precision != "fp32"
 
     @property
     def fuses_attention(self) -> bool:

@@ -27,7 +27,7 @@ class DeviceSection(Section):
     processes take of it, and refuses what does not fit; null only prints the estimate."""
     transformer_engine: bool = True
     """Whether Transformer Engine runs the layers on GPUs, as on Hopper and newer ones in 16 bits. With false the estimate of
-    memory is that of Megatron-core's own layers, which keep about twice as much."""
+    memory is that of Megatron-core's own layers, which keep about 1.7 times as much."""
     tflops: Annotated[float, Field(gt=0)] | None = None
     """Sustained rate of one device in 10**12 floating-point operations a second, for the times that `megarl check --plan`
     estimates."""

@@ -49,7 +49,7 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             entropy_bonus=role == "actor" and recipe.algorithm.entropy_coefficient > 0,
             borrows_weights=role == "reference" and recipe.reference_is_base,
             on_cpu=is_for_cpus(recipe),
-            has_transformer_engine=recipe.device is None or recipe.device.transformer_engine,
+            device=recipe.device,
             scores=role == "actor" and recipe.trained_role == "reward_model",
         )
     if distillation is None:
