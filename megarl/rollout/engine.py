@@ -213,9 +213,11 @@ class RolloutEngine:
     async def submit(self, requests: Sequence[GroupRequest], continues: bool = False) -> None:
         """Queue groups and generate; groups that are under way go on. On an idle engine the groups are queued while
         generation is paused, with an empty prefix cache unless they continue sequences of the groups before them: the cache
-        then holds the same in every run, as all before was the same. Raises EngineDirty, EngineDied."""
+        then holds the same in every run, as all before was the same. A group replaces the group at its position, if any, so
+        that a caller may submit again what it gave up. Raises EngineDirty, EngineDied."""
         async with self._exclusive:
             engine = self._clean()
+            await self._drop([request.position for request in requests])
             is_idle = all(group.result.done() for group in self._groups.values())
             if is_idle:
                 await self._pause_scheduler("abort", clear_cache=not continues)
@@ -233,11 +235,14 @@ class RolloutEngine:
     @ray.method(num_returns=2)
     async def result(self, position: int) -> tuple[GroupFacts, GroupResult]:
         """Wait for a group's completions and return two objects: facts for rank 0, tokens for the ranks that fetch them.
-        Raises RolloutError for a group that was never submitted."""
-        if position not in self._groups:
-            raise RolloutError(f"the engine has no group at position {position}")
-        await asyncio.wait([self._groups[position].result])
-        result = self._groups.pop(position).result.result()
+        Raises RolloutError for a group that was replaced."""
+        group = self._groups.get(position)
+        if group is not None:
+            await asyncio.wait([group.result])
+        if group is None or group.result.cancelled():
+            raise RolloutError(f"the engine has no group at position {position}; it was replaced, or never submitted")
+        self._groups.pop(position, None)
+        result = group.result.result()
         return GroupFacts.of(result), result
 
     async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
@@ -436,6 +441,13 @@ class RolloutEngine:
         await asyncio.wait([group.collecting for group in queued if group.collecting is not None])
         for group in queued:
             group.collecting = None
+
+    async def _drop(self, positions: Sequence[int]) -> None:
+        """Abort and forget groups."""
+        dropped = [self._groups.pop(position) for position in positions if position in self._groups]
+        await self._cut(dropped)
+        for group in dropped:
+            group.result.cancel()
 
     async def _collect(self, group: PendingGroup, collectors: dict[int, RequestOutputCollector]) -> None:
         """Wait for the requests of a group, and set its result, or an error, unless it was cut."""

@@ -14,6 +14,7 @@ import torch
 
 from megarl.data.sample import Sample
 from megarl.recipe.device_section import CPU_BLOCK
+from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import GroupResult, Partial
 from megarl.rollout.handle import EngineHandle
@@ -148,6 +149,24 @@ def test_what_was_sampled_is_kept_and_what_follows_draws_anew(engines: Engines, 
     seeds = request.seeds[1:]
     [fresh] = client.sample(replace(client.request(), prompt_ids=prompt, seeds=seeds, max_new_tokens=90))
     assert not np.array_equal(fresh.token_ids, after.token_ids[10:])
+
+
+def test_a_replaced_group_is_forgotten_and_others_go_on(engines: Engines, clients: tuple[Client, Client]) -> None:
+    client, _ = clients
+    lasting, replaced, finished = (client.request() for _ in range(3))
+    client.sample(client.request())
+    client.call("submit", [finished])
+    client.call("submit", [lasting, replaced])
+    waiting = client._engine.call("result", replaced.position)[0]
+    client.call("submit", [again := replace(replaced, prompt_ids=finished.prompt_ids)])
+    with pytest.raises(RolloutError, match=f"no group at position {replaced.position}"):
+        client._engine.get(waiting, "rollout")
+    first, second = client.take([lasting, again])
+    assert_sampled(engines.old, first)
+    assert_sampled(engines.old, second)
+    assert np.array_equal(second.prompt_ids, finished.prompt_ids)
+    client.take([finished])
+    assert client.call("cut") == {}
 
 
 def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: None, tmp_path: Path) -> None:
