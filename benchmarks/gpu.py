@@ -134,16 +134,16 @@ def parity(dry: bool, folder: Path) -> Result:
     command = [sys.executable, __file__, "--part", "reference", "--folder", str(folder), "--into", str(reference)]
     on_cpu = subprocess.Popen([*command, *(["--dry-run"] if dry else [])], env=environment)
     try:
-        found = parity_figures(folder / "device", dry)
-    except BaseException:
-        on_cpu.kill()
-        raise
-    if code := on_cpu.wait():
+        cases = parity_figures(folder / "device", dry)
+        code = on_cpu.wait()
+    finally:
+        on_cpu.kill()  # nothing, if it has ended
+    if code:
         raise RuntimeError(f"the run on the CPU ended with exit status {code}; its output stands above")
     expected = json.loads(reference.read_text())["values"]
     values: Result = {}
     targets = []
-    for case, figures in found.items():
+    for case, figures in cases.items():
         _, family, precision = case.split("/")
         wanted, exact = (expected[f"local/{family}/{kind}"] for kind in (precision, "fp32"))
         differences = distances(figures["logprobs"], exact["logprobs"])

@@ -217,13 +217,13 @@ def backward_per_token(role: PlannedRole, pipeline_rank: int) -> int:
     these are sent. A norm of Transformer Engine needs its input and two gradients in the model's precision.
     """
     width, hidden, ffn = role.bytes_per_weight, hidden_width(role), role.shape.ffn // role.layout.tensor
-    feed_forward, kept = (2 * ffn + hidden) * width, _gated(role) * ffn * width
+    feed_forward, freed = (2 * ffn + hidden) * width, _gated(role) * ffn * width
     last = stage_layers(role.shape, role.layout, pipeline_rank)[-1]
     if role.shape.has_experts(last):
         rows = 2 * expert_rows_per_token(role) * role.shape.hidden
         feed_forward = int(rows * width + role.shape.hidden // _token_shards(role) * width)
-        kept = experts_saved_per_token(role)
-    norm = (3 * width if role.fuses_layers else 5 * _FP32 - width) * hidden - kept
+        freed = experts_saved_per_token(role)
+    norm = (3 * width if role.fuses_layers else 5 * _FP32 - width) * hidden - freed
     final_norm = (3 * width if role.fuses_layers else 6 * _FP32) * hidden if role.has_head(pipeline_rank) else 0
     # What recompute did not keep of the last layer, or of a part of it, is there again by then.
     again = saved_per_token(role, last) if role.recomputes_whole else max(recomputed_per_token(role, last))

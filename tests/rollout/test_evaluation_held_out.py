@@ -52,9 +52,9 @@ def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_
     run = RunDirectory(tmp_path)
     prompt = Prompt(0, np.zeros(2, np.int32), "1+1", "2", {})
     rewards = [np.array([1.0, np.nan], np.float32)]
-    found = Evaluation([prompt], counts_of([prompt]), rewards, [["2", None]], [1, 2], [False] * 2)
+    evaluation = Evaluation([prompt], counts_of([prompt]), rewards, [["2", None]], [1, 2], [False] * 2)
     for step in (0, 4, 12):
-        found.write(run.evaluation_table(step))
+        evaluation.write(run.evaluation_table(step))
     assert '"rewards": [1.0, null], "answers": ["2", null]' in run.evaluation_table(4).read_text()
     run.forget_tables("evaluations", 4)
     assert sorted(file.name for file in tmp_path.glob("evaluations/*")) == ["step-000000.jsonl", "step-000004.jsonl"]
@@ -69,10 +69,10 @@ def test_what_could_not_be_scored_counts_for_nothing(tmp_path: Path) -> None:
         {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}, "completions": 3, "pass_at": [1, 3]}
     )
     answers: list[list[str | None]] = [["1", "2", "2"], ["2", "2", "2"]]
-    found = Evaluation(prompts, counts_of(prompts), rewards, answers, [1] * 6, [False] * 6).metrics(section)
-    assert (found["evaluation/mean"], found["evaluation/pass_at_1"], found["evaluation/num_masked"]) == (0.5, 0.5, 4)
-    assert np.isnan(found["evaluation/pass_at_3"]), "no prompt has three completions that count"
-    assert found["evaluation/majority_at_3"] == 0.5, "the vote of the masked one does not break the tie"
+    metrics = Evaluation(prompts, counts_of(prompts), rewards, answers, [1] * 6, [False] * 6).metrics(section)
+    assert (metrics["evaluation/mean"], metrics["evaluation/pass_at_1"], metrics["evaluation/num_masked"]) == (0.5, 0.5, 4)
+    assert np.isnan(metrics["evaluation/pass_at_3"]), "no prompt has three completions that count"
+    assert metrics["evaluation/majority_at_3"] == 0.5, "the vote of the masked one does not break the tie"
 
 
 def test_the_command_says_each_estimate_with_its_error_and_what_did_not_count() -> None:
