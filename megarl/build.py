@@ -355,10 +355,14 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     trained_on = [prompts]
     if (supervised := recipe.supervised) is not None:
         key = "warmup.sft.data"
-        rows = open_data(supervised, directory, run.first_start)[1](supervised.data, key=f"{key}.prompts")
+        rows_of = open_data(supervised, directory, run.first_start)[1]
+        rows = rows_of(supervised.data, key=f"{key}.prompts")
         _print_dropped(key, rows, "max_tokens")
         parts.rows = DatasetStream(supervised, rows)
         trained_on.append(rows)
+        if supervised.evaluation is not None:
+            held_out = rows_of(held_out_data(supervised), key="warmup.sft.evaluation.prompts")
+            parts.held_out_rows = HeldOutRows(supervised, held_out, rows, area="warmup_evaluation")
     teachers_of(recipe, prompts.every())  # a row that names no teacher ends the run at once
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")

@@ -79,6 +79,7 @@ class RunParts:
     engines: EnginePool | None = None
     rollouts: RolloutStream | ReplayStream | DatasetStream | None = None
     rows: DatasetStream | None = None  # of the supervised steps of a warm-up
+    held_out_rows: HeldOutRows | None = None  # of those steps
     dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
     samples: SampleTable | None = None
     held_out: HeldOut | HeldOutRows | None = None
@@ -121,7 +122,8 @@ class Trainer:
         self.supervised: Trainer | None = None  # runs the supervised steps of a warm-up, with the same roles
         if recipe.supervised is not None:
             # The engines only sleep, if they do at all.
-            rows = replace(parts, weights=None, rollouts=parts.rows, dump=None, held_out=None, engines_sleep=False)
+            rows = replace(parts, weights=None, rollouts=parts.rows, dump=None, engines_sleep=False)
+            rows.held_out = parts.held_out_rows
             self.supervised = Trainer(recipe.supervised, rank, rows, clock, boundary)
 
     def step(self, number: int) -> Metrics:
@@ -485,6 +487,18 @@ class Trainer:
                 more = self._broadcast_from_engines(answer)
         return evaluation
 
+    def _evaluate_after(self, number: int, writer: RunWriter, leaves: Callable[[], bool]) -> Metrics:
+        """Evaluate after a step where the recipe says so, and a warm-up on rows; returns the metrics, on rank 0."""
+        results = [(self.recipe, self.evaluate(leaves))] if self.recipe.evaluates_after(number) else []
+        supervised = self.supervised if number <= self.recipe.sft_steps else None
+        if supervised is not None and supervised.recipe.evaluates_after(number):
+            if self.parts.engines is not None:
+                self.parts.engines.rest()  # engines on the trainer's GPUs are awake after a sync
+            results.append((supervised.recipe, supervised.evaluate(leaves)))
+            if number == self.recipe.sft_steps:
+                self._sync_engines(False)  # the first rollout follows
+        return writer.evaluated(number, self.version, results)
+
     def _measure(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
         """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""
         batch = self._empty_batch(rollouts, np.zeros(len(valid), np.float32), valid)
@@ -496,18 +510,12 @@ class Trainer:
         return evaluation_loss(self._advantages(batch)[1], batch.fields["logprobs"], valid)
 
     def run(
-        self,
-        done: int,
-        start_metrics: Metrics,
-        run: RunDirectory,
-        writer: RunWriter,
-        preemption: Preemption,
-        watch: Watch,
+        self, done: int, start_metrics: Metrics, run: RunDirectory, writer: RunWriter, preemption: Preemption, watch: Watch
     ) -> None:
         """Run all steps after step `done`. Raises Preempted if the run is preempted."""
         recipe, clock = self.recipe, self.clock
-        if done == 0 and recipe.evaluates_after(0):
-            writer.evaluated(0, self.version, self.evaluate(preemption.agreed))
+        if done == 0:
+            self._evaluate_after(0, writer, preemption.agreed)
         writer.started(clock.take(), {f"start_{name}": value for name, value in start_metrics.items()})
         for number in range(done + 1, recipe.run.steps + 1):
             watch.begin(number, number == recipe.sft_steps + 1)  # after a warm-up the first rollouts
@@ -528,8 +536,7 @@ class Trainer:
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
             if self.parts.rollouts is not None:
                 self.parts.rollouts.follow(engines)
-            if recipe.evaluates_after(number):
-                metrics |= writer.evaluated(number, self.version, self.evaluate(preemption.agreed))
+            metrics |= self._evaluate_after(number, writer, preemption.agreed)
             metrics |= self.take_restart_metrics()
             times = clock.take()
             with clock.phase("metrics"):  # counted in the next step's line

@@ -279,18 +279,18 @@ class Role:
     # The two ways to run a phase ---------------------------------------------------------------------------------
 
     def forward(
-        self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True, sampled: bool = True
+        self, batch: Batch, mini_batch: MiniBatch, adapted: bool = True
     ) -> tuple[dict[str, dict[int, Tensor]], Executed]:
         """Run a plan's only mini-batch without gradients; returns the outputs of this data-parallel rank's sequences, name
         -> sample -> fp32 [own tokens], and the shapes that ran.
 
         Only the last pipeline stage has outputs. Without `adapted` the adapters are off and the base model runs.
-        Without `sampled` the tokens are no rollout's: the temperature is 1, and routers choose the experts themselves.
+        For tokens that are no rollout's (`Batch.sampled`) the temperature is 1, and routers choose the experts themselves.
         """
         assert self.offload.is_present(), f"the {self.role}'s weights are offloaded: enter present()"
         for model in self.models:
             model.eval()
-        temperature = self.head.temperature if sampled else 1.0
+        temperature = self.head.temperature if batch.sampled else 1.0
         adapters = switched_off(() if adapted else self.adapters.values())
         with self.place.active(), torch.no_grad(), adapters, self.head.at(temperature):
 
@@ -304,7 +304,9 @@ class Role:
                 mini_batch,
                 finish,
                 forward_only=True,
-                replay=self.router_replay if adapted and sampled else None,  # the base model chooses its experts itself
+                replay=self.router_replay
+                if adapted and batch.sampled
+                else None,  # the base model chooses its experts itself
             )
         results: dict[str, dict[int, Tensor]] = {}
         samples = [sample for micro, _ in stored for sample in micro.samples]

@@ -25,9 +25,9 @@ def score_sequences(role: Role, sequences: Sequence[np.ndarray]) -> np.ndarray:
         for number, tokens in enumerate(repeated)
     }
     ones, completions = np.ones(count, int), np.full(count, length - 1)
-    batch = Batch(ones, completions, np.arange(count), np.zeros(count, np.float32), ones > 0, samples=samples)
+    batch = Batch(ones, completions, np.arange(count), np.zeros(count, np.float32), ones > 0, samples=samples, sampled=False)
     (mini_batch,) = plan_phase(Schedule("weight_sync", sequences=1), [length] * count, layout, seed=0).mini_batches
-    results, executed = role.forward(batch, mini_batch, sampled=False)
+    results, executed = role.forward(batch, mini_batch)
     compare(mini_batch, role.place.data_rank, executed)
     scores = share_results(results.get("logprobs", {}), mini_batch, batch, role.place)
     return torch.stack(scores[: len(sequences)]).numpy()

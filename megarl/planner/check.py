@@ -195,7 +195,7 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
     console.print(_phase_table(recipe, plan))
-    for line in first_steps_lines(recipe):
+    for line in first_steps_lines(recipe, plan.warmup):
         show(line)
     show(NOTES, style="dim")
     table = Table(
@@ -223,8 +223,9 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     show(_balance(plan))
 
 
-def first_steps_lines(recipe: Recipe) -> list[str]:
-    """What the first steps of a run do where they differ from the others."""
+def first_steps_lines(recipe: Recipe, warmup: PhaseForecast | None = None) -> list[str]:
+    """What the first steps of a run do where they differ from the others, and the time of the supervised ones where
+    `warmup` has it."""
     lines, supervised = [], recipe.supervised
     if supervised is not None:
         row = phase_table(supervised)[-1]
@@ -232,6 +233,8 @@ def first_steps_lines(recipe: Recipe) -> list[str]:
             f"the first {recipe.sft_steps} steps (warmup.sft): {', '.join(supervised.running_phases)}, of {row.mini_batch} "
             f"with at most {supervised.max_sequence_tokens} tokens each, {row.micro_batch}"
         )
+        if warmup is not None and warmup.seconds is not None:
+            lines[-1] += f"; {_short(warmup.seconds)} seconds a step, {_short(recipe.sft_steps * warmup.seconds)} in all"
     if recipe.critic_warmup_steps:
         then = (
             f"the {recipe.critic_warmup_steps} steps after them"
@@ -338,6 +341,7 @@ def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
         "running_phases": list(recipe.running_phases),
         "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
         "supervised_steps": recipe.sft_steps,
+        "supervised_update": None if plan.warmup is None else _phase_document(job, plan.warmup),
         "lengths": lengths.origin,
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
         "rollout_flops": plan.rollout_flops,

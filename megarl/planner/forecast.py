@@ -15,7 +15,7 @@ from itertools import starmap
 
 from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.flops import executed_flops, forward_flops, sequence_cost
-from megarl.planner.lengths import Lengths, ReadMetrics, find_lengths
+from megarl.planner.lengths import DISTRIBUTIONS, Lengths, ReadMetrics, find_lengths
 from megarl.planner.memory_estimate import (
     BatchLimits,
     DeviceMemory,
@@ -46,7 +46,8 @@ class Job:
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said. `bucket_bytes` are what the buckets
-    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the update of a warm-up's steps, and what they allow.
+    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the update of a warm-up's steps, their
+    limits, and the lengths of their rows.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -58,7 +59,7 @@ class Job:
     device_bytes: int | None = None
     tflops: float | None = None
     bucket_bytes: int = 0
-    supervised: tuple[Schedule, BatchLimits] | None = None
+    supervised: tuple[Schedule, BatchLimits, Lengths] | None = None
     teachers: Mapping[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
 
     def role(self, phase: str) -> PlannedRole:
@@ -69,6 +70,14 @@ class Job:
         """Whether the role's layout runs a schedule for every batch that the recipe allows."""
         layout = self.role(schedule.phase).layout
         return not violations(schedule, self.limits.num_sequences, layout, self.limits.longest)
+
+    @property
+    def warmup(self) -> Job | None:
+        """The job of a warm-up's step, with the same roles and devices; None without a warm-up."""
+        if self.supervised is None:
+            return None
+        schedule, limits, lengths = self.supervised
+        return replace(self, schedules=(schedule,), limits=limits, lengths=lengths, supervised=None)
 
     @property
     def ranks(self) -> int:
@@ -136,12 +145,16 @@ def job_of(
     tflops: float | None = None,
     read_metrics: ReadMetrics | None = None,
 ) -> Job:
-    """The planner's view of a loaded recipe, for lengths as `find_lengths` takes them.
+    """The planner's view of a loaded recipe, for lengths as `find_lengths` takes them. Those of a warm-up's rows are drawn
+    (DEFAULT_LENGTHS) where `lengths` is a run of rollouts.
 
     `tflops` wins over the recipe's `device.tflops`. Raises what `find_lengths` raises.
     """
-    roles = memory_roles(recipe)
-    limits, device, supervised = limits_of(recipe), recipe.device, recipe.supervised
+    roles, limits, device = memory_roles(recipe), limits_of(recipe), recipe.device
+    supervised: tuple[Schedule, BatchLimits, Lengths] | None = None
+    if recipe.supervised is not None:
+        rows, drawn = limits_of(recipe.supervised), lengths if lengths in DISTRIBUTIONS else DEFAULT_LENGTHS
+        supervised = recipe.supervised.schedule("actor_update"), rows, find_lengths(drawn, rows, seed)
     return Job(
         roles=tuple(roles.values()),
         schedules=tuple(recipe.schedule(phase) for phase in recipe.engine_phases if recipe.runs(phase)),
@@ -152,7 +165,7 @@ def job_of(
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
         bucket_bytes=bucket_bytes_of(recipe),
-        supervised=None if supervised is None else (supervised.schedule("actor_update"), limits_of(supervised)),
+        supervised=supervised,
         teachers=teacher_engines(recipe),
     )
 
@@ -211,6 +224,7 @@ class Forecast:
     rollout_flops: float
     worst_memory: dict[str, DeviceMemory]
     engine_room: int | None
+    warmup: PhaseForecast | None = None  # the update of a warm-up's step
 
     @property
     def fullest(self) -> str:
@@ -242,11 +256,11 @@ def forecast(job: Job) -> Forecast:
     shape, lengths = job.role("actor_update").shape, job.lengths
     pairs = zip(lengths.totals, lengths.completions, strict=True)
     worst = {phase.phase: phase.worst_memory for phase in phases}
-    if job.supervised is not None:
-        schedule, limits = job.supervised
-        worst["warmup.sft"] = worst_memory(replace(job, limits=limits), schedule)
+    warmup = None if job.warmup is None else forecast_phase(job.warmup, job.warmup.schedules[0])
+    if warmup is not None:
+        worst["warmup.sft"] = warmup.worst_memory
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
-    return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())))
+    return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())), warmup)
 
 
 def on_devices(job: Job, worst: dict[str, DeviceMemory]) -> dict[str, DeviceMemory]:

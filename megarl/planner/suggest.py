@@ -253,9 +253,8 @@ def _fits(job: Job) -> bool:
     if any(memory.total > usable for memory in on_devices(job, {}).values()):
         return False
     jobs = [(job, schedule) for schedule in job.schedules]
-    if job.supervised is not None:
-        schedule, limits = job.supervised
-        jobs.append((replace(job, limits=limits), schedule))
+    if job.warmup is not None:
+        jobs.append((job.warmup, job.warmup.schedules[0]))
     return all(worst_memory(of_phase, schedule).total <= budget for of_phase, schedule in jobs)
 
 

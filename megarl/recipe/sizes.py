@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from megarl.models import ModelShape
 from megarl.planner.engine_memory import (
@@ -22,6 +24,7 @@ from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.phases_section import UPDATE_PHASES, kind_of, role_of
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.role_sections import FreezeSection, MemorySection, ReferenceSection, TeacherSection, trained_sections
+from megarl.recipe.supervised_section import named_as_warmup
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.schedule.schedule import in_micro_batch
 
@@ -128,26 +131,41 @@ def limits_of(recipe: Recipe) -> BatchLimits:
 
 def with_least_caps(recipe: Recipe) -> Recipe:
     """The recipe with the smallest legal cap for every `max_tokens: auto`, whether or not it fits."""
-    least = sorted((_least_cap(recipe, phase), kind_of(phase)) for phase in _automatic_phases(recipe))
-    return _with_caps(recipe, {kind: cap for cap, kind in least})
+
+    def least(part: Recipe) -> dict[str, int]:
+        caps = sorted((_least_cap(part, phase), kind_of(phase)) for phase in _automatic_phases(part))
+        return {kind: cap for cap, kind in caps}
+
+    return _with_caps(recipe, least(recipe), {} if recipe.supervised is None else least(recipe.supervised))
 
 
 def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
     """The recipe with the largest cap that fits the device for every `max_tokens: auto`, or what keeps a phase from having
     one. `auto` has a device: `phases_section.py` refuses it without one."""
-    automatic = _automatic_phases(recipe)
-    if not automatic or recipe.device is None:
+    parts = [part for part in (recipe, recipe.supervised) if part is not None]
+    if not any(map(_automatic_phases, parts)) or recipe.device is None:
         return recipe, []
-    roles, room, longest = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes), recipe.max_sequence_tokens
+    roles, room = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes)
     engines = engines_of(recipe, roles["actor"].shape)
     every = [*([] if engines is None else [engines]), *teacher_engines(recipe, fetch).values()]
     engine_bytes = sum(engine.bytes_during_training(recipe.trainer.ranks) for engine in every)
-    caps, faults = dict[str, int](), list[Violation]()
-    for phase in automatic:
+    (caps, faults), *warmup = [_largest_caps(part, roles, room, engine_bytes) for part in parts]
+    for warmup_caps, warmup_faults in warmup:
+        return _with_caps(recipe, caps, warmup_caps), [*faults, *named_as_warmup(warmup_faults)]
+    return _with_caps(recipe, caps), faults
 
-        def largest(budget: int, phase: str = phase) -> int | None:
-            schedule = recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase))
-            return largest_cap(list(roles.values()), roles[role_of(phase)], schedule, limits_of(recipe), budget)
+
+def _largest_caps(
+    recipe: Recipe, roles: dict[str, PlannedRole], room: int, engine_bytes: int
+) -> tuple[dict[str, int], list[Violation]]:
+    """The largest cap of every phase with `max_tokens: auto`, by section, where `roles` and the idle engines share `room`
+    bytes of a device, and what keeps a phase from having one."""
+    assert recipe.device is not None, "auto has a device"
+    caps, faults, longest = dict[str, int](), list[Violation](), recipe.max_sequence_tokens
+    for phase in _automatic_phases(recipe):
+        schedule = recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase))
+        role, limits = roles[role_of(phase)], limits_of(recipe)
+        largest = partial(largest_cap, list(roles.values()), role, schedule, limits)
 
         if (cap := largest(room - engine_bytes)) is not None:
             caps[kind_of(phase)] = min(cap, caps.get(kind_of(phase), cap))  # teachers share a section
@@ -155,14 +173,14 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
         device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{role_of(phase)}.layout.tensor or pipeline"
         rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
         way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
-        if engines is not None and largest(room) is not None:
+        if engine_bytes and largest(room) is not None:
             rule = (
                 f"one sequence of {longest} tokens fits {device} without rollout engines, and not with the "
                 f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
             )
             way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
         faults.append(Violation(f"phases.{kind_of(phase)}.micro_batch.max_tokens", "auto", rule, way_out))
-    return _with_caps(recipe, caps), faults
+    return caps, faults
 
 
 def _automatic_phases(recipe: Recipe) -> list[str]:
@@ -175,14 +193,21 @@ def _least_cap(recipe: Recipe, phase: str) -> int:
     return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(role_of(phase)), together)
 
 
-def _with_caps(recipe: Recipe, caps: dict[str, int]) -> Recipe:
-    phases = recipe.phases  # `caps` are by section
+def _with_caps(recipe: Recipe, caps: dict[str, int], warmup_caps: dict[str, int] | None = None) -> Recipe:
+    """The recipe with the caps of its phases, and of the update of its supervised steps; both are by section."""
+
+    def capped(section: Any, cap: int) -> Any:
+        return section.model_copy(update={"micro_batch": section.micro_batch.model_copy(update={"max_tokens": cap})})
+
+    phases, warmup = recipe.phases, recipe.warmup
     for phase, cap in caps.items():
         section = recipe.phase_section(phase)
         assert section is not None, "only a phase with a section has a cap"
-        micro_batch = section.micro_batch.model_copy(update={"max_tokens": cap})
-        phases = phases.model_copy(update={phase: section.model_copy(update={"micro_batch": micro_batch})})
-    return recipe.model_copy(update={"phases": phases})
+        phases = phases.model_copy(update={phase: capped(section, cap)})
+    if warmup is not None and warmup_caps:
+        update = capped(warmup.sft.actor_update, warmup_caps["actor_update"])
+        warmup = warmup.model_copy(update={"sft": warmup.sft.model_copy(update={"actor_update": update})})
+    return recipe.model_copy(update={"phases": phases, "warmup": warmup})
 
 
 def vllm_is_for_cpus() -> bool:

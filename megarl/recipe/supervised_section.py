@@ -152,6 +152,7 @@ NAMES = {
     "phases.actor_update": f"{SFT}.actor_update",
     "phases.rollout.prompts": f"{SFT}.actor_update.mini_batch",
     "actor.optimizer": f"{SFT}.optimizer",
+    "evaluation.": f"{SFT}.evaluation.",
     "run.steps": f"{SFT}.steps",
 }
 
@@ -167,6 +168,9 @@ class SupervisedStepsSection(Section):
     optimizer: LearningRateSection
     """The learning rate of these steps; all else is `actor.optimizer`'s. After them Adam forgets its moments, and the
     learning rate of `actor.optimizer` begins."""
+    evaluation: EvaluationSection | None = None
+    """The loss on held-out rows before the first of these steps, every `every` of them and after the last, as `evaluation`
+    of a run of `run.kind: sft`; null for none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -194,10 +198,11 @@ class SupervisedStepsSection(Section):
             "rollout": RolloutSection(max_new_tokens=(self.data.max_tokens or 2) - 1),
             "phases": PhasesSection(rollout=RolloutPhaseSection(prompts=update.mini_batch), actor_update=update),
             "weight_sync": WeightSyncSection(),
+            "evaluation": self.evaluation,
             "reward": (),
             "teachers": {},
         }
-        absent = ("environment", "reference", "critic", "reward_model", "evaluation", "warmup")
+        absent = ("environment", "reference", "critic", "reward_model", "warmup")
         return recipe.model_copy(update=sections | dict.fromkeys(absent))
 
 
@@ -216,9 +221,6 @@ def warmup_rules(recipe: Recipe) -> Violations:
     section, steps = recipe.warmup.sft, recipe.run.steps
     if section.steps > steps:
         yield Violation(f"{SFT}.steps", section.steps, f"must not pass run.steps = {steps}", str(steps))
-    if section.actor_update.micro_batch.max_tokens == "auto":
-        rule = "must be a number: auto is for the phases of a rollout's step"
-        yield Violation(f"{SFT}.actor_update.micro_batch.max_tokens", "auto", rule, "a number of tokens")
     if recipe.reference_is_warm and recipe.layout_section("reference") != recipe.actor.layout:
         rule = "after warmup.sft each rank copies the actor's shards to the reference, and this is not actor.layout"
         nearest = "remove reference.layout, or name the reference's model in reference.path"

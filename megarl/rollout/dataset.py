@@ -6,7 +6,6 @@ its own tokens are those that are trained.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from megarl.reward.workers import RewardResult
 from megarl.rollout.evaluation import HeldOutPrompts
 from megarl.rollout.groups import RolloutBatch, RolloutExecuted
 from megarl.rollout.taken import KnownBatches, Resync, Taken
-from megarl.telemetry.disk import write_whole
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,7 @@ class HeldOutRows(HeldOutPrompts):
 class HeldOutLoss:
     """The metrics of held-out rows, each a mean over `weight` tokens or pairs, summed batch by batch."""
 
+    area: str
     counts: dict[str, float]  # `HeldOutPrompts.counts`
     weight: float = 0.0
     sums: dict[str, float] | None = None
@@ -118,17 +117,16 @@ class HeldOutLoss:
         return {name: total / max(self.weight, 1.0) for name, total in (self.sums or {}).items()}
 
     def metrics(self, section: EvaluationSection) -> dict[str, float]:
-        """Return the metrics `evaluation/...`."""
-        return {f"evaluation/{name}": mean for name, mean in self._means().items()} | self.counts
+        """Return the metrics, with their area."""
+        return {f"{self.area}/{name}": mean for name, mean in self._means().items()} | self.counts
 
     def summary(self, section: EvaluationSection) -> str:
         """Return one line for a person."""
         shown = [f"{name} {mean:.4f}" for name, mean in self._means().items()]
-        return f"{', '.join(shown)} on {self.counts['evaluation/num_prompts']} held-out rows"
+        return f"{', '.join(shown)} on {self.counts[f'{self.area}/num_prompts']} held-out rows"
 
     def write(self, file: Path) -> None:
-        """Write the sums as one line of JSON, atomically."""
-        write_whole(file, json.dumps({"weight": self.weight, **(self.sums or {})}) + "\n")
+        """Write nothing: rows of data have no answers."""
 
 
 # Returns the mean metrics of a batch's sequences that count, and over how many tokens or pairs.
@@ -138,8 +136,8 @@ Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
     """Measure every batch of the rows, which rank 0 has; returns None if the run `leaves`, which all ranks ask before each
     batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
-    counts = broadcast_from_first(None if rows is None else rows.counts)
-    loss, batches = HeldOutLoss(counts), iter(()) if rows is None else rows.batches()
+    loss = HeldOutLoss(*broadcast_from_first(None if rows is None else (rows.area, rows.counts)))
+    batches = iter(()) if rows is None else rows.batches()
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():
             return None

@@ -104,17 +104,17 @@ class Evaluation:
 class HeldOutPrompts:
     """The prompts of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
-    def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream) -> None:
-        """`held_out` is a stream of `held_out_data`."""
+    def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream, area: str = "evaluation") -> None:
+        """`held_out` is a stream of `held_out_data`; the names of the metrics begin with `area`."""
         assert recipe.evaluation is not None
-        self.recipe, self.section = recipe, recipe.evaluation
+        self.recipe, self.section, self.area = recipe, recipe.evaluation, area
         prompts = not_trained_on(held_out, *trained_on)
         self.prompts = prompts[: self.section.max_prompts]
         self.counts: dict[str, float] = {
-            "evaluation/num_prompts": len(self.prompts),
-            "evaluation/num_left_out": held_out.num_rows - len(prompts),
-            "evaluation/num_dropped": held_out.num_dropped,
-            "evaluation/num_bad_rows": held_out.num_bad_rows,
+            f"{area}/num_prompts": len(self.prompts),
+            f"{area}/num_left_out": held_out.num_rows - len(prompts),
+            f"{area}/num_dropped": held_out.num_dropped,
+            f"{area}/num_bad_rows": held_out.num_bad_rows,
         }
 
 

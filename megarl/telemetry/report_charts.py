@@ -24,7 +24,8 @@ GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
 CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
 LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8")
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
-HELD_OUT = ("evaluation/loss", "evaluation/accuracy")  # of rows of data, which have no confidence interval
+# Metrics of held-out rows, which have no confidence interval.
+HELD_OUT = ("evaluation/loss", "evaluation/accuracy", "warmup_evaluation/loss")
 # Small plots next to the reward, where a run has the metrics: metrics and title.
 CURVES = (
     (("actor/loss", "actor/policy_loss"), "actor loss"),

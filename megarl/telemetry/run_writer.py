@@ -112,6 +112,7 @@ class RunWriter:
         self._progress, self._sinks, self._measures = progress, sinks, measures
         self.profiler = profiler
         traced, first = recipe.run.trace != "none", rank == 0
+        evaluates = any(part is not None and part.evaluation is not None for part in (recipe, recipe.supervised))
         self._trace: TraceWriter | None = None
         if traced:
             readings = []  # of this rank's clock right after common barriers, to write traces on rank 0's clock
@@ -121,7 +122,7 @@ class RunWriter:
             self._trace = TraceWriter(run.path, rank, host_name(), clock_offsets(gather(readings))[rank])
         self._engine_traces = EngineTraces(run.path) if traced else None
         self._metrics = MetricsWriter(run.metrics) if first else None
-        self._evaluations = MetricsWriter(run.evaluations) if first and recipe.evaluation is not None else None
+        self._evaluations = MetricsWriter(run.evaluations) if first and evaluates else None
         self._start: dict[str, Any] = {}
         if self._metrics is not None:
             self._metrics.truncate_after(done or 0)
@@ -131,17 +132,21 @@ class RunWriter:
             self._evaluations.truncate_after(last)
             run.forget_tables("evaluations", last)
 
-    def evaluated(self, step: int, version: int, evaluation: Evaluation | None) -> dict[str, Any]:
-        """Write an evaluation after `step` on rank 0 and return its metrics. `evaluation` is None if the run is leaving."""
-        if self._evaluations is None or self._recipe.evaluation is None:
-            return {}
-        if evaluation is None:
-            self._progress.note(f"after step {step}: no evaluation, as the run is to leave")
-            return {}
-        evaluation.write(self._run.evaluation_table(step))
-        self._progress.note(f"after step {step}: {evaluation.summary(self._recipe.evaluation)}")
-        metrics = evaluation.metrics(self._recipe.evaluation)
-        self._evaluations.write(step, metrics | {"sync/version": version})
+    def evaluated(self, step: int, version: int, evaluations: Sequence[tuple[Recipe, Evaluation | None]]) -> dict[str, Any]:
+        """Write the evaluations after `step` on rank 0 and return their metrics. One is None if the run is leaving."""
+        metrics: dict[str, Any] = {}
+        if self._evaluations is None:
+            return metrics
+        for recipe, evaluation in evaluations:
+            if evaluation is None:
+                self._progress.note(f"after step {step}: no evaluation, as the run is to leave")
+                continue
+            assert recipe.evaluation is not None
+            evaluation.write(self._run.evaluation_table(step))
+            self._progress.note(f"after step {step}: {evaluation.summary(recipe.evaluation)}")
+            metrics |= evaluation.metrics(recipe.evaluation)
+        if metrics:
+            self._evaluations.write(step, metrics | {"sync/version": version})
         return metrics
 
     def started(self, times: StepTimes, metrics: dict[str, Any]) -> None:

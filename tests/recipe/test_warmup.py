@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.planner.check import first_steps_lines
 from megarl.planner.forecast import forecast, job_of
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.load import parse_recipe, recipe_yaml
-from tests.supervised_cases import supervised_run
+from megarl.recipe.load import load_unfitted, parse_recipe, recipe_yaml
+from tests.supervised_cases import supervised_recipe, supervised_run
 from tests.warmup_cases import rl_recipe, warm_recipe
 
 
@@ -39,6 +40,7 @@ def test_an_evaluation_comes_also_after_the_last_supervised_step(folder: Path) -
 
 
 SFT = "warmup__sft"
+HELD_OUT = {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}
 BROKEN: dict[str, dict[str, Any]] = {
     "warmup.sft.steps": {f"{SFT}__steps": 7},
     "warmup.sft.data.max_tokens": {f"{SFT}__data__max_tokens": None},
@@ -52,6 +54,13 @@ BROKEN: dict[str, dict[str, Any]] = {
     "warmup.sft.optimizer.beta1": {f"{SFT}__optimizer__beta1": 0.5},
     "warmup.sft.actor_update.epochs": {f"{SFT}__actor_update__epochs": 2},
     "warmup.sft.actor_update.micro_batch.max_tokens": {f"{SFT}__actor_update__micro_batch__max_tokens": 40},
+    "warmup.sft.evaluation.micro_batch": {f"{SFT}__evaluation": {"prompts": HELD_OUT}},
+    "warmup.sft.evaluation.completions": {
+        f"{SFT}__evaluation": {"prompts": HELD_OUT, "completions": 2, "micro_batch": {"max_tokens": 96}}
+    },
+    "warmup.sft.evaluation.micro_batch.max_tokens": {
+        f"{SFT}__evaluation": {"prompts": HELD_OUT, "micro_batch": {"max_tokens": 40}}
+    },
     "warmup.sft.actor_update.mini_batch": {f"{SFT}__actor_update__mini_batch": 7, "trainer__ranks": 2},
     "reference.layout": {"reference": {"layout": {"tensor": 2}}, "trainer__ranks": 2},
     "actor.optimizer.warmup_steps": {"actor__optimizer__warmup_steps": 4},
@@ -65,16 +74,29 @@ def test_an_error_names_the_key_of_the_warmup(folder: Path, key: str) -> None:
     assert {violation.key for violation in error.value.violations} == {key}, error.value
 
 
-def test_a_cap_is_a_number_and_only_rollouts_are_preceded(folder: Path) -> None:
-    cap, device = "warmup.sft.actor_update.micro_batch.max_tokens", {"memory_gib": 1.0, "kind": "cpu"}
-    broken: dict[str, dict[str, Any]] = {
-        cap: {cap.replace(".", "__"): "auto", "device": device},
-        "warmup": {"run__kind": "sft"},
-    }
-    for key, changes in broken.items():
+def test_only_rollouts_are_preceded(folder: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(warm_recipe(folder, "broken", run__kind="sft"))
+    assert "warmup" in {violation.key for violation in error.value.violations}, error.value
+
+
+def test_an_automatic_cap_is_the_largest_that_fits_as_a_supervised_run_has_it(folder: Path) -> None:
+    """Nothing else than the actor is on the device: no engine, and no reference."""
+    cap, key = "warmup.sft.actor_update.micro_batch.max_tokens", f"{SFT}__actor_update__micro_batch"
+    changes: dict[str, Any] = {"device": {"memory_gib": 0.02, "kind": "cpu"}, "algorithm__kl": None,
+                               "phases__reference_logprob": None, "rollout__replay": str(folder)}  # fmt: skip
+    recipe = load_recipe(warm_recipe(folder, "auto", **changes, **{key: {"max_tokens": "auto"}}))
+    assert recipe.warmup is not None
+    alone = supervised_recipe(
+        folder, "alone", device=changes["device"], phases__actor_update__micro_batch={"max_tokens": "auto"}
+    )
+    largest = recipe.warmup.sft.actor_update.micro_batch.max_tokens
+    assert largest == load_recipe(alone).phases.actor_update.micro_batch.max_tokens
+    assert load_unfitted(warm_recipe(folder, "auto", **changes, **{key: {"max_tokens": "auto"}})).warmup != recipe.warmup
+    for broken in ({"device": None}, {"device": {"memory_gib": 1e-3, "kind": "cpu"}}):
         with pytest.raises(RecipeError) as error:
-            load_recipe(warm_recipe(folder, "broken", **changes))
-        assert key in {violation.key for violation in error.value.violations}, error.value
+            load_recipe(warm_recipe(folder, "auto", **changes | broken, **{key: {"max_tokens": "auto"}}))
+        assert [violation.key for violation in error.value.violations] == [cap], error.value
 
 
 def test_the_plan_counts_the_memory_of_the_supervised_steps(folder: Path) -> None:
@@ -87,3 +109,13 @@ def test_the_plan_counts_the_memory_of_the_supervised_steps(folder: Path) -> Non
     )  # fmt: skip
     assert small.fullest != "warmup.sft" == large.fullest
     assert large.device_peak > small.device_peak
+
+
+def test_the_plan_gives_the_time_of_a_supervised_step_as_that_of_a_supervised_run(folder: Path) -> None:
+    device = {"memory_gib": 1.0, "kind": "cpu", "tflops": 0.05}
+    recipe = load_recipe(warm_recipe(folder, "timed", device=device))
+    (alone,) = forecast(job_of(load_recipe(supervised_recipe(folder, "alone", device=device)))).phases
+    warmup = forecast(job_of(recipe)).warmup
+    assert warmup is not None and warmup.seconds is not None and alone.seconds is not None
+    assert warmup.seconds == pytest.approx(alone.seconds)
+    assert f"; {warmup.seconds:.3g} seconds a step" in first_steps_lines(recipe, warmup)[0]

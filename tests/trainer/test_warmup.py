@@ -30,15 +30,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def evaluations_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / name / "evaluations.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.layout
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_run_with_a_warmup_is_a_supervised_run_and_a_run_from_its_weights(folder: Path, tensor: int) -> None:
     sft, rl, warm = (f"{name}-{tensor}" for name in ("sft", "rl", "warm"))
-    train_on_ranks(supervised_recipe(folder, sft, actor__optimizer=SCHEDULE))
+    prompts = {"kind": "jsonl", "path": str(folder / "held_out.jsonl"), "prompt_field": "messages"}
+    held_out = {"prompts": prompts, "every": 2, "micro_batch": {"max_tokens": 96}}
+    train_on_ranks(supervised_recipe(folder, sft, actor__optimizer=SCHEDULE, evaluation=held_out))
     megarl("export", str(folder / "runs" / sft), str(folder / f"model-{tensor}"))
     changes: dict[str, Any] = {"rollout__replay": str(folder / "rollouts"), "model__path": str(folder / f"model-{tensor}")}
     train_on_ranks(rl_recipe(folder, rl, RL_STEPS, **changes))
-    train_on_ranks(warm_recipe(folder, warm, tensor, tensor, rollout__replay=str(folder / "later")))
+    changes = {"rollout__replay": str(folder / "later"), "warmup__sft__evaluation": held_out}
+    train_on_ranks(warm_recipe(folder, warm, tensor, tensor, **changes))
     lines = metrics_of(folder, warm)
     assert [line["actor/warmup"] for line in lines] == [1] * STEPS + [0] * RL_STEPS
     for line in lines[:STEPS]:
@@ -49,6 +56,13 @@ def test_a_run_with_a_warmup_is_a_supervised_run_and_a_run_from_its_weights(fold
         # Micro-batches come in another order, as it follows from the number of the step.
         assert {key: line[key] for key in learned} == pytest.approx({key: alone[key] for key in learned}, rel=2e-4, abs=1e-6)
     assert abs(lines[STEPS]["actor/kl"]) < 1e-6 < lines[-1]["actor/kl"], "the reference is the actor after the warm-up"
+    names = ("loss", "num_prompts", "num_left_out")
+    alone, ahead = (
+        {line["step"]: [line[f"{area}/{name}"] for name in names] for line in evaluations_of(folder, run)}
+        for area, run in (("evaluation", sft), ("warmup_evaluation", warm))
+    )
+    assert list(alone) == [0, 2, STEPS] and ahead == {step: pytest.approx(loss, rel=2e-4) for step, loss in alone.items()}
+    assert lines[STEPS - 1]["warmup_evaluation/loss"] == ahead[STEPS][0] < ahead[0][0]
 
 
 @pytest.mark.layout
@@ -62,9 +76,10 @@ def test_a_reference_of_adapters_is_warm_unless_its_model_is_named(folder: Path)
 
 
 @pytest.mark.layout
-def test_a_resume_goes_on_exactly_from_every_step(folder: Path) -> None:
-    saved = folder / "saved"
-    changes: dict[str, Any] = {"rollout__replay": str(folder / "later"), "run__checkpoint_every": 1}
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4, "alpha": 8.0}, marks=pytest.mark.nightly)])
+def test_a_resume_goes_on_exactly_from_every_step(folder: Path, lora: dict[str, Any] | None) -> None:
+    saved = folder / f"saved-{lora is not None}"
+    changes: dict[str, Any] = {"rollout__replay": str(folder / "later"), "run__checkpoint_every": 1, "actor__lora": lora}
     changes["run__dir"] = str(saved / "runs")
     recipe = warm_recipe(folder, "whole", **changes)
     train_on_ranks(recipe)
@@ -103,8 +118,7 @@ def test_engines_answer_held_out_prompts_while_the_actor_is_fine_tuned(folder: P
     }
     train_on_ranks(warm_recipe(folder, "asked", **changes))
     run, lines = folder / "runs" / "asked", metrics_of(folder, "asked")
-    evaluations = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
-    evaluated = {line["step"]: line["sync/version"] for line in evaluations}
+    evaluated = {line["step"]: line["sync/version"] for line in evaluations_of(folder, "asked")}
     assert evaluated == {0: 0, 2: 1, STEPS: 2, 4: 3, steps: steps - STEPS + 2}
     assert [line["sync/version"] for line in lines[:STEPS]] == [0, 1, 2]
     for number, line in enumerate(lines[STEPS:], STEPS + 1):

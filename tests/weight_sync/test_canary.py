@@ -330,6 +330,7 @@ def syncs_without_a_fault(model: Path, precision: str, count: int, bucket_bytes:
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny", "quickstart"])
 def test_two_hundred_syncs_raise_no_alarm(engine_process: ProcessPoolExecutor, tmp_path: Path, is_tiny: bool) -> None:
     model = save_model(tmp_path / "model", "llama", True, seed=0) if is_tiny else QUICKSTART
