@@ -85,17 +85,18 @@ def test_an_automatic_cap_is_the_largest_that_fits_as_a_supervised_run_has_it(fo
     cap, key = "warmup.sft.actor_update.micro_batch.max_tokens", f"{SFT}__actor_update__micro_batch"
     changes: dict[str, Any] = {"device": {"memory_gib": 0.02, "kind": "cpu"}, "algorithm__kl": None,
                                "phases__reference_logprob": None, "rollout__replay": str(folder)}  # fmt: skip
-    recipe = load_recipe(warm_recipe(folder, "auto", **changes, **{key: {"max_tokens": "auto"}}))
+    changes[key] = {"max_tokens": "auto"}
+    recipe = load_recipe(warm_recipe(folder, "auto", **changes))
     assert recipe.warmup is not None
     alone = supervised_recipe(
         folder, "alone", device=changes["device"], phases__actor_update__micro_batch={"max_tokens": "auto"}
     )
     largest = recipe.warmup.sft.actor_update.micro_batch.max_tokens
     assert largest == load_recipe(alone).phases.actor_update.micro_batch.max_tokens
-    assert load_unfitted(warm_recipe(folder, "auto", **changes, **{key: {"max_tokens": "auto"}})).warmup != recipe.warmup
+    assert load_unfitted(warm_recipe(folder, "auto", **changes)).warmup != recipe.warmup
     for broken in ({"device": None}, {"device": {"memory_gib": 1e-3, "kind": "cpu"}}):
         with pytest.raises(RecipeError) as error:
-            load_recipe(warm_recipe(folder, "auto", **changes | broken, **{key: {"max_tokens": "auto"}}))
+            load_recipe(warm_recipe(folder, "auto", **changes | broken))
         assert [violation.key for violation in error.value.violations] == [cap], error.value
 
 
