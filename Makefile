@@ -22,17 +22,19 @@ quickstart: setup
 	.venv/bin/megarl train recipes/quickstart.yaml run.name=$(RUN) trainer.precision=$(PRECISION)
 	.venv/bin/megarl report runs/$(RUN)
 
-# Two streams, as one alone would often leave one of two cores with nothing to do. What starts vLLM or jobs runs beside the
-# tests of Megatron's engines, of whole runs and of pure code; both streams end at about the same time.
-BESIDE := $(patsubst %,tests/%,cluster project reward rollout weight_sync)
+# Three streams, as most tests wait for processes, engines and deadlines more than they compute: one stream alone leaves one of
+# two cores with nothing to do. Each has tests that start vLLM, Ray or ranks, and tests of pure code.
+SECOND := $(patsubst %,tests/%,cluster project reward telemetry)
+THIRD := $(patsubst %,tests/%,rollout weight_sync)
 CHOSEN := -m 'not gpu and not learning and not nightly'
 
 test: setup
 	@bash launch/setup.sh --tests
-	@log=$$(mktemp); $(PYTEST) $(CHOSEN) $(BESIDE) > $$log 2>&1 & beside=$$!; \
-	$(PYTEST) $(CHOSEN) $(addprefix --ignore=,$(BESIDE)); main=$$?; \
-	wait $$beside; beside=$$?; cat $$log; rm $$log; \
-	[ $$main -eq 0 ] && [ $$beside -eq 0 ]
+	@logs=$$(mktemp -d); $(PYTEST) $(CHOSEN) $(SECOND) > $$logs/second 2>&1 & second=$$!; \
+	$(PYTEST) $(CHOSEN) $(THIRD) > $$logs/third 2>&1 & third=$$!; \
+	$(PYTEST) $(CHOSEN) $(addprefix --ignore=,$(SECOND) $(THIRD)); code=$$?; \
+	wait $$second || code=1; wait $$third || code=1; \
+	cat $$logs/second $$logs/third; rm -r $$logs; exit $$code
 
 # What takes too long for every commit: all cases of the suites of which CI runs some, and policies that have to improve.
 test-nightly: setup
