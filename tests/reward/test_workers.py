@@ -57,18 +57,18 @@ def judge(text, prompt):
     if text == "error, and hang once more":
         time.sleep(999)
     if text == "fill":
-        held = bytearray(600 << 20)
+        held = bytearray(300 << 20)
         held[::4096] = bytes(len(held[::4096]))
         time.sleep(999)
     if text == "fill shared":
         import mmap
-        held = [mmap.mmap(-1, 200 << 20) for _ in range(3)]
-        for at in range(0, 200 << 20, 4096):
+        held = [mmap.mmap(-1, 100 << 20) for _ in range(3)]
+        for at in range(0, 100 << 20, 4096):
             for one in held:
                 one[at] = 1
         time.sleep(999)
     if text == "fork":
-        for _ in range(300):
+        for _ in range(30):
             if os.fork() == 0:
                 time.sleep(999)
         time.sleep(999)
@@ -276,9 +276,10 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
     assert paced.loads == 5 and paced.now_s == 12 - 12 / 32
 
 
-def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards):
-    # More than 256 forked processes take together: which limit they pass is not to depend on when they are looked at.
-    verifiers = VerifierProcess(own_rewards, memory_bytes=400 << 20)
+def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards, monkeypatch):
+    monkeypatch.setattr(verifier_process, "MAX_PROCESSES", 16)
+    # More than 16 forked processes take together: which limit they pass is not to depend on when they are looked at.
+    verifiers = VerifierProcess(own_rewards, memory_bytes=200 << 20)
     server = verifiers._server.process
     below: list[int] = []
 
@@ -300,7 +301,7 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
     scores = asyncio.run(play())
     assert [score.cause for score in scores] == ["memory", "memory", "processes", "", "", "crash"]
     assert [score.parts and score.parts["judge"] for score in scores] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert "400 MiB of memory (phases.reward.memory_mib)" in scores[0].failure
+    assert "200 MiB of memory (phases.reward.memory_mib)" in scores[0].failure
     assert not any(os.path.exists(f"/proc/{one}") for one in [server, *below])
 
 
