@@ -228,15 +228,6 @@ def test_an_error_of_a_transport_is_told_from_one_that_a_text_can_cause(name):
             assert is_outage(wrapped) == (wrap and name in UNREACHED)
 
 
-def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
-    texts = ["a", "loop", "a", "loop", *"bbbb"]
-    scores, later = score_tasks(VerifierProcess(own_rewards), (texts, prompts(*"aaaaaaaa"), 12), (["a"], prompts("a"), 60))
-    assert [score.timed_out for score in scores] == [False, True] * 2 + [False] * 4
-    assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
-    assert [score.cause for score in scores] == ["", "wall_time"] * 2 + [""] * 4
-    assert later[0].parts == {"judge": 1.0}
-
-
 @pytest.fixture
 def paced(monkeypatch):
     """A clock that moves by what a text is given without an answer and by `load_s` for each start, and by nothing else."""
@@ -262,6 +253,15 @@ def paced(monkeypatch):
     monkeypatch.setattr(VerifierProcess, "load", paced_load)
     monkeypatch.setattr(verifier_process, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock
+
+
+def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards, paced):
+    texts = ["a", "loop", "a", "loop", *"bbbb"]
+    scores, later = score_tasks(VerifierProcess(own_rewards), (texts, prompts(*"aaaaaaaa"), 12), (["a"], prompts("a"), 60))
+    assert [score.timed_out for score in scores] == [False, True] * 2 + [False] * 4
+    assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
+    assert [score.cause for score in scores] == ["", "wall_time"] * 2 + [""] * 4
+    assert later[0].parts == {"judge": 1.0}
 
 
 def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_rewards, paced):
@@ -419,7 +419,7 @@ def check_batch(workers, model):
                       "zero_crash": 1, "zero_error": 1, "zero_wall_time": 1}  # fmt: skip
 
 
-def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
+def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
     section = RewardPhaseSection(sequences=3, timeout_s=8.0)
     workers = RewardWorkers(own_rewards, model, (0,), section, local=True)
     try:
