@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -181,12 +182,11 @@ def test_credit_is_a_share_or_needs_all_tests():
 
 def test_limits_score_zero_and_are_counted(model):  # noqa: F811
     section = CodeRewardSection(kind="code", timeout_s=30.0, cpu_s=1, weight=2.0)
-    workers = RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
-    try:
+    with closing(
+        RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
+    ) as workers:
         texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
         result = workers.score(payload(model, texts), [prompt("assert square(3) == 9")] * 2, range(4), group_size=2)
-    finally:
-        workers.close()
     assert result.rewards.tolist() == [2, 0, 0, 2] and result.valid.all()
     metrics = result.metrics()
     counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}

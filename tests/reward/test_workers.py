@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,12 +365,9 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     pattern = PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$")
     parts: list[Any] = [VerifierSection(kind="exact"), pattern, schema]
     section = RewardPhaseSection(timeout_s=60.0)
-    workers = RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)
-    try:
+    with closing(RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)) as workers:
         texts = Payload([text, "7", "7<|end|>"], tokenizer)
         result = workers.score(texts, prompts(text, "7<|end|>"), range(3), group_size=2)
-    finally:
-        workers.close()
     assert result.parts["exact"].tolist() == [1, 0, 1], "only the last token is left out, and only where it is an end"
     assert result.parts["pattern"].tolist() == [1, 0, 0] and result.parts["json_schema"].tolist() == [0, 1, 0]
     assert result.parts["judge"].tolist() == [1, 0, 1]
@@ -421,21 +419,17 @@ def check_batch(workers, model):
 
 def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
     section = RewardPhaseSection(sequences=3, timeout_s=8.0)
-    workers = RewardWorkers(own_rewards, model, (0,), section, local=True)
-    try:
+    with closing(RewardWorkers(own_rewards, model, (0,), section, local=True)) as workers:
         check_batch(workers, model)
-    finally:
-        workers.close()
 
 
 def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
-    specs = [VerifierSection(kind="last_number")]
-    workers = RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=2, timeout_s=60.0), local=True)
-    try:
-        with pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"):
-            workers.score(payload(model, ["1"] * 4), prompts("1", "x"), range(4), group_size=2)
-    finally:
-        workers.close()
+    specs, phase = [VerifierSection(kind="last_number")], RewardPhaseSection(sequences=2, timeout_s=60.0)
+    with (
+        closing(RewardWorkers(specs, model, (0,), phase, local=True)) as workers,
+        pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"),
+    ):
+        workers.score(payload(model, ["1"] * 4), prompts("1", "x"), range(4), group_size=2)
 
 
 class LostPayload:
