@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,10 +16,11 @@ import torch
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
-from megarl.models.vllm_weights import parameter_sizes
+from megarl.models.vllm_weights import parameter_sizes, vllm_boxes
 from megarl.weight_sync.manifest import SyncError, WeightManifest
 from megarl.weight_sync.read import WeightReader
 from tests.networks import Network
+from tests.rollout_cases import checkpoint, cut
 from tests.sync_cases import BoxWriter
 
 # Where in a sync a worker can meet its fault.
@@ -36,10 +38,12 @@ class ProcessEngines:
     """What rank 0 knows the engines by; each has one worker. A dead or stopped one is started again."""
 
     def __init__(self, shape: ModelShape, num_engines: int, networks: Sequence[Network] = ()) -> None:
-        """The worker of each engine runs in a network of its own where these are given."""
+        """The worker of each engine runs in a network of its own where these are given. It is then a fork of this process,
+        which has no threads yet: a rank has no fork server, and to start one takes longer than the test."""
         self._shape, self._networks = shape, networks
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.preload"])
+        self._context: Any = multiprocessing.get_context("fork" if networks else "forkserver")
+        if not networks:
+            self._context.set_forkserver_preload(["tests.preload"])
         self._workers: list[Any] = [None] * num_engines
         self.connections: list[Connection] = [None] * num_engines  # type: ignore[list-item]
         self.starts = [0] * num_engines
@@ -134,6 +138,21 @@ class ProcessEngines:
             return psutil.Process(self._workers[engine].pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:  # its end of the connection says so
             return False
+
+
+def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """Weights that differ from those of every other version, except for zeros."""
+    return {name: version * content for name, content in weights.items()}
+
+
+def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
+    """An engine answers from the weights of this version of a model, and from no others."""
+    assert not isinstance(answer, str), answer
+    assert answer[0] == version
+    expected = cut(vllm_boxes(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
+    for name, content in of_version(expected, version).items():
+        rows, cols = content.shape
+        assert torch.equal(answer[1][name][:rows, :cols], content), name
 
 
 def _serve(connection: Connection, shape: ModelShape, network: Network | None) -> None:

@@ -113,7 +113,7 @@ class Outcome:
 def run_with_fault(recipe: Path, ranks: int, fault: Fault | StreamFault, folder: Path) -> Outcome:
     """A run with a fault, to the end of all of its processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.hang_preload"])
+    context.set_forkserver_preload(["tests.preload"])
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // fault.nodes), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(unused_port()), CASE: str(folder), GATE: str(folder / "gate")}  # fmt: skip

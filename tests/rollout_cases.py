@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -121,18 +120,6 @@ def checkpoint(path: Path) -> dict[str, torch.Tensor]:
 def megatron_shards(path: Path, layout: Layout) -> dict[int, dict[str, torch.Tensor]]:
     """What the ranks of a trainer would hold of a checkpoint."""
     return cut(megatron_boxes(ModelShape.from_directory(path), layout), checkpoint(path))
-
-
-class Reference:
-    """In the place of Ray's: the call has answered, with this."""
-
-    def __init__(self, said: Any) -> None:
-        self.said = said
-
-    def future(self) -> Future[Any]:
-        answered: Future[Any] = Future()
-        answered.set_result(None)
-        return answered
 
 
 class Publisher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import pickle
 import queue
@@ -37,18 +38,35 @@ class Loop(asyncio.SelectorEventLoop):
 
     now = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers: list[Router] = []
+
     def time(self) -> float:
         return self.now
 
 
-def run(work: Coroutine[Any, Any, None]) -> Loop:
-    """Run a coroutine in a new `Loop`. Fails if it leaves a task behind."""
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in a new `Loop` and close its routers. Fails if a task is left."""
+
+    async def work_and_close() -> None:
+        await work
+        for routes in clock().routers:
+            await routes.close()
+
     with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(work)
-        loop = runner.get_loop()
-        assert not asyncio.all_tasks(loop), "a task is left"
-        assert isinstance(loop, Loop)
-        return loop
+        runner.run(work_and_close())
+        assert not asyncio.all_tasks(runner.get_loop()), "a task is left"
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine, which runs in a new `Loop`."""
+
+    @functools.wraps(test)
+    def in_new_loop(**arguments: Any) -> None:
+        run(test(**arguments))
+
+    return in_new_loop
 
 
 async def settle() -> None:
@@ -173,6 +191,11 @@ class ScriptedEngine:
             work.tokens.set_exception(ray.exceptions.ObjectLostError("ab", None, ""))
         else:
             work.tokens.set_result(result)
+
+    def finish_all(self) -> None:
+        """Complete all requests that it holds."""
+        for position in list(self.work):
+            self.finish(position)
 
     def release(self, group: int) -> None:
         """Complete a request, from another thread."""
@@ -467,7 +490,8 @@ def router(
     unserved: list[list[int]] | None = None,
     errors: list[Exception] | None = None,
 ) -> Router:
-    """A router with completions of 100 tokens at most; `unserved` gets what it says when no live engine is left."""
+    """A router with completions of 100 tokens at most, which `run` closes. `unserved` gets the engines that wait for weights
+    when no live engine is left."""
     routes: Router
     errors = errors if errors is not None else []
 
@@ -476,6 +500,7 @@ def router(
             unserved.append(routes.unserved)
 
     routes = Router(pool, ROUTER_TIMEOUT_S, 100, depth, on_unserved, errors.append)  # type: ignore[arg-type]
+    clock().routers.append(routes)
     return routes
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from megarl.weight_sync.codec import SCALES, Blocks, quantise_blocks
 from megarl.weight_sync.copies import SpareMemory, Works
 from megarl.weight_sync.manifest import WeightManifest
 from megarl.weight_sync.read import WeightReader
-from tests.rollout_cases import checkpoint, cut
+from tests.rollout_cases import Publisher, checkpoint, cut, save_model
 
 Parameters = dict[str, torch.Tensor]
 LARGEST = (1024, 512)  # of the parameters
@@ -108,6 +109,26 @@ class ThreadEngines:
         for _ in self.readers[engine, worker].read(self._manifest, engine, writer):
             pass
         return writer.parameters
+
+
+class SyncCase:
+    """A trainer of one rank, an engine of two workers without vLLM, and two models of one shape."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.models = [save_model(folder / str(seed), "llama", False, seed) for seed in (0, 1)]
+        self.publisher = Publisher(self.models[0], RolloutLayout(2), **settings)
+        self.shape = ModelShape.from_directory(self.models[0])
+        self.engines = ThreadEngines(self.shape, RolloutLayout(2))
+
+    def assert_taken(self, model: int) -> None:
+        """Both workers have exactly their shard of a model."""
+        for worker in (0, 1):
+            taken = self.engines.taken[0, worker]
+            assert_has_shard(taken, self.shape, self.models[model], RolloutLayout(2), worker, torch.float32)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.publisher.close()
 
 
 class BoxWriter:

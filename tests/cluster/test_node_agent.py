@@ -1,8 +1,8 @@
 """The agent's verdict on the ends of its ranks, and the time that ranks have to leave."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from megarl.cluster import node_agent
 from megarl.cluster.node_agent import STORE_GONE, OtherNodes, Outcome, judge, main
-from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
+from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, HUNG, REQUEUE
 from tests.ports import unused_port
 from tests.ranks import run_ranks
 
@@ -42,6 +43,7 @@ TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
         ({0: -TERM}, (), (USR1,), False, FAILED, "rank 0 was killed by SIGTERM"),
         ({}, (0, 1), (TERM,), True, REQUEUE, "ranks 0, 1 did not leave within run.grace_s"),
         ({0: 75}, (1,), (TERM,), False, FAILED, "no checkpoint to resume from"),
+        ({0: -KILL, 1: HUNG}, (0,), (), True, HUNG, "the watchdog has ended the run"),
     ],
 )
 def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, killed, signals, can_resume, status, words):
@@ -49,41 +51,50 @@ def test_the_exit_status_is_that_of_the_ranks_that_ended_by_themselves(ended, ki
     assert outcome.status == status and words in outcome.sentence, outcome
 
 
-# An agent that waits one second instead of ten to fifteen.
-AGENT = """
-import sys
-from megarl.cluster import node_agent as agent
-agent.REFUSAL_S = agent.STRAGGLER_S = 1.0
-sys.exit(agent.main(sys.argv[1:]))
-"""
+PROGRAM = str(Path(__file__).parents[1] / "exiting_rank.py")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preload"])
+
+
+def _run_agent(folder, arguments):
+    """An agent that waits one second instead of ten to fifteen, in a process of its own."""
+    os.chdir(folder)
+    os.dup2(os.open(f"errors-{os.getpid()}", os.O_CREAT | os.O_WRONLY), 2)
+    node_agent.REFUSAL_S = node_agent.STRAGGLER_S = 1.0
+    sys.exit(main(arguments))
 
 
 @contextmanager
 def _agent(folder, *words, node=None, port=0, restarts=1):
     """Start an agent with two ranks, alone or as a `node` of two; end it with the test."""
-    program = Path(__file__).parents[1].joinpath("exiting_rank.py")
-    command = [sys.executable, "-c", AGENT, "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    command += [*(["--standalone"] if node is None else place), str(program), *words]
-    agent = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    options = ["--nproc-per-node", "2", "--max-restarts", str(restarts), *(["--standalone"] if node is None else place)]
+    agent = CONTEXT.Process(target=_run_agent, args=(folder, [*options, PROGRAM, *words]))
+    agent.start()
     try:
         yield agent
     finally:
-        if agent.poll() is None:
+        if agent.is_alive():
             for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
                 process.kill()
-            agent.communicate()
+            agent.join()
+
+
+def _ended(agent, folder):
+    """Return the exit status of an agent, and what it said."""
+    agent.join(DEADLINE_S)
+    return agent.exitcode, (folder / f"errors-{agent.pid}").read_text()
 
 
 def test_a_signal_reaches_the_ranks_and_a_slow_rank_may_finish_and_no_rank_restarts(tmp_path):
     with _agent(tmp_path, "save=3") as agent:
         end = time.monotonic() + DEADLINE_S
         while not all((tmp_path / f"starts-{rank}").is_file() for rank in "01"):
-            assert agent.poll() is None and time.monotonic() < end
+            assert agent.is_alive() and time.monotonic() < end
             time.sleep(0.1)
         os.kill(agent.pid, signal.SIGHUP)
-        _, errors = agent.communicate(timeout=DEADLINE_S)
-    assert agent.returncode == REQUEUE, errors
+        status, errors = _ended(agent, tmp_path)
+    assert status == REQUEUE, errors
     assert (tmp_path / "saved").read_text() == "SIGHUP", (
         "rank 1 left three seconds earlier, and the agent did not stop rank 0"
     )
@@ -91,14 +102,14 @@ def test_a_signal_reaches_the_ranks_and_a_slow_rank_may_finish_and_no_rank_resta
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "starts", "words"),
-    [("-9", FAILED, "0\n1\n", "rank 1 was killed by SIGKILL"), ("2", BAD_INPUT, "0\n", "rank 1 ended with exit status 2")],
+    ("status", "words"),
+    [(BAD_INPUT, "rank 1 ended with exit status 2"), (HUNG, "the watchdog has ended the run")],
 )
-def test_a_killed_rank_is_restarted_and_a_refusal_is_not(tmp_path, end, status, starts, words):
-    with _agent(tmp_path, f"1={end}") as agent:
-        _, errors = agent.communicate(timeout=DEADLINE_S)
-    assert agent.returncode == status and words in errors, errors
-    assert (tmp_path / "starts-1").read_text() == starts
+def test_ranks_that_refuse_or_hung_are_not_restarted(tmp_path, status, words):
+    with _agent(tmp_path, f"1={status}") as agent:
+        ended, errors = _ended(agent, tmp_path)
+    assert ended == status and words in errors, errors
+    assert (tmp_path / "starts-1").read_text() == "0\n"
 
 
 def test_a_rendezvous_of_changing_nodes_is_refused(capsys):
@@ -115,8 +126,8 @@ def test_a_rank_killed_on_one_node_restarts_or_ends_the_ranks_of_both(tmp_path, 
         _agent(tmp_path, "3=-9", "again=0", node=0, **settings) as first,
         _agent(tmp_path, "3=-9", "again=0", node=1, **settings) as second,
     ):
-        errors = [agent.communicate(timeout=DEADLINE_S)[1] for agent in (first, second)]
-    assert [first.returncode, second.returncode] == [COMPLETE if restarts else FAILED] * 2, errors
+        statuses, errors = zip(*(_ended(agent, tmp_path) for agent in (first, second)), strict=True)
+    assert statuses == (COMPLETE if restarts else FAILED,) * 2, errors
     assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(4)] == ["0\n1\n" if restarts else "0\n"] * 4
     assert restarts or "megarl.cluster.node_agent: on another node rank 3 was killed by SIGKILL" in errors[0]
     assert restarts or "megarl.cluster.node_agent: rank 3 was killed by SIGKILL" in errors[1]

@@ -235,15 +235,15 @@ def test_a_rank_that_hangs_is_named_and_nothing_is_left(recipe, tmp_path, fault)
     check(recipe, tmp_path, fault)
 
 
+@pytest.mark.nightly  # in CI test_node_agent.py has the status of an agent whose ranks hung
 @pytest.mark.parametrize(
     ("launcher", "status"),
     [
         (["megarl.cli", "train"], HUNG),
         # torchrun always ends with status 1, and prints the status of its ranks.
-        pytest.param(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megarl"], 1,
-                     marks=pytest.mark.nightly),
+        (["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megarl"], 1),
     ],
-)  # fmt: skip
+)
 def test_a_job_with_a_stopped_rank_ends_with_its_own_status(tmp_path, launcher, status):
     tiny_run(tmp_path, "qwen3", layers=2)
     steps = 200  # the run never gets so far

@@ -19,10 +19,8 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# CI walks two parts, the others take minutes.
-@pytest.fixture(
-    scope="module", params=[("imports", "dense"), pytest.param(tuple(gpu.PARTS), marks=pytest.mark.nightly)], ids=str
-)
+# CI walks one part, the others take minutes.
+@pytest.fixture(scope="module", params=[("dense",), pytest.param(tuple(gpu.PARTS), marks=pytest.mark.nightly)], ids=str)
 def walked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
     into = tmp_path_factory.mktemp("gpu") / "gpu.json"
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--check", "--json", str(into), "--parts", *request.param]

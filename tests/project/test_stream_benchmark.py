@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.stream import BARRIER, STREAMED, Cell, Sizes, missed, run_cells
 from tests.ranks import run_ranks
 
@@ -14,6 +16,7 @@ def run_both() -> list[dict[str, Any]]:
     return run_cells([Cell("1:1 S=0", 0, 1.0), Cell("1:1 S=2", 2, 1.0)], SIZES)
 
 
+@pytest.mark.nightly
 def test_a_stream_is_nearer_to_the_bound_than_waiting_for_each_batch() -> None:
     [(waiting, stream)] = run_ranks(run_both, 1)
     assert min(waiting["seconds"]) > SIZES.step_s, "training alone takes as long"

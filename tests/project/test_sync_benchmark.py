@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import sync_model
 from benchmarks.sync_model import Cluster, Machine, Parts, Rates, Reader, sync_seconds
-from benchmarks.sync_rates import TRANSPORTS, Sync, measured_in_turns
+from benchmarks.sync_rates import Sync, measured_in_turns
 from benchmarks.weight_sync_scale import BYTES, CASES, MODELS, Case, check_cut, main, missed, rate_case
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.megatron_weights import checkpoint_sizes
@@ -199,7 +199,7 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
     assert "place 0.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["mapped", pytest.param("group", marks=pytest.mark.nightly), "two_legs"])
 def test_rates_are_measured_with_both_ends_of_a_sync(transport: str) -> None:
     """The worker is a process of its own; it would not answer if it had not received and verified what the rank sent."""
     sync = Sync(shape_of("llama"), Layout(pipeline=2), RolloutLayout(), 1, transport, 4, 1 << 13)

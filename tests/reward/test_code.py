@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +68,12 @@ def named(name):
         ("def f(:", "failed"),
         ("import os; os._exit(0)", "failed"),
         ("import sys; sys.exit()", "failed"),
-        ("import os; os.kill(1, 9); os.kill(-1, 9)", "failed"),
         # Many processes die: when the first ends, another has written half of its traceback.
         ("import sys, traceback\ntry: raise BlockingIOError(11, '')\nexcept OSError: traceback.print_exc()\n"
          "sys.exit('Traceback (most recent call last):\\n  File \"x\", line 1\\n    ^^^^')", "processes"),
         ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
         # An error that a program prints and survives is not a limit.
-        *((f"import sys; print('OSError: [Errno {number}]', file=sys.stderr)", "passed") for number in (11, 12, 27, 28)),
+        ("import sys\nfor number in (11, 12, 27, 28): print(f'OSError: [Errno {number}]', file=sys.stderr)", "passed"),
         # Ordinary programs still work.
         ("import asyncio\nasync def main():\n    one = await asyncio.create_subprocess_exec('true')\n    await one.wait()\n"
          "asyncio.run(main())", "passed"),
@@ -103,17 +103,6 @@ def test_wall_time_counts_for_all_programs_together():
     limits = SandboxLimits(**(vars(LIMITS) | {"wall_s": 1.0}))
     sleeping = Program("import time; time.sleep(99)")
     assert run_programs([sleeping, Program("1")], limits) == ["wall_time", "wall_time"]
-
-
-def test_nothing_outlives_its_program():
-    name = secrets.token_hex(5)
-    leave = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)\nos.wait()\n"
-    check = "assert sum(map(str.isdigit, os.listdir('/proc'))) == 3"  # process 1, this process, and the process that it left
-    assert run_programs([Program(named(name) + leave + check), Program("import os\n" + check)], LIMITS) == [
-        "passed",
-        "failed",
-    ]
-    assert processes_named(name) == 0
 
 
 def test_a_sandbox_dies_with_the_process_that_started_it():
@@ -193,12 +182,11 @@ def test_credit_is_a_share_or_needs_all_tests():
 
 def test_limits_score_zero_and_are_counted(model):  # noqa: F811
     section = CodeRewardSection(kind="code", timeout_s=30.0, cpu_s=1, weight=2.0)
-    workers = RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
-    try:
+    with closing(
+        RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
+    ) as workers:
         texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
         result = workers.score(payload(model, texts), [prompt("assert square(3) == 9")] * 2, range(4), group_size=2)
-    finally:
-        workers.close()
     assert result.rewards.tolist() == [2, 0, 0, 2] and result.valid.all()
     metrics = result.metrics()
     counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import uvloop
@@ -21,10 +22,7 @@ def test_long_questions_and_answers_reach_the_other_end() -> None:
     questions = [f"{number}".rjust(300_000) for number in range(8)]
 
     async def ask() -> list[Any]:
-        client = ForkServerClient("tests", load, None, ChildLimits(1 << 30), sys.path)
-        try:
+        with closing(ForkServerClient("tests", load, None, ChildLimits(1 << 30), sys.path)) as client:
             return await asyncio.gather(*(client.ask(key, text, 60.0, starts=True) for key, text in enumerate(questions)))
-        finally:
-            client.close()
 
     assert uvloop.run(ask()) == [text[::-1] for text in questions]

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,18 +58,18 @@ def judge(text, prompt):
     if text == "error, and hang once more":
         time.sleep(999)
     if text == "fill":
-        held = bytearray(600 << 20)
+        held = bytearray(300 << 20)
         held[::4096] = bytes(len(held[::4096]))
         time.sleep(999)
     if text == "fill shared":
         import mmap
-        held = [mmap.mmap(-1, 200 << 20) for _ in range(3)]
-        for at in range(0, 200 << 20, 4096):
+        held = [mmap.mmap(-1, 100 << 20) for _ in range(3)]
+        for at in range(0, 100 << 20, 4096):
             for one in held:
                 one[at] = 1
         time.sleep(999)
     if text == "fork":
-        for _ in range(300):
+        for _ in range(30):
             if os.fork() == 0:
                 time.sleep(999)
         time.sleep(999)
@@ -228,15 +229,6 @@ def test_an_error_of_a_transport_is_told_from_one_that_a_text_can_cause(name):
             assert is_outage(wrapped) == (wrap and name in UNREACHED)
 
 
-def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards):
-    texts = ["a", "loop", "a", "loop", *"bbbb"]
-    scores, later = score_tasks(VerifierProcess(own_rewards), (texts, prompts(*"aaaaaaaa"), 12), (["a"], prompts("a"), 60))
-    assert [score.timed_out for score in scores] == [False, True] * 2 + [False] * 4
-    assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
-    assert [score.cause for score in scores] == ["", "wall_time"] * 2 + [""] * 4
-    assert later[0].parts == {"judge": 1.0}
-
-
 @pytest.fixture
 def paced(monkeypatch):
     """A clock that moves by what a text is given without an answer and by `load_s` for each start, and by nothing else."""
@@ -264,6 +256,15 @@ def paced(monkeypatch):
     return clock
 
 
+def test_a_looping_verifier_is_stopped_and_all_others_are_scored(own_rewards, paced):
+    texts = ["a", "loop", "a", "loop", *"bbbb"]
+    scores, later = score_tasks(VerifierProcess(own_rewards), (texts, prompts(*"aaaaaaaa"), 12), (["a"], prompts("a"), 60))
+    assert [score.timed_out for score in scores] == [False, True] * 2 + [False] * 4
+    assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 0.0, 1.0, 0.0] + [0.0] * 4
+    assert [score.cause for score in scores] == ["", "wall_time"] * 2 + [""] * 4
+    assert later[0].parts == {"judge": 1.0}
+
+
 def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_rewards, paced):
     (scores,) = score_tasks(VerifierProcess(own_rewards), (["loop"] * 9 + ["a"], prompts(*"aaaaaaaaaa"), 12))
     assert all(score.timed_out for score in scores)
@@ -276,9 +277,10 @@ def test_a_task_of_nothing_but_looping_verifiers_ends_at_its_deadline(own_reward
     assert paced.loads == 5 and paced.now_s == 12 - 12 / 32
 
 
-def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards):
-    # More than 256 forked processes take together: which limit they pass is not to depend on when they are looked at.
-    verifiers = VerifierProcess(own_rewards, memory_bytes=400 << 20)
+def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(own_rewards, monkeypatch):
+    monkeypatch.setattr(verifier_process, "MAX_PROCESSES", 16)
+    # More than 16 forked processes take together: which limit they pass is not to depend on when they are looked at.
+    verifiers = VerifierProcess(own_rewards, memory_bytes=200 << 20)
     server = verifiers._server.process
     below: list[int] = []
 
@@ -300,7 +302,7 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
     scores = asyncio.run(play())
     assert [score.cause for score in scores] == ["memory", "memory", "processes", "", "", "crash"]
     assert [score.parts and score.parts["judge"] for score in scores] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert "400 MiB of memory (phases.reward.memory_mib)" in scores[0].failure
+    assert "200 MiB of memory (phases.reward.memory_mib)" in scores[0].failure
     assert not any(os.path.exists(f"/proc/{one}") for one in [server, *below])
 
 
@@ -363,12 +365,9 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     pattern = PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$")
     parts: list[Any] = [VerifierSection(kind="exact"), pattern, schema]
     section = RewardPhaseSection(timeout_s=60.0)
-    workers = RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)
-    try:
+    with closing(RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)) as workers:
         texts = Payload([text, "7", "7<|end|>"], tokenizer)
         result = workers.score(texts, prompts(text, "7<|end|>"), range(3), group_size=2)
-    finally:
-        workers.close()
     assert result.parts["exact"].tolist() == [1, 0, 1], "only the last token is left out, and only where it is an end"
     assert result.parts["pattern"].tolist() == [1, 0, 0] and result.parts["json_schema"].tolist() == [0, 1, 0]
     assert result.parts["judge"].tolist() == [1, 0, 1]
@@ -418,23 +417,19 @@ def check_batch(workers, model):
                       "zero_crash": 1, "zero_error": 1, "zero_wall_time": 1}  # fmt: skip
 
 
-def test_masked_rewards_are_counted_and_never_zero(model, own_rewards):
+def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
     section = RewardPhaseSection(sequences=3, timeout_s=8.0)
-    workers = RewardWorkers(own_rewards, model, (0,), section, local=True)
-    try:
+    with closing(RewardWorkers(own_rewards, model, (0,), section, local=True)) as workers:
         check_batch(workers, model)
-    finally:
-        workers.close()
 
 
 def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
-    specs = [VerifierSection(kind="last_number")]
-    workers = RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=2, timeout_s=60.0), local=True)
-    try:
-        with pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"):
-            workers.score(payload(model, ["1"] * 4), prompts("1", "x"), range(4), group_size=2)
-    finally:
-        workers.close()
+    specs, phase = [VerifierSection(kind="last_number")], RewardPhaseSection(sequences=2, timeout_s=60.0)
+    with (
+        closing(RewardWorkers(specs, model, (0,), phase, local=True)) as workers,
+        pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"),
+    ):
+        workers.score(payload(model, ["1"] * 4), prompts("1", "x"), range(4), group_size=2)
 
 
 class LostPayload:

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,8 +129,7 @@ FAULTS = {
 
 def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     async def play() -> tuple[dict[str, Reply], Reply, Reply, Reply]:
-        worker = EnvironmentWorker(section(), sys.path)
-        try:
+        with closing(EnvironmentWorker(section(), sys.path)) as worker:
             good = await worker.ask("good", Reset({"fault": ""}, 1))
             said = {}
             for fault in FAULTS:
@@ -145,8 +145,6 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
                 await worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": "b"}}</tool_call>')),
                 await worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>')),
             )
-        finally:
-            worker.close()
 
     said, missing, malformed, good = asyncio.run(play())
     for fault, words in FAULTS.items():
@@ -160,14 +158,11 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
 
 def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -> None:
     async def play() -> list[Reply]:
-        worker = EnvironmentWorker(section(), sys.path)
-        try:
+        with closing(EnvironmentWorker(section(), sys.path)) as worker:
             await worker.ask("one", Reset({"fault": "dies between turns"}, 1))
             said = [await worker.ask("one", Step("x"))]
             wait_for(lambda: not below(worker._server.process))
             return [*said, await worker.ask("one", Step("x")), await worker.ask("one", Reset({"fault": ""}, 1))]
-        finally:
-            worker.close()
 
     first, second, again = asyncio.run(play())
     assert first.failure == again.failure == "", "the turn itself was answered"
@@ -198,8 +193,7 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
     monkeypatch.syspath_prepend(tmp_path)
 
     async def play() -> tuple[list[Reply], list[int]]:
-        worker = EnvironmentWorker(section(target="starts_a_helper:Asks"), sys.path)
-        try:
+        with closing(EnvironmentWorker(section(target="starts_a_helper:Asks"), sys.path)) as worker:
             said = []
             for name in ("one", "two"):
                 await worker.ask(name, Reset({"fault": ""}, 1))
@@ -207,8 +201,6 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
                 await worker.end(name)
                 wait_for(lambda: len(below(worker._server.process)) <= 1)
             return said, below(worker._server.process)
-        finally:
-            worker.close()
 
     said, helpers = asyncio.run(play())
     assert said == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 2
@@ -218,8 +210,7 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
 
 def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is_left() -> None:
     async def play() -> tuple[Reply, list[Reply], Reply, Reply, list[int]]:
-        worker = EnvironmentWorker(section(timeout_s=3.0), sys.path)
-        try:
+        with closing(EnvironmentWorker(section(timeout_s=3.0), sys.path)) as worker:
             for name in ("hangs", "good"):
                 await worker.ask(name, Reset({"fault": name}, 1))
             hangs = asyncio.create_task(worker.ask("hangs", Step("x")))
@@ -231,8 +222,6 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
             lost = await worker.ask("good", Step("x"))
             assert await worker.ask("new", Reset({"fault": ""}, 1)) == Reply(), "another keeper took its place"
             return late, others, gone, lost, [worker._server.process]
-        finally:
-            worker.close()
 
     late, others, gone, lost, keepers = asyncio.run(play())
     assert late.failure == "step gave no answer within environment.timeout_s = 3"
@@ -248,28 +237,27 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
 LARGE = """
 from tests.environments import Faulty, environment
 
-held = bytearray(500 << 20)
+held = bytearray(300 << 20)
 held[::4096] = bytes(len(held[::4096]))
 Large = environment(type("Large", (Faulty,), {}))
 """
 
 
-@pytest.mark.parametrize("fault", ["fills", "fills and forks"])
-def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path, fault: str) -> None:
+def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path) -> None:
     """What its module has loaded is not its own, and what its processes share is."""
     (tmp_path / "large_environment.py").write_text(LARGE)
 
-    async def play() -> tuple[Reply, Reply]:
-        worker = EnvironmentWorker(section(target="large_environment:Large", memory_mib=200), [str(tmp_path), *sys.path])
-        try:
-            for name in (fault, "good"):
+    async def play() -> list[Reply]:
+        with closing(
+            EnvironmentWorker(section(target="large_environment:Large", memory_mib=200), [str(tmp_path), *sys.path])
+        ) as worker:
+            names = ("fills", "fills and forks", "good")
+            for name in names:
                 await worker.ask(name, Reset({"fault": name}, 1))
-            return await worker.ask(fault, Step("x")), await worker.ask("good", Step("x"))
-        finally:
-            worker.close()
+            return [await worker.ask(name, Step("x")) for name in names]
 
-    over, good = asyncio.run(play())
-    assert over.cause == "memory" and "environment.memory_mib = 200" in over.failure
+    *over, good = asyncio.run(play())
+    assert all(reply.cause == "memory" and "environment.memory_mib = 200" in reply.failure for reply in over), over
     assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
 
 
@@ -280,15 +268,12 @@ def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_clo
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
 
     async def play() -> None:
-        worker = EnvironmentWorker(section(), sys.path)
-        try:
+        with closing(EnvironmentWorker(section(), sys.path)) as worker:
             await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
             assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
             if not by_close:
                 await worker.end("one")
                 assert _is_let_go(reader)
-        finally:
-            worker.close()
 
     asyncio.run(play())
     assert by_close is False or _is_let_go(reader)
@@ -318,12 +303,11 @@ def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
 ) -> None:
     load_environment(target, options)  # on each rank: it makes none
     limit_s = 0.5 if "hangs" in options else 20.0
-    worker = EnvironmentWorker(section(target=target, options=options, timeout_s=limit_s), sys.path)
-    try:
-        with pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"):
-            asyncio.run(worker.ready())
-    finally:
-        worker.close()
+    with (
+        closing(EnvironmentWorker(section(target=target, options=options, timeout_s=limit_s), sys.path)) as worker,
+        pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"),
+    ):
+        asyncio.run(worker.ready())
 
 
 @pytest.mark.parametrize(

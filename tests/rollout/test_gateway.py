@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import anthropic
@@ -251,8 +252,7 @@ def test_reasoning_is_told_from_the_answer_and_stays_in_the_prompt() -> None:
     """By a reasoning parser of vLLM; OpenAI's clients do not send it back."""
     thoughts = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     template = KEEPING["plain"].replace("{{ m.content }}", thoughts)
-    served = Served(None, "deepseek_r1", template)
-    try:
+    with closing(Served(None, "deepseek_r1", template)) as served:
         script = Script("<think>two and two</think>4", "<think>hm</think>ok", template=template)
         opened = served.open(script)
         client = openai_client(opened)
@@ -263,8 +263,6 @@ def test_reasoning_is_told_from_the_answer_and_stays_in_the_prompt() -> None:
         assert "<think>two and two</think>4<|turn_end|><|user|>?" in script.prompts[1]
         assert [block.type for block in reply.content] == ["thinking", "text"]
         one_segment(opened, script)
-    finally:
-        served.close()
 
 
 def test_requests_are_held_while_weights_change(served: Served) -> None:
@@ -365,8 +363,5 @@ def test_the_model_is_listed(served: Served) -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_an_address_of_ipv6_serves() -> None:
-    served = Served(host="::1")
-    try:
+    with closing(Served(host="::1")) as served:
         assert openai_client(served.open(Script("x"))).chat.completions.create(model="any", messages=ASKED).choices
-    finally:
-        served.close()

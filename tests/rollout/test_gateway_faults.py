@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import anthropic
@@ -171,15 +172,12 @@ def wrong_method(served: Served, opened: OpenSession, path: str) -> httpx.Respon
 
 def slow_body(served: Served, opened: OpenSession, path: str) -> httpx.Response:
     """The body never ends: only its first byte comes."""
-    impatient = Served(None, body_timeout_s=0.05)
-    try:
+    with closing(Served(None, body_timeout_s=0.05)) as impatient:
         opened = impatient.open(Script("x"))
         with connected(opened) as connection:
             connection.sendall(raw(opened, path, "{", length=9))
             answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
             head, _, body = answer.partition("\r\n\r\n")
-    finally:
-        impatient.close()
     return httpx.Response(int(head.split()[1]), text=body)
 
 

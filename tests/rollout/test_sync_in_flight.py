@@ -133,15 +133,7 @@ def test_completions_that_are_waited_for_have_the_weights_they_began_with(flight
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
-def test_completions_go_on_under_the_new_weights(flight: Flight, in_flight: str) -> None:
-    rollout, begun = flight.in_the_middle(in_flight, lambda: flight.publish(NEW)["sync/in_flight"])
-    assert_continued(flight, rollout.result(), begun, flight.version)
-    assert same(drawn(flight.generate()), flight.undisturbed[NEW])
-
-
-@pytest.mark.parametrize("in_flight", ["keep", "abort"])
-def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> None:
-
+def test_completions_go_on_under_the_new_weights_and_not_under_torn_ones(flight: Flight, in_flight: str) -> None:
     def torn() -> float:
         corrupt(flight.publisher, times=2)
         with pytest.raises(SyncError, match="wrong bytes in piece 0"):
@@ -150,8 +142,9 @@ def test_nothing_goes_on_under_torn_weights(flight: Flight, in_flight: str) -> N
 
     rollout, begun = flight.in_the_middle(in_flight, torn)
     assert not rollout.done()
-    flight.publish(NEW)
+    assert flight.publish(NEW)["sync/attempts"] == 1
     assert_continued(flight, rollout.result(), begun, flight.version)
+    assert same(drawn(flight.generate()), flight.undisturbed[NEW])
 
 
 def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:

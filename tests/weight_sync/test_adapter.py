@@ -1,4 +1,4 @@
-"""With `actor.lora.send: adapter` an engine equals one that loaded the merged export, and no request sees old adapters."""
+"""With `actor.lora.send: adapter` an engine computes what the merged export does, and no request sees old adapters."""
 
 from __future__ import annotations
 
@@ -54,16 +54,11 @@ def open_pool(made: Recipe, model: Path, stops: Sequence[int] = STOP) -> EngineP
     return pool
 
 
-def greedy(pool: EnginePool) -> dict[int, Sample]:
-    batch = generate(pool, prompts(), 1, completions=1, temperature=0.0)
-    return batch.payload.fetch(range(4))
-
-
 def sends_adapters(
     model: Path, checkpoints: Path, merged: Path, layout: Layout, rollout: RolloutLayout, lora: LoraSection
 ) -> dict[str, float]:
-    """On the ranks of a trainer. Rank 0's engine loaded the base model, and gets the adapters of a checkpoint; a second
-    engine loaded the export of this checkpoint."""
+    """On the ranks of a trainer. Rank 0's engine loaded the base model, and gets the adapters of a checkpoint; `merged` is
+    the export of this checkpoint."""
     place = start(layout)
     actor = engine(str(model), place, lr=1e-2, lora=lora)
     latest = latest_checkpoint(checkpoints)
@@ -74,21 +69,15 @@ def sends_adapters(
     if place.rank:
         return sync.publish(1, actor.shards())
     start_cluster()
-    pools = [open_pool(made, model)]
+    pool = open_pool(made, model)
     try:
-        before = greedy(pools[0])
-        metrics = sync.publish(1, actor.shards(), pools[0])
-        pools.append(open_pool(recipe(merged), merged))
-        sent, loaded = (greedy(pool) for pool in pools)
-        assert distance(merged, samples(pools[0], 1)) < 1e-4 < distance(model, samples(pools[0], 1))
-        assert not same(before, sent), "the adapters changed nothing"
-        for s, sample in loaded.items():
-            assert np.array_equal(sample.completion.token_ids, sent[s].completion.token_ids), s
-            np.testing.assert_allclose(sample.completion.logprobs, sent[s].completion.logprobs, atol=1e-4, rtol=0)
+        assert distance(model, samples(pool, 1)) < 1e-4
+        metrics = sync.publish(1, actor.shards(), pool)
+        drawn = samples(pool, 1)
+        assert distance(merged, drawn) < 1e-4 < distance(model, drawn)
         return metrics
     finally:
-        for pool in pools:
-            pool.shutdown()
+        pool.shutdown()
         stop_cluster()
 
 
@@ -101,10 +90,10 @@ def sends_adapters(
         pytest.param("gemma3", ("proj", "fc1"), Layout(pipeline=2), RolloutLayout(), marks=pytest.mark.nightly),
     ],
 )
-def test_an_engine_with_the_adapters_equals_one_that_loaded_the_merged_export(
+def test_an_engine_with_the_adapters_computes_what_the_merged_export_does(
     tmp_path: Path, family: str, targets: tuple[Any, ...], layout: Layout, rollout: RolloutLayout
 ) -> None:
-    """What the engine gets is what `megarl export --adapter` writes, and no more bytes are sent."""
+    """By transformers. What the engine gets is what `megarl export --adapter` writes, and no more bytes are sent."""
     lora = LORA.model_copy(update={"targets": targets, "rank": 3})
     model = save_model(tmp_path / "model", family, False, 0)
     run = tmp_path / "runs" / "lora"

@@ -297,7 +297,7 @@ def faults(model: Path, precision: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_a_broken_engine_is_noticed_at_the_next_sync(
     engine_process: ProcessPoolExecutor, tmp_path: Path, precision: str
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import filter as matching
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -66,6 +67,7 @@ class Group:
         return self.rank_in_group
 
 
+@cache
 def numbered_checkpoint(model: Path) -> Parameters:
     """A checkpoint of the model's names and sizes in which every element has a number of its own, from 1."""
     start, numbered = 1, {}
@@ -104,10 +106,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Pa
     return directory
 
 
-def vllm_config(model: Path, rollout: RolloutLayout, data_rank: int) -> VllmConfig:
+@cache
+def vllm_config(model: Path, rollout: RolloutLayout) -> VllmConfig:
+    """Return the configuration of an engine's workers, without their data-parallel rank."""
     from vllm.engine.arg_utils import EngineArgs
 
-    config = EngineArgs(
+    return EngineArgs(
         model=str(model),
         dtype="float32",
         skip_tokenizer_init=True,
@@ -118,9 +122,6 @@ def vllm_config(model: Path, rollout: RolloutLayout, data_rank: int) -> VllmConf
         enable_expert_parallel=rollout.expert_parallel,
         distributed_executor_backend="mp",
     ).create_engine_config()
-    # As an argument it would have the ranks look for each other.
-    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = rollout.data, data_rank
-    return config
 
 
 @contextmanager
@@ -140,7 +141,10 @@ def vllm_model(model: Path, rollout: RolloutLayout, worker: int) -> Iterator[Any
         "_PCP": Group(1, 0),
         "_DCP": Group(1, 0),
     }
-    config = vllm_config(model, rollout, data_rank)
+    config = vllm_config(model, rollout)
+    # As arguments they would have the ranks look for each other.
+    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = rollout.data, data_rank
+    config.compilation_config.static_forward_context.clear()  # the layers of the worker before
     with pytest.MonkeyPatch.context() as patch:
         for name, group in groups.items():
             patch.setattr(parallel_state, name, group)
@@ -209,7 +213,12 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+# CI cuts tensors in four, and in two on each stage; `test_families.py` has engines of one worker.
+@pytest.mark.parametrize("tensor", [nightly(1), nightly(2), 4])
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_the_table_places_every_element_where_vllm_s_loader_puts_it(
     models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int
@@ -218,7 +227,7 @@ def test_the_table_places_every_element_where_vllm_s_loader_puts_it(
     assert_the_same(models(family, tied), RolloutLayout(tensor))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [nightly(1), 2])
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_so_it_does_on_pipeline_stages(models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int) -> None:
     assert_the_same(models(family, tied), RolloutLayout(tensor, pipeline=2))
@@ -227,12 +236,12 @@ def test_so_it_does_on_pipeline_stages(models: Callable[[str, bool], Path], fami
 @pytest.mark.parametrize(
     "rollout",
     [
-        RolloutLayout(tensor=2, expert_parallel=True),
-        RolloutLayout(data=2),
+        nightly(RolloutLayout(tensor=2, expert_parallel=True)),
+        nightly(RolloutLayout(data=2)),
         RolloutLayout(data=3, expert_parallel=True),  # 8 experts: 3, 3 and 2
         RolloutLayout(tensor=2, data=2),
         RolloutLayout(tensor=2, data=2, expert_parallel=True),
-        RolloutLayout(tensor=2, pipeline=2, expert_parallel=True),
+        nightly(RolloutLayout(tensor=2, pipeline=2, expert_parallel=True)),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])

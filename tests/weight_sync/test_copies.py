@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.weight_sync import copies
 from megarl.weight_sync.buckets import LocalBox
-from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads
+from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads
 
 pytestmark = pytest.mark.sync
 CPU = torch.device("cpu")
@@ -85,13 +84,6 @@ def test_threads_share_the_openmp_threads_and_give_them_back(before: int, thread
             assert torch.get_num_threads() == before
     finally:
         torch.set_num_threads(initial)
-
-
-def test_workers_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, workers, threads in ((1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 4), (8, 4, 2), (2, 4, 1)):
-        monkeypatch.setattr(copies.os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
-        assert num_threads(works_of(1), workers) == threads
-    assert num_threads(Works([], most_threads=1), 1) == 1
 
 
 MATRICES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 600)), min_size=1, max_size=3)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +27,7 @@ from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.group import Written
 from megarl.weight_sync.manifest import SyncError, SyncSettings, WeightManifest
 from megarl.weight_sync.publish import WeightSync
-from tests.engine_processes import ANSWER_S, STATES, Answer, ProcessEngines
+from tests.engine_processes import ANSWER_S, STATES, ProcessEngines, assert_has_all, of_version
 from tests.rollout_cases import Publisher, checkpoint, corrupt, corrupt_weights, cut, megatron_shards, save_model
 from tests.sync_cases import ThreadEngines
 
@@ -77,11 +78,6 @@ class Trainer:
         self.publisher.close()
 
 
-def of_version(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """Weights that differ from those of every other version, except for zeros."""
-    return {name: version * content for name, content in weights.items()}
-
-
 def be_patient_again(publisher: Publisher, engines: ProcessEngines | ThreadEngines) -> None:
     """Use the long deadline for all further attempts: these wait for processes that were just started."""
     pause = engines.pause
@@ -116,15 +112,6 @@ def form_of(transport: str, ranks: int) -> dict[str, Any]:
     return {"transport": "mapped" if transport == "mapped" else "group"} | servers
 
 
-def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
-    assert not isinstance(answer, str), answer
-    assert answer[0] == version
-    expected = cut(vllm_boxes(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
-    for name, content in of_version(expected, version).items():
-        rows, cols = content.shape
-        assert torch.equal(answer[1][name][:rows, :cols], content), name
-
-
 def nightly_unless(in_ci: bool) -> Sequence[pytest.MarkDecorator]:
     return () if in_ci else (pytest.mark.nightly,)
 
@@ -149,7 +136,8 @@ def test_an_engine_that_breaks_is_started_again_and_served(trainer: Trainer, eng
         assert engines.served[1] == (engine,), "a healthy engine was served twice"
 
 
-@pytest.mark.parametrize("part", [0, 9, -1])
+# Of other buckets and pieces in CI: test_mutations.py and test_mapped.py.
+@pytest.mark.parametrize("part", [pytest.param(part, marks=nightly_unless(part == 9)) for part in (0, 9, -1)])
 def test_a_corrupt_part_is_never_answered_from(trainer: Trainer, part: int) -> None:
     """The part is a bucket, or a piece of mapped weights."""
     publisher, sync = trainer.publisher, trainer.publisher.sync
@@ -368,15 +356,12 @@ def test_a_rank_whose_neighbour_dies_loses_its_peer_and_no_engine_answers_from_h
 
 def test_engines_serve_trainers_that_come_after_others(model: Path) -> None:
     """New trainers number their groups from the first again."""
-    engines = ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2)
-    try:
+    with closing(ThreadEngines(ModelShape.from_directory(model), RolloutLayout(), engines=2)) as engines:
         for version in (1, 2):
             publisher = trainer_of(model, JOIN_S, "group")
             publisher.publish(version, model, engines)
             publisher.close()
             assert engines.versions == [version] * 2
-    finally:
-        engines.close()
 
 
 def test_an_engine_is_served_however_many_others_do_not_come(model: Path) -> None:

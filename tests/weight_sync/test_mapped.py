@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.megatron.offload import HostStorages
-from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
 from megarl.weight_sync import mapped, publish
 from megarl.weight_sync.manifest import SyncError
 from megarl.weight_sync.mapped import map_parameters, needs_of, obstacle_of, share
-from tests.rollout_cases import Publisher, save_model
-from tests.sync_cases import ThreadEngines, assert_has_shard
+from tests.rollout_cases import Publisher
+from tests.sync_cases import SyncCase, ThreadEngines
 
 pytestmark = pytest.mark.sync
 
@@ -32,25 +31,18 @@ SMALL = 4096
 PATIENT_S = 60.0  # where no test waits for a deadline, a busy machine must not reach it
 
 
-class Case(NamedTuple):
-    """A trainer of one rank, an engine of two workers without vLLM, and two models of one shape."""
+class Case(SyncCase):
+    """The weights of the trainer stay where they are."""
 
-    publisher: Publisher
-    engines: ThreadEngines
-    models: tuple[Path, Path]
-    shards: Parameters
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, timeout_s=PATIENT_S)
+        self.shards = self.publisher.shards(self.models[0])
 
     def publish(self, model: int) -> dict[str, float]:
         """Change the weights in place, as an optimizer does, and publish."""
         for name, content in self.publisher.shards(self.models[model]).items():
             self.shards[name].copy_(content)
         return self.publisher.publish_shards(self.engines.versions[0] + 1, self.shards, self.engines)
-
-    def assert_taken(self, model: int) -> None:
-        shape = ModelShape.from_directory(self.models[model])
-        for worker in (0, 1):
-            taken = self.engines.taken[0, worker]
-            assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
 
     def assert_refused(self, model: int, message: str) -> None:
         """A worker refuses the version for that reason."""
@@ -63,20 +55,12 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1)
-
-
-@pytest.fixture(scope="module")
-def case(models: tuple[Path, Path]) -> Iterator[Case]:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Platform, "piece_bytes", SMALL)  # most boxes are several pieces
-        publisher = Publisher(models[0], RolloutLayout(2), timeout_s=PATIENT_S)
-        engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
-        yield Case(publisher, engines, models, publisher.shards(models[0]))
-    engines.close()
-    publisher.close()
+        case = Case(tmp_path_factory.mktemp("models"))
+        yield case
+    case.close()
 
 
 @pytest.fixture(autouse=True)
@@ -159,10 +143,10 @@ def test_nobody_may_write_before_every_worker_has_copied_all(case: Case) -> None
     case.assert_taken(1)
 
 
-def test_an_engine_that_was_given_up_takes_nothing_of_what_it_copied(models: tuple[Path, Path]) -> None:
+def test_an_engine_that_was_given_up_takes_nothing_of_what_it_copied(case: Case) -> None:
     """The engine hangs before its last box, the weights change, and then the engine goes on."""
-    publisher = Publisher(models[0], engines=2, timeout_s=3.0)
-    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(), engines=2, retries=1)
+    publisher = Publisher(case.models[0], engines=2, timeout_s=3.0)
+    engines = ThreadEngines(case.shape, RolloutLayout(), engines=2, retries=1)
     last = len(publisher.sync._pieces[0]) - 1
 
     def stall(engine: int, worker: int, boxes: int) -> None:
@@ -173,7 +157,7 @@ def test_an_engine_that_was_given_up_takes_nothing_of_what_it_copied(models: tup
             publisher.set_deadline(PATIENT_S)
 
     engines.before = stall
-    publisher.publish(1, models[0], engines)
+    publisher.publish(1, case.models[0], engines)
     assert engines.served == [(0, 1), (1,)] and engines.versions == [1, 1]
     assert "trainer rank 0" in str(engines.failures[0])
     engines.close()

@@ -6,23 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.models import ModelShape
-from megarl.models.layout import RolloutLayout
 from megarl.weight_sync import publish, read
 from megarl.weight_sync.buckets import PieceStream, Round
 from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum, device_checksum
 from megarl.weight_sync.group import BucketSender, Written
 from megarl.weight_sync.manifest import SyncError
-from tests.rollout_cases import Publisher, save_model
-from tests.sync_cases import ThreadEngines, assert_has_shard
+from tests.sync_cases import SyncCase
 
 pytestmark = pytest.mark.sync
 
@@ -31,12 +27,8 @@ BUCKET_BYTES = 1 << 14
 Mutation = Callable[[int, torch.Tensor], None]
 
 
-class Case(NamedTuple):
-    """A trainer of one rank, an engine of two workers without vLLM, and two models of one shape."""
-
-    publisher: Publisher
-    engines: ThreadEngines
-    models: tuple[Path, Path]
+class Case(SyncCase):
+    """Its buckets may change on their way."""
 
     @property
     def stream(self) -> PieceStream:
@@ -61,27 +53,16 @@ class Case(NamedTuple):
             self.publish(1, mutation)
         assert self.engines.versions == [version]
 
-    def assert_taken(self, model: int) -> None:
-        """Both workers have exactly their shard."""
-        shape = ModelShape.from_directory(self.models[model])
-        for worker in (0, 1):
-            taken = self.engines.taken[0, worker]
-            assert_has_shard(taken, shape, self.models[model], RolloutLayout(2), worker, torch.float32)
-
 
 @pytest.fixture(scope="module", params=[checksum, device_checksum], ids=["host", "device"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     """With the checksums of a host, and of a device."""
-    folder = tmp_path_factory.mktemp("models")
-    models = (save_model(folder / "first", "llama", False, 0), save_model(folder / "second", "llama", False, 1))
-    publisher = Publisher(models[0], RolloutLayout(2), bucket_bytes=BUCKET_BYTES, transport="group")
-    engines = ThreadEngines(ModelShape.from_directory(models[0]), RolloutLayout(2))
+    case = Case(tmp_path_factory.mktemp("models"), bucket_bytes=BUCKET_BYTES, transport="group")
     with pytest.MonkeyPatch.context() as patch:
         for end in (publish, read):
             patch.setattr(end, "checksum", request.param)
-        yield Case(publisher, engines, models)
-    engines.close()
-    publisher.close()
+        yield case
+    case.close()
 
 
 @pytest.fixture(autouse=True)

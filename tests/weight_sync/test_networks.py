@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.vllm_weights import vllm_boxes
 from megarl.weight_sync.manifest import SyncError, SyncSettings
 from megarl.weight_sync.publish import WeightSync
-from tests.engine_processes import CUT, Answer, ProcessEngines
+from tests.engine_processes import CUT, Answer, ProcessEngines, assert_has_all, of_version
 from tests.networks import CABLE, Network, two_networks
 from tests.ranks import RankPool
-from tests.rollout_cases import checkpoint, cut, megatron_shards, save_model
+from tests.rollout_cases import checkpoint, megatron_shards, save_model
 
 pytestmark = [pytest.mark.sync, pytest.mark.hang]
 
@@ -53,24 +51,24 @@ class OneTry(ProcessEngines):
         return (), {}
 
 
-def publish_over_a_cable(first: str, second: str, near: Network, far: Network) -> Told:
+def publish_over_a_cable(model: Path, near: Network, far: Network) -> Told:
     """Publish a version, a version with the cable cut in the middle, and a version after the repair."""
     near.enter()
     for name in ("tcp_wmem", "tcp_rmem"):
         Path("/proc/sys/net/ipv4", name).write_text(SOCKET_BYTES)
-    dist.init_process_group("gloo")
-    rank, shape = dist.get_rank(), ModelShape.from_directory(first)
-    settings = SyncSettings("fp32", RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address)
+    rank, shape, shards = int(os.environ["RANK"]), ModelShape.from_directory(model), megatron_shards(model, LAYOUT)
     engines = OneTry(shape, 1, [far]) if rank == 0 else None
+    dist.init_process_group("gloo")
+    settings = SyncSettings("fp32", RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address)
     sync = WeightSync(shape, LAYOUT, settings, rank, dist.group.WORLD)
     told = Told([])
     try:
-        for version, model in enumerate((first, second, second), start=1):
+        for version in (1, 2, 3):
             if version == 2 and engines is not None:
                 engines.faults = {0: (CUT, "middle")}
             sync._settings = replace(settings, timeout_s=TIMEOUT_S if version == 2 else PATIENT_S)
             try:
-                sync.publish(version, megatron_shards(Path(model), LAYOUT)[rank], engines)
+                sync.publish(version, of_version(shards[rank], version), engines)
                 told.answers += [] if engines is None else [engines.answer(0)]
             except SyncError as error:
                 assert version == 2, error
@@ -87,38 +85,16 @@ def publish_over_a_cable(first: str, second: str, near: Network, far: Network) -
     return told
 
 
-Story = tuple[list[Told], list[Path], bool]
-
-
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """The reports of the ranks, both models, and whether no process is left in the namespaces."""
-    models = [save_model(tmp_path_factory.mktemp(f"model{seed}"), "llama", False, seed) for seed in (1, 2)]
+def test_a_cut_cable_ends_the_sync_on_both_sides_and_the_next_one_goes_through(tmp_path: Path) -> None:
+    """Each side names bucket and peer, and no process is left."""
+    model = save_model(tmp_path / "model", "llama", False, 1)
     with two_networks() as (near, far):
-        pool = RankPool()
-        try:
-            told = pool.run(publish_over_a_cable, LAYOUT.ranks, *map(str, models), near, far)
-        finally:
-            pool.close()
-        yield told, models, near.emptied(END_S) and far.emptied(END_S)
-
-
-def assert_has_all(answer: Answer | str, version: int, model: Path) -> None:
-    assert not isinstance(answer, str), answer
-    expected = cut(vllm_boxes(ModelShape.from_directory(model), RolloutLayout()), checkpoint(model))[0]
-    assert answer[0] == version
-    for name, content in expected.items():
-        rows, cols = content.shape
-        assert torch.equal(answer[1][name][:rows, :cols], content), name
-
-
-def test_weights_reach_an_engine_at_another_address(story: Story) -> None:
-    told, models, _ = story
-    assert_has_all(told[0].answers[0], 1, models[0])
-
-
-def test_a_cut_cable_ends_the_sync_on_both_sides_and_each_names_bucket_and_peer(story: Story) -> None:
-    told, _, _ = story
+        with closing(RankPool()) as pool:
+            told = pool.run(publish_over_a_cable, LAYOUT.ranks, model, near, far)
+        assert near.emptied(END_S) and far.emptied(END_S), "a process is left"
+    first, last = told[0].answers
+    assert_has_all(first, 1, model)
+    assert_has_all(last, 3, model)
     assert re.search(r"dirty: bucket \d+ of \d+ from trainer rank \d did not come by the deadline", told[0].report)
     assert all("engine 0: dirty: bucket" in one.error for one in told)
     lost = [one.lost[0] for one in told if one.lost]
@@ -127,33 +103,24 @@ def test_a_cut_cable_ends_the_sync_on_both_sides_and_each_names_bucket_and_peer(
         assert re.search(rf"bucket \d+ for worker 0 of engine 0 within weight_sync\.timeout_s = {TIMEOUT_S:g}", why), why
 
 
-def test_after_the_cable_is_mended_the_next_sync_goes_through(story: Story) -> None:
-    told, models, _ = story
-    assert_has_all(told[0].answers[1], 3, models[1])
-
-
-def test_no_process_is_left(story: Story) -> None:
-    assert story[2]
-
-
-def publish_in_two_legs(model: str, near: Network, far: Network) -> tuple[list[Answer | str], int]:
+def publish_in_two_legs(model: Path, near: Network, far: Network) -> tuple[list[Answer | str], int]:
     """One rank and one engine in each network; the answers of the engines, and the bytes that this rank's side sent."""
     rank, network = int(os.environ["RANK"]), (near, far)[int(os.environ["RANK"])]
     network.enter()
+    shape, servers = ModelShape.from_directory(model), ((0,), (1,))
+    engines = ProcessEngines(shape, 2, [near, far]) if rank == 0 else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", near.address)
         patch.setenv("GLOO_SOCKET_IFNAME", CABLE)
         dist.init_process_group("gloo")
-    shape, servers = ModelShape.from_directory(model), ((0,), (1,))
     settings = SyncSettings(
         "fp32", RolloutLayout(), 2, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address, servers=servers
     )
-    engines = ProcessEngines(shape, 2, [near, far]) if rank == 0 else None
     sync = WeightSync(shape, LAYOUT, settings, rank, dist.group.WORLD)
-    shards = megatron_shards(Path(model), LAYOUT)[rank]
+    shards = megatron_shards(model, LAYOUT)[rank]
     sync.publish(1, shards, engines)
     before = network.sent_bytes()
-    sync.publish(2, shards, engines)
+    sync.publish(2, of_version(shards, 2), engines)
     dist.barrier()
     answers = [] if engines is None else [engines.answer(0), engines.answer(1)]
     sync.close()
@@ -167,12 +134,8 @@ def test_in_two_legs_each_rank_receives_what_its_worker_needs_and_hands_it_over(
     """Each rank has one pipeline stage, so each side sends its stage to the other side once; what a rank has itself does
     not take the cable."""
     model = save_model(tmp_path / "model", "llama", False, 1)
-    with two_networks() as (near, far):
-        pool = RankPool()
-        try:
-            sides = pool.run(publish_in_two_legs, LAYOUT.ranks, str(model), near, far)
-        finally:
-            pool.close()
+    with two_networks() as (near, far), closing(RankPool()) as pool:
+        sides = pool.run(publish_in_two_legs, LAYOUT.ranks, model, near, far)
     for answer in sides[0][0]:
         assert_has_all(answer, 2, model)
     whole = sum(4 * tensor.numel() for tensor in checkpoint(model).values())

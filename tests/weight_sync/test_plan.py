@@ -26,7 +26,7 @@ from megarl.models.vllm_weights import (
     stage_layers,
     vllm_boxes,
 )
-from megarl.weight_sync.boxes import Boxes, megatron_columns, shard_bytes, vllm_columns
+from megarl.weight_sync.boxes import shard_bytes, vllm_columns
 from megarl.weight_sync.plan import ReshardPlan, plan_reshard, sync_plan
 from tests.models.test_table import fill, layouts, shape_of
 
@@ -146,22 +146,6 @@ def test_boxes_of_workers_fill_their_parameters(data: st.DataObject) -> None:
         assert not idle_parameters(shape, rollout, worker) & sizes.keys()
 
 
-@settings(max_examples=60)
-@given(st.data())
-def test_columns_hold_the_same_boxes_as_lists(data: st.DataObject) -> None:
-    shape, layout, rollout = data.draw(cases())
-    for columns, boxes in (
-        (megatron_columns(shape, layout), megatron_boxes(shape, layout)),
-        (vllm_columns(shape, rollout), vllm_boxes(shape, rollout)),
-    ):
-        held = [columns.box(number) for number in range(len(columns))]
-        assert sorted(held) == sorted(boxes)
-    # A worker takes its boxes in this order.
-    assert held == boxes
-    again = Boxes.of(boxes)
-    assert [again.box(number) for number in range(len(again))] == boxes
-
-
 @settings(max_examples=200)
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_stages_and_experts_are_split_as_vllm_splits_them(total: int, ranks: int) -> None:
@@ -177,16 +161,6 @@ def test_stages_and_experts_are_split_as_vllm_splits_them(total: int, ranks: int
         held = list(range(total)) if places is None else [e for e in range(total) if places[e] >= 0]
         assert list(held_experts(total, ranks, rank)) == held and len(held) == count
         assert places is None or [int(places[expert]) for expert in held] == list(range(count))
-
-
-def test_a_stage_holds_what_it_reads() -> None:
-    """The first the embedding, the last norm and head; a tied head is a second copy of the embedding."""
-    ends = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    for tied, last in ((False, ends[1:]), (True, ends[:2])):
-        shape = shape_of("qwen3", tie_word_embeddings=tied)
-        sizes = [parameter_sizes(shape, RolloutLayout(pipeline=3), worker) for worker in range(3)]
-        assert [[end for end in ends if end in held] for held in sizes] == [ends[:1], [], last]
-        assert idle_parameters(shape, RolloutLayout(pipeline=3), 1) == set(ends[: 2 if tied else 3])
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(2, 2, virtual_pipeline=2)])
@@ -225,13 +199,6 @@ def test_heads_of_critics_and_layers_for_several_tokens_are_in_no_plan(family: s
         assert not any(part in name for part in ("value_head", "score", "mtp", "nextn", "eh_proj", "enorm", "layers.4."))
     layers = {name.split(".")[2] for name in plan.names if name.startswith("model.layers.")}
     assert layers == {"0", "1", "2", "3"}
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_ranks_and_workers_have_coordinates_that_lead_back(tensor: int, pipeline: int, data: int, context: int) -> None:
-    layout, rollout = Layout(tensor, pipeline, data, context=context), RolloutLayout(tensor, pipeline, data)
-    assert [layout.rank(*layout.coordinates(rank)) for rank in range(layout.ranks)] == list(range(layout.ranks))
-    assert [rollout.worker(*rollout.coordinates(w)) for w in range(rollout.workers)] == list(range(rollout.workers))
 
 
 def test_the_replicas_share_the_sending() -> None:

@@ -1,12 +1,10 @@
-"""The vLLM worker's end: where it writes, when it packs, and how it fails."""
+"""The vLLM worker's end: where it writes, and when it packs."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,14 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.platform import Platform
 from megarl.weight_sync.buckets import LocalBox
 from megarl.weight_sync.copies import SpareMemory, in_threads
 from megarl.weight_sync.manifest import SyncError
-from tests.rollout.test_pool import MANIFEST
-from tests.rollout_cases import save_model
 
 pytestmark = pytest.mark.sync
 
@@ -31,48 +26,6 @@ def environment() -> Iterator[None]:
     """vLLM sets environment variables for its workers from its import on."""
     with mock.patch.dict(os.environ):
         yield
-
-
-class Reader:
-    """Stands in for a stream whose first box does not fit; `closed` says whether the worker has stopped reading."""
-
-    closed = False
-
-    def read(self, *arguments: Any) -> Generator[LocalBox, None, None]:
-        try:
-            yield LocalBox("no.such.weight", 0, 0, 1, 1, torch.float32)
-            raise ValueError("no such parameter")
-        finally:
-            self.closed = True
-
-
-@pytest.mark.parametrize("mode", ["reshard", "checkpoint"])
-def test_a_worker_that_fails_reads_no_more_while_its_failure_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    from megarl.weight_sync import receiver
-
-    worker, reader = receiver.WeightReceiver.__new__(receiver.WeightReceiver), Reader()
-    worker._shape, worker._rollout = ModelShape.from_directory(save_model(tmp_path / "m", "llama", True, 0)), RolloutLayout()
-    worker._reader = reader  # type: ignore[assignment]
-    worker._open = {"no.such": receiver.OpenModule({}, SpareMemory(), missing=2)}
-    worker.model = worker.model_config = None  # type: ignore[assignment]
-    worker.device = torch.device("cpu")
-
-    def no_parameter(model: Any, config: Any, tensors: Iterator[Any]) -> None:
-        next(tensors)
-
-    monkeypatch.setattr(receiver, "load_checkpoint_tensors", no_parameter)
-    monkeypatch.setattr(
-        receiver.WeightManifest, "from_dict", lambda values: replace(MANIFEST, rollout=RolloutLayout(), mode=mode)
-    )
-    with pytest.raises((ValueError, KeyError), match="no such parameter|no.such.weight") as failure:
-        worker.receive_weights(receiver.UpdateInfo({}, 0))
-    assert reader.closed
-    assert failure.traceback, "it is held, and with it all that the failed call had in hand"
-    worker.report = {"version": 1}
-    worker.start_weight_update()
-    assert worker.report == (False, "took no weights", False)
 
 
 CPU = torch.device("cpu")
