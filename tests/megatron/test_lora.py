@@ -15,7 +15,7 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.layout
 STEPS = 3
-LAYOUTS = [Layout(tensor=2), Layout(data=2), Layout(context=2)]  # VIRTUAL has the other axes
+LAYOUTS = [Layout(data=2), Layout(context=2)]  # VIRTUAL has the other axes
 
 
 def _assert_same(found, expected, where):
