@@ -107,8 +107,11 @@ def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], *
     return metrics_of(folder, copy.name)
 
 
+# In CI one with clipping and corrections of sequences, and one with greedy completions and clipping of tokens.
 @pytest.mark.layout
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("gspo", "remax") else pytest.mark.nightly) for name in CASES]
+)
 def test_two_ranks_give_the_numbers_of_one(folder: Path, name: str) -> None:
     changes, more = CASES[name]
     one = trained(folder, f"{name}-1", 1, changes | CHECKPOINTS)
