@@ -10,10 +10,9 @@ from unittest import mock
 import pytest
 
 from megarl.megatron.role import Role
-from megarl.recipe import load_recipe
 from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, _train, fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.sink_cases import tensorboard_points
 
 pytestmark = pytest.mark.slow
@@ -22,9 +21,6 @@ STEPS, PROFILED, SAMPLES, RANKS = 3, 2, 3, 2
 
 def _fail_in_the_last_step(recipe):
     """Train until the update of the last step fails."""
-    from megarl.build import train
-    from megarl.telemetry.run_directory import Resume
-
     update, calls = Role.update, []
 
     def fail(self, *arguments):
@@ -34,7 +30,7 @@ def _fail_in_the_last_step(recipe):
         return update(self, *arguments)
 
     with mock.patch.object(Role, "update", fail), pytest.raises(RuntimeError, match="lost"):
-        train(load_recipe(recipe), Resume.NEVER)
+        _train(recipe, False)
 
 
 @pytest.fixture(scope="module")
