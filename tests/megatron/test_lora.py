@@ -30,8 +30,7 @@ VIRTUAL = Layout(tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=Tru
 
 
 @pytest.mark.parametrize(
-    "family,tied,layouts",
-    [pytest.param("qwen3", True, LAYOUTS, marks=pytest.mark.slow), ("qwen2", False, [VIRTUAL])],
+    "family,tied,layouts", [pytest.param("qwen3", True, LAYOUTS, marks=pytest.mark.slow), ("qwen2", False, [VIRTUAL])]
 )
 def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied, layouts):
     directory = str(save_tiny_model(tmp_path, family, tied))

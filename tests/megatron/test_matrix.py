@@ -154,8 +154,7 @@ def differences(found: dict[str, list[UpdateMetrics]], expected: dict[str, list[
 
 
 @pytest.mark.parametrize(
-    "model,layout",
-    [pytest.param(*case, id=f"{case[0][0]}-{name(case[1])}", marks=marks_of(case)) for case in CASES],
+    "model,layout", [pytest.param(*case, id=f"{case[0][0]}-{name(case[1])}", marks=marks_of(case)) for case in CASES]
 )
 def test_a_layout_gives_the_numbers_of_one_rank(reference, model, layout):
     directory, expected = reference(model)

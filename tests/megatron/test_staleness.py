@@ -27,11 +27,7 @@ VERSIONS = ["44.5", "444", "3.345", "5"]
 VERSION, MOST, CAP, FLOOR = 5, 3, 2.0, 0.6
 MASKED = 1
 SETTINGS = AlgorithmSection.model_validate(
-    {
-        "advantage": "grpo",
-        "group_size": 2,
-        "mismatch": {"correction": "mask", "level": "token", "cap": CAP, "floor": FLOOR},
-    }
+    {"advantage": "grpo", "group_size": 2, "mismatch": {"correction": "mask", "level": "token", "cap": CAP, "floor": FLOOR}}
 )
 
 

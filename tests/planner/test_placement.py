@@ -54,11 +54,7 @@ PLACED: dict[str, tuple[Recipe, Cluster, tuple[EnginePlace, ...]]] = {
         places((0, range(4, 6)), (0, range(6, 8))),
     ),
     "cores are shared": (of(2, engines=3, tensor=2), Cluster(1, 2, 2, shared=True), places(*[(0, range(2))] * 3)),
-    "separate on the only node of a CPU": (
-        of(2, "separate"),
-        Cluster(1, 2, 2, shared=True),
-        places((0, range(1))),
-    ),
+    "separate on the only node of a CPU": (of(2, "separate"), Cluster(1, 2, 2, shared=True), places((0, range(1)))),
     "separate on a node of its own of a CPU": (of(2, "separate"), Cluster(2, 2, 2, shared=True), places((1, range(1)))),
     "no engines": (of(2, replay="rollouts"), Cluster(1, 2, 2), ()),
 }
@@ -115,11 +111,7 @@ REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
         Cluster(2, 8, 8),
         "rollout.tensor x pipeline x data = 8 x 2 x 1 = 16 workers do not fit a node of 8 devices",
     ),
-    "two engines on a device": (
-        of(2, engines=3),
-        Cluster(1, 2, 2),
-        "engines = 3 of 1 worker.* 1 node .* room for 2",
-    ),
+    "two engines on a device": (of(2, engines=3), Cluster(1, 2, 2), "engines = 3 of 1 worker.* 1 node .* room for 2"),
     "room for an engine, in two parts": (of(6, engines=3, tensor=2), Cluster(2, 3, 3), "2 nodes .* room for 2"),
     "no devices behind the trainer's": (of(4, "separate", tensor=2), Cluster(1, 5, 4), "1 free device .* room for 0"),
     "more ranks than devices": (

@@ -242,10 +242,7 @@ def test_a_hub_name_is_fetched_only_where_asked(folder: Path) -> None:
     assert recipe.model.path == "someone/model"
 
 
-COUNTS = (
-    "counts that a virtual pipeline cannot run",
-    "a cap that can need more micro-batches than a virtual pipeline has",
-)
+COUNTS = ("counts that a virtual pipeline cannot run", "a cap that can need more micro-batches than a virtual pipeline has")
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -77,10 +77,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "uneven shares of the sequences": (
         "experts",
         {"tensor": 4, "data": 3, "expert_parallel": True},
-        {
-            "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks",
-            "rollout.data": "4 x 3",
-        },
+        {"phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks", "rollout.data": "4 x 3"},
     ),
 }
 

@@ -30,10 +30,7 @@ for text in (row["question"], "ok"):
 print("thinking")
 print(len(chat) / 4)
 """
-KINDS = {
-    "agent": {"kind": "agent", "target": "tests.agents:talk"},
-    "command": {"kind": "command", "run": "python $PROGRAM"},
-}
+KINDS = {"agent": {"kind": "agent", "target": "tests.agents:talk"}, "command": {"kind": "command", "run": "python $PROGRAM"}}
 
 
 # In CI a command's rewards and faults: tests/rollout/test_agent.py.

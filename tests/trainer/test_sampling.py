@@ -73,9 +73,7 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
     def open_stream(recipe: Any, pool: Any, prompts: Any, rewards: Any) -> RolloutStream:
         """In the place of a replay, which stands for engines in the recipe."""
         scripted: Any = ScriptedPool.of(
-            2,
-            complete=lambda request, _: complete(request, streams[0]._step),
-            delay=lambda _: 0.001 * order.randrange(9),
+            2, complete=lambda request, _: complete(request, streams[0]._step), delay=lambda _: 0.001 * order.randrange(9)
         )
         scripted.max_concurrent = 64
         streams.append(RolloutStream(recipe, scripted, recipe.run.seed, prompts, rewards))
