@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,36 +20,12 @@ from megarl.recipe.yaml_text import parse_yaml
 from megarl.schedule import plan_phase
 from megarl.telemetry.run_directory import Resume
 from tests.recipe.test_broken import BROKEN
-from tests.recipe_cases import CONFIG, edited, make_folder, write
-
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(
-    [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
-)  # those for clusters: tests/planner/test_clusters.py
+from tests.recipe_cases import edited, make_folder, write
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_folder(tmp_path, monkeypatch)
-
-
-def test_there_are_recipes() -> None:
-    assert {"quickstart.yaml", "ppo-tiny.yaml"} <= {file.name for file in RECIPES}
-
-
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_is_legal_for_a_model_that_divides(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model itself may not be on this machine; a stand-in that the layouts divide takes its place."""
-    monkeypatch.chdir(ROOT)
-    layers = 12 * 5 * 7
-    config = CONFIG | {"num_hidden_layers": layers, "max_position_embeddings": 2**20}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    sections = yaml.safe_load(file.read_text())
-    teachers = [f"teachers.{name}.path={tmp_path}" for name in sections.get("teachers", {})]
-    samples = "kind" not in sections["run"]
-    cache = [f"rollout.kv_cache_bytes={2**40}"] if samples else []
-    recipe = load_recipe(file, [f"model.path={tmp_path}", *teachers, *cache])
-    assert phase_table(recipe) and recipe.run.is_supervised != samples
 
 
 def test_overrides_reach_their_field_and_only_that(folder: Path) -> None:

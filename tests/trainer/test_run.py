@@ -13,15 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster.ray_cluster import stop_cluster
-from megarl.data.sample import Prompt
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids
-from megarl.recipe import load_recipe
-from megarl.rollout.pool import EnginePool
-from megarl.rollout.replay import FilePayload, dump_file
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
-from tests.rollout_cases import generate, same
 from tests.runs import RUN_DEADLINE_S, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
@@ -201,28 +194,6 @@ def test_a_run_resumes_under_another_layout(run):
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
 
 
-def _assert_step_samples_as_the_export_does(folder, name, step, model):
-    """The engine of a run in a step, which took the weights of the step before, and one that loaded what `megarl export`
-    writes of these: the same tokens and log-probabilities, bit for bit."""
-    before, source = folder / "runs" / f"{name}-before", folder / "runs" / name
-    stored = Path("checkpoints") / f"step-{step - 1:06d}"
-    shutil.copytree(source / stored, before / stored)
-    shutil.copy(source / "recipe.yaml", before)
-    megarl("export", str(before), str(model))
-    sampled = FilePayload(str(dump_file(source / "rollouts", step))).fetch(range(16))
-    assert {sample.completion.first_version for sample in sampled.values()} == {step - 1}
-    prompts = {sample.group: Prompt(sample.group, sample.prompt_ids, "", "", {}) for sample in sampled.values()}
-    recipe = load_recipe(folder / f"{name}.yaml")
-    pool = EnginePool(recipe, str(model), stop_token_ids(str(model), load_tokenizer(str(model))), recipe.run.seed)
-    try:
-        pool.start()
-        loaded = generate(pool, list(prompts.values()), step).payload.fetch(range(16))
-    finally:
-        pool.shutdown()
-        stop_cluster()
-    assert same(sampled, loaded)
-
-
 def test_an_export_loads_in_transformers(run, tmp_path):
     """An engine that loads an export: test_evaluation.py."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -236,18 +207,3 @@ def test_an_export_loads_in_transformers(run, tmp_path):
     assert all(0 < distance < 0.2 for distance in moved)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
     assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()
-
-
-@pytest.mark.nightly
-def test_an_engine_that_loaded_an_export_answers_as_the_one_in_the_run(run, tmp_path):
-    _assert_step_samples_as_the_export_does(run[0], "whole", MIDDLE + 1, tmp_path / "out")
-
-
-@pytest.mark.nightly
-def test_an_engine_with_experts_in_a_run_answers_as_one_that_loaded_the_export(tmp_path):
-    """Two workers, of a trainer under TP2 x PP2 whose experts are dealt over its tensor ranks."""
-    tiny_run(tmp_path, "qwen3_moe")
-    layout = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
-    changes = {"actor__layout": layout, "rollout__tensor": 2, "run__checkpoint_every": 1, "run__dump_rollouts": True}
-    train_on_ranks(tiny_recipe(tmp_path, "experts", False, 4, 2, 2, 2, **changes))
-    _assert_step_samples_as_the_export_does(tmp_path, "experts", 2, tmp_path / "out")
