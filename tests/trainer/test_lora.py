@@ -72,6 +72,7 @@ def test_adapters_recorded_experts_and_a_reward_model_in_a_run(tmp_path):
             assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), (line["step"], key)
 
 
+@pytest.mark.nightly
 def test_a_run_that_sends_adapters_alone_samples_with_what_it_trains(tmp_path):
     """What the engine does with adapters is that of merged weights: tests/weight_sync/test_adapter.py."""
     model = tiny_run(tmp_path, "qwen3", tied=True)
