@@ -92,24 +92,6 @@ def test_without_the_mask_the_penalty_counts(folder: Path) -> None:
     assert of.valid.all() and "reward/overlong_masked" not in metrics
 
 
-def test_kl_in_the_reward_is_that_of_each_token_times_its_coefficient(folder: Path) -> None:
-    """k1 is log p - log of the reference (Schulman 2020): 0.3 and 0.1 of the first sequence, -0.2 of the second."""
-    kl = {"place": "reward", "coefficient": 0.5, "estimator": "k1"}
-    made = pipeline(
-        folder, algorithm__advantage="reinforce_plus_plus_baseline", algorithm__kl=kl,
-        phases__reference_logprob={"micro_batch": {"sequences": 4}},
-        phases__actor_logprob={"micro_batch": {"sequences": 4}},
-    )  # fmt: skip
-    logprobs = [torch.tensor(one) for one in ([-1.0, -2.0], [-1.0], [-3.0], [-1.0])]
-    reference = [torch.tensor(one) for one in ([-1.3, -2.1], [-0.8], [-3.0], [-1.0])]
-    of = batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 1], logprobs=logprobs, reference_logprobs=reference)
-    found, _, _ = advantages(made, of)
-    # 1 - 0.5 * 0.4 = 0.8 and 0 + 0.5 * 0.2 = 0.1: 0.35 from their mean; over the five tokens 0.35, 0.35, -0.35, 0, 0.
-    flat = torch.tensor([0.35, 0.35, -0.35, 0.0, 0.0], dtype=torch.float64)
-    wanted = (flat - flat.mean()) / flat.std()
-    assert [value for row in found for value in row] == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
 def test_kl_of_ppo_reaches_each_token_and_the_critic_is_judged(folder: Path) -> None:
     """Discount 0.99, smoothing 0.9 and a coefficient of 0.05, as the tiny recipe of PPO has them."""
     made = pipeline(folder, ppo=True, algorithm__gae={"discount": 0.99, "smoothing": 0.9, "whiten": False})
