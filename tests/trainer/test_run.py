@@ -1,5 +1,7 @@
-"""Whole runs of four ranks (fp32) with a real vLLM engine: sizes, agreement, exact resume, export. PPO under TP2 x PP2, GRPO
-under PP2 x DP2, where a second rank fetches tokens from the engines' cluster."""
+"""A whole run of PPO under TP2 x PP2 (fp32) with a real vLLM engine: sizes, agreement, exact resume, export.
+
+GRPO with engines, under other layouts: test_evaluation.py and tests/cluster/test_launch_slurm_run.py.
+"""
 
 import asyncio
 import json
@@ -20,7 +22,6 @@ from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, MIDDLE = 4, 2
-TENSOR = {True: 2, False: 1}  # of PPO and of GRPO
 SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
 REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
 # The engine takes so much longer to receive that version.
@@ -44,23 +45,19 @@ def train_with_a_slow_receiver(recipe, note):
         _train(recipe, False)
 
 
-# Of GRPO with engines, under other layouts, CI has the runs of tests/trainer/test_evaluation.py and
-# tests/cluster/test_launch_slurm_run.py.
-@pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.nightly)])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """A run with a checkpoint in the middle, and its recipe's arguments."""
-    folder = tmp_path_factory.mktemp(request.param)
-    ppo = request.param == "ppo"
-    tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
+    folder = tmp_path_factory.mktemp("ppo")
+    tiny_run(folder)
     changes = {"run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans",
                "telemetry__peak_tflops": 1.0,
                "phases__reward": {"sequences": REWARD_SEQUENCES},
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
-    if ppo:
-        changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
-    recipe = tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)
+    changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
+    recipe = tiny_recipe(folder, "whole", True, 4, 2, 2, STEPS, **changes)
     run_ranks(train_with_a_slow_receiver, 4, str(recipe), str(folder / "slept"), deadline_s=RUN_DEADLINE_S)
-    return folder, ppo, changes
+    return folder, changes
 
 
 def _from_the_middle(folder, name):
@@ -73,17 +70,16 @@ def _from_the_middle(folder, name):
 
 
 def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(run):
-    folder, ppo, _ = run
+    folder, _ = run
     for line in metrics_of(folder, "whole"):
         ran = {phase: line[f"schedule/{phase}/sequences"] for phase in SIZES if f"schedule/{phase}/sequences" in line}
-        # GRPO with one update a batch needs no critic, no reference and no log-probabilities of their own.
-        assert ran == SIZES if ppo else ran.keys() == {"actor_update"}
+        assert ran == SIZES
         assert line["schedule/reward/sequences"] == REWARD_SEQUENCES
         assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
 
 
 def test_rollout_and_trainer_agree_after_every_sync(run):
-    folder, _, _ = run
+    folder, _ = run
     lines = metrics_of(folder, "whole")
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
@@ -91,7 +87,7 @@ def test_rollout_and_trainer_agree_after_every_sync(run):
 
 
 def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
-    folder, ppo, _ = run
+    folder, _ = run
     check_spans(folder / "runs" / "whole", ranks=4)
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {*range(4), FIRST_PROCESS}
@@ -106,7 +102,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
         assert sum(event["dur"] for event in own if event["cat"] == "phase") > 0.95 * wall
         seen = {event["name"] for event in own}
         assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
-        assert ("critic_update" in seen) == ppo
+        assert "critic_update" in seen
     lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
@@ -118,7 +114,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
 
 
 def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
-    folder, _, _ = run
+    folder, _ = run
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("group")]
     lines = metrics_of(folder, "whole")
@@ -140,7 +136,7 @@ def _check_engines(line):
 
 
 def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
-    folder, _, _ = run
+    folder, _ = run
     begun, ended = (1e6 * at for at in json.loads((folder / "slept").read_text()))
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     middle = (begun + ended) / 2  # of the sleep; the ranks' clocks differ by far less than a half of it
@@ -154,7 +150,7 @@ def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
 
 
 def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
-    folder, _, _ = run
+    folder, _ = run
     page = (Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md").read_text(encoding="utf-8")
     section = page.split("## What does a weight sync measure?")[1].split("\n## ")[0]
     rows = "".join(row for row in section.splitlines() if row.startswith("| `sync/"))
@@ -173,22 +169,22 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(run):
-    folder, ppo, changes = run
+    folder, changes = run
     _from_the_middle(folder, "resumed")
-    train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes), resume=True)
+    train_on_ranks(tiny_recipe(folder, "resumed", True, 4, 2, 2, STEPS, **changes), resume=True)
     assert metrics_of(folder, "resumed") == metrics_of(folder, "whole")
 
 
 def test_a_run_resumes_under_another_layout(run):
-    folder, ppo, changes = run
+    folder, changes = run
     _from_the_middle(folder, "other")
     # The same rollouts: one flipped last bit could sample another token.
     changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
-    train_on_ranks(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes), resume=True)
+    train_on_ranks(tiny_recipe(folder, "other", True, 2, 1, 2, STEPS, **changes), resume=True)
     found, whole = metrics_of(folder, "other"), metrics_of(folder, "whole")
     assert len(found) == STEPS
     keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]
-    assert len(keys) >= (6 if ppo else 4)
+    assert len(keys) >= 6
     for line, expected in zip(found, whole, strict=True):
         for key in keys:
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
@@ -198,7 +194,7 @@ def test_an_export_loads_in_transformers(run, tmp_path):
     """An engine that loads an export: test_evaluation.py."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, _, _ = run
+    folder, _ = run
     megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "model")
