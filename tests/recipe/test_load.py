@@ -11,14 +11,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from megarl.cli import app, train_command
+from megarl.cli import app
 from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
 from megarl.recipe.phase_table import phase_table
 from megarl.recipe.phases_section import ROLE_OF
 from megarl.recipe.section import Section
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.schedule import plan_phase
-from megarl.telemetry.run_directory import Resume
 from tests.recipe.test_broken import BROKEN
 from tests.recipe_cases import edited, make_folder, write
 
@@ -149,13 +148,6 @@ print("HEAVY", [name for name in {heavy} if name in sys.modules])
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "HEAVY []" in result.stdout
-
-
-def test_train_starts_torchrun_with_the_recipe_and_its_overrides() -> None:
-    command = train_command("r.yaml", ["run.steps=3"], 4, Resume.ALWAYS)
-    assert command[command.index("--nproc-per-node") + 1] == "4"
-    assert command[command.index("megarl") :] == ["megarl", "r.yaml", "run.steps=3", "--resume"]
-    assert "--resume" not in train_command("r.yaml", [], 1, Resume.NEVER)
 
 
 def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:

@@ -141,16 +141,6 @@ def test_every_law_holds_in_many_cases(case: Case) -> None:
     check_case(case)
 
 
-@given(cases(capped=True), cases(capped=True))
-def test_a_plan_does_not_depend_on_the_other_phases(case: Case, other: Case) -> None:
-    """Planned first or after another phase: the same."""
-    legal = all(not violations(one.schedule, len(one.lengths), one.layout, one.longest) for one in (case, other))
-    if legal:
-        first = case.plan()
-        other.plan()
-        assert case.plan() == first
-
-
 def test_a_large_batch_keeps_every_law() -> None:
     """Large enough to choose its count on a thinned copy."""
     generator = random.Random(3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-import megarl.trainer
 from megarl.algorithm.estimate import greedy_baselines
 from megarl.megatron.batch import Batch
 from megarl.recipe import load_recipe
-from megarl.schedule import MiniBatch
 from megarl.trainer import Trainer
 from tests.runs import tiny_recipe, tiny_run
 
@@ -133,35 +130,3 @@ def test_each_group_is_compared_with_its_own_greedy_completion(folder: Path) -> 
     assert valid.tolist() == [False] * 3 + [True] * 3 and np.isfinite(baselines).all()
     with pytest.raises(ValueError, match="no prompt has both a completion and a greedy completion"):
         greedy_baselines(np.array([0.25, 0.75]), np.array([True, False]), valid)
-
-
-def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folder: Path) -> None:
-    """`fixed_length` divides by the sequences times rollout.max_new_tokens, 12 in a tiny recipe, whatever came."""
-    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__aggregation="fixed_length")
-    of, mini_batch = batch([1.0, 0.0], [2, 5]), MiniBatch(0, (0, 1), ())
-    seen: list[dict[int, float]] = []
-
-    class Engine:
-        role, place, router_replay = "critic", SimpleNamespace(data_rank=0), None
-
-        def present(self, training: bool) -> Any:
-            return nullcontext()
-
-        def announce(self, plan: Any, passes: int) -> None:
-            pass
-
-        def update(self, batch: Batch, mini_batch: MiniBatch, objective: Any) -> Any:
-            return SimpleNamespace(executed=())
-
-    plan = SimpleNamespace(phase="critic_update", mini_batches=(mini_batch,))
-    made.parts = SimpleNamespace(roles={"critic": Engine()})  # type: ignore[assignment]
-    made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made, "_agree", lambda *_: None)
-        patch.setattr(made, "costs", {"critic": None})
-        patch.setattr(megarl.trainer, "prove", lambda *_: ((mini_batch,), {}))
-        patch.setattr(megarl.trainer, "compare", lambda *_, **__: None)
-        patch.setattr(megarl.trainer, "update_metrics", lambda *_: {})
-        patch.setitem(megarl.trainer.OBJECTIVES, "critic", lambda settings, batch, weights: seen.append(weights))
-        made._update(plan, of)  # type: ignore[arg-type]
-    assert seen == [{0: pytest.approx(1 / (2 * 12)), 1: pytest.approx(1 / (2 * 12))}]

@@ -132,6 +132,15 @@ def test_a_resume_goes_on_with_the_kl_coefficient(folder: Path) -> None:
     assert len(set(coefficients)) == STEPS and coefficients[0] == 0.05
 
 
+def test_fixed_length_divides_by_the_longest_completion_there_may_be(folder: Path) -> None:
+    """That is rollout.max_new_tokens, 12 in a tiny recipe, whatever came."""
+    losses = []
+    for aggregation in ("sequence_sum", "fixed_length"):
+        (line,) = trained(folder, aggregation, 1, {"algorithm__aggregation": aggregation}, steps=1)
+        losses.append(line["actor/policy_loss"])
+    assert losses[1] == pytest.approx(losses[0] / 12, rel=1e-3) and abs(losses[0]) > 1e-3
+
+
 LR, LOWEST, UPDATES = 1e-3, 0.1, 4  # updates of each role in a step: of two mini-batches, twice
 CRITIC_WARMUP, REFRESH = 1, 2
 MOVING: dict[str, Any] = {
