@@ -63,19 +63,6 @@ def test_a_loaded_recipe_is_frozen(folder: Path) -> None:
         recipe.run.steps = 5
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1e-5", 1e-5), ("1.0e-5", 1e-5), ("-2E3", -2000.0), (".5", 0.5), ("3", 3), ("no", "no"), ("on", "on"), ("true", True),
-     ("1.2.3", "1.2.3"), ("e5", "e5"), ("null", None), ("-", "-")],
-)  # fmt: skip
-def test_yaml_means_what_people_mean(text: str, value: object) -> None:
-    if text == "-":
-        assert parse_yaml("- 1") == [1]
-        return
-    parsed = parse_yaml(text)
-    assert parsed == value and type(parsed) is type(value)
-
-
 def test_a_phase_runs_only_when_something_reads_it(folder: Path) -> None:
     ppo = load_recipe(write(folder, edited()))
     assert ppo.running_phases == (
