@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pa
 
 @pytest.fixture(scope="module")
 def brute_force(models: tuple[Path, dict[str, Path]]) -> Any:
-    """Of the names of teachers, what an update by each of LOSSES gives; each is computed once."""
+    """Return a function that gives, for the names of teachers, an update by each of LOSSES; each is computed once."""
     from tests.distillation_cases import expected, settings_of
 
     student, teachers = models

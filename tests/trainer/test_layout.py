@@ -74,8 +74,8 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path, names):
     losses = [line["critic/loss"] for line in found["one"]]
     assert len(set(losses)) == STEPS, "the updates move the weights"
     # Each phase is planned for its own role's layout: 16 sequences, the critic's by 2 and the reference's by 4.
-    ranks = {"mixed": (2, 4), "interleaved": (2, 2)}
-    for name in found.keys() & ranks.keys():
-        of_critic, of_reference = ranks[name]
+    data_ranks = {"mixed": (2, 4), "interleaved": (2, 2)}
+    for name in found.keys() & data_ranks.keys():
+        of_critic, of_reference = data_ranks[name]
         assert found[name][0]["schedule/critic_update/micro_batches"] == 2 * 8 // 2 // of_critic
         assert found[name][0]["schedule/reference_logprob/micro_batches"] == 4 // of_reference
