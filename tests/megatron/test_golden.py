@@ -20,8 +20,8 @@ LAYOUTS = (
     Layout(pipeline=2, virtual_pipeline=2),
     Layout(context=2),
 )
-# These differ from qwen3 in their weights and their rotation, which the first two layouts cut in every way.
-ALIKE = ("llama", "llama3", "qwen2")
+# These differ from qwen3 or gemma3 in their weights and their rotation, which the first two layouts cut in every way.
+ALIKE = ("llama", "llama3", "qwen2", "gemma3_scaled")
 EXPERT_LAYOUTS = (
     Layout(),
     Layout(data=2, expert=2),

@@ -29,7 +29,7 @@ EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "
     [
         Layout(),
         Layout(tensor=2, pipeline=2, sequence_parallel=True),
-        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), marks=pytest.mark.slow),
+        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
     ids=["one", "tensor, pipeline, sequence", "virtual pipeline, data"],
 )

@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.megatron.export import export
 from megarl.models import ModelShape
 from megarl.models.stored_weights import check_weights
 from megarl.recipe import load_recipe
 from megarl.telemetry.report import run_page, subtitle
 from megarl.telemetry.report_run import read_run
-from tests.runs import megarl, metrics_of, train_on_ranks
+from tests.runs import metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
@@ -51,7 +52,7 @@ def reference_lines(recipe, loss_of):
 
 
 def exported(folder, run):
-    megarl("export", str(folder / "runs" / run), str(folder / f"{run}-model"))
+    export(folder / "runs" / run, folder / f"{run}-model")
     return AutoModelForCausalLM.from_pretrained(folder / f"{run}-model", dtype=torch.float32)
 
 
@@ -109,7 +110,7 @@ def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_
             assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
             assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
             adam.step()
-    megarl("export", str(tmp_path / "runs" / "one"), str(tmp_path / "scores"))
+    export(tmp_path / "runs" / "one", tmp_path / "scores")
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores", dtype=torch.float32)
     assert classifier.config.num_labels == 1
     assert float((classifier.score.weight[0] - head).abs().max()) < SCORE_LR / 10

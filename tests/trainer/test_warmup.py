@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from megarl.megatron.export import export
 from megarl.telemetry.report import run_page
 from megarl.telemetry.report_run import read_run
 from tests.learning_cases import CHANCE, GOAL, LAST, learning_recipe, rewards_of
-from tests.runs import fake_rollouts, megarl, metrics_of, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, train_on_ranks
 from tests.supervised_cases import STEPS, supervised_recipe, supervised_run
 from tests.warmup_cases import RL_STEPS, SCHEDULE, rl_recipe, warm_recipe
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_a_warmup_is_a_supervised_run_and_a_run_from_its_weights(folder: Path, tensor: int) -> None:
     sft, rl, warm = (f"{name}-{tensor}" for name in ("sft", "rl", "warm"))
     train_on_ranks(supervised_recipe(folder, sft, actor__optimizer=SCHEDULE))
-    megarl("export", str(folder / "runs" / sft), str(folder / f"model-{tensor}"))
+    export(folder / "runs" / sft, folder / f"model-{tensor}")
     changes: dict[str, Any] = {"rollout__replay": str(folder / "rollouts"), "model__path": str(folder / f"model-{tensor}")}
     train_on_ranks(rl_recipe(folder, rl, RL_STEPS, **changes))
     train_on_ranks(warm_recipe(folder, warm, tensor, tensor, rollout__replay=str(folder / "later")))
