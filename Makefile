@@ -50,9 +50,10 @@ test-learning: setup
 # what else has several cases, it runs one of each kind: the others are marked slow. OWN are tests of megarl's own parts,
 # between which and megatron-core stand the tests of the layouts, the families' logits and the checkpoints: those run, and so
 # do all others, in two streams.
-OWN := adapter_export attention compiled logprobs objective plans weights
-BESIDE_019 := $(patsubst %,tests/megatron/test_%.py,checkpoint experts finite freeze golden place precision)
-OF_MEGATRON := $(filter-out $(OWN:%=tests/megatron/test_%.py),$(wildcard tests/megatron/test_*.py tests/platform/test_*.py))
+OWN := adapter_export attention compiled divergence early logprobs objective plans segments shared_prompts staleness teaching \
+	turns weights
+BESIDE_019 := $(patsubst %,tests/megatron/test_%.py,checkpoint experts finite freeze golden overlap place precision)
+OF_MEGATRON := $(filter-out $(OWN:%=tests/megatron/test_%.py),$(wildcard tests/megatron/test_*.py)) tests/platform/test_cpu.py
 
 test-megatron-0.19: setup
 	test -d $(MEGATRON_019)/megatron || $(PYTHON) -m pip install --quiet --target $(MEGATRON_019) --no-deps \

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from megarl.data.sample import Example, Prompt
 from megarl.megatron.batch import Batch
 from megarl.megatron.objective import PolicyObjective, token_weights
-from megarl.megatron.parallel import reduce_scalars
+from megarl.megatron.parallel import Place, reduce_scalars
 from megarl.megatron.role import share_results
 from megarl.megatron.teaching import connect, samples_of, take_judgement
 from megarl.models.layout import Layout
@@ -59,10 +59,21 @@ def learn(
     teachers: Mapping[str, Path],
     layouts: tuple[Layout, Layout],
     max_tokens: int,
-    settings: AlgorithmSection,
-) -> Learned:
-    """The actor under the first layout, every teacher under the second."""
+    algorithms: Sequence[AlgorithmSection],
+) -> list[Learned]:
+    """A first update by each algorithm: the actor under the first layout, every teacher under the second."""
     places = start_places(layouts)
+    return [_learn(student, teachers, layouts, max_tokens, settings, places) for settings in algorithms]
+
+
+def _learn(
+    student: Path,
+    teachers: Mapping[str, Path],
+    layouts: tuple[Layout, Layout],
+    max_tokens: int,
+    settings: AlgorithmSection,
+    places: Mapping[Layout, Place],
+) -> Learned:
     actor = engine(str(student), places[layouts[0]], lr=1e-2)
     roles = {"actor": actor}
     for name, directory in teachers.items():

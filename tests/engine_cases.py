@@ -25,7 +25,7 @@ from megarl.models import ModelShape
 from megarl.models.layout import Box, Layout
 from megarl.models.megatron_weights import checkpoint_sizes, parameter_sizes, rank_boxes
 from megarl.recipe.role_sections import OptimizerSection
-from megarl.schedule import Executed, MiniBatch, Schedule, compare, plan_phase
+from megarl.schedule import MiniBatch, Schedule, compare, plan_phase
 from megarl.telemetry.run_directory import latest_checkpoint
 
 # Adam divides by a gradient's own size: with its usual epsilon of 1e-8 it makes whole updates of elements that are but
@@ -107,12 +107,21 @@ def save_boxes(folder: Path, shape: ModelShape, boxes: Iterable[Box], shards: Ma
     dist.barrier()
 
 
-def full_logits(directory: str, layout: Layout, lengths: list[tuple[int, int]], folder: str) -> dict[int, np.ndarray]:
-    """Logits [tokens, vocabulary] of this data-parallel rank's sequences by their number, on the last stage.
+def full_logits(
+    directory: str, layouts: list[Layout], lengths: list[tuple[int, int]], folders: list[str]
+) -> list[dict[int, np.ndarray]]:
+    """Under each layout: logits [tokens, vocabulary] of this data-parallel rank's sequences by their number, on the last
+    stage.
 
-    All in one packed micro-batch, or in as many as a virtual pipeline needs. The weights are saved to `folder`.
+    All in one packed micro-batch, or in as many as a virtual pipeline needs. The weights are saved to the layout's folder.
     """
-    place = start(layout)
+    places = start_places(layouts)
+    return [
+        _full_logits(directory, places[layout], lengths, folder) for layout, folder in zip(layouts, folders, strict=True)
+    ]
+
+
+def _full_logits(directory: str, place: Place, lengths: list[tuple[int, int]], folder: str) -> dict[int, np.ndarray]:
     actor = engine(directory, place)
     save_weights(actor, folder)
     batch = random_batch(actor.shape.vocab, lengths)
@@ -210,11 +219,11 @@ def train_roles(
 
 
 def gradients_of(
-    directory: str, layout: Layout, role: str, lengths: list[tuple[int, int]], mini_batches: list[MiniBatch]
-) -> list[tuple[float, np.ndarray, Executed]]:
-    """Of each mini-batch, all under the same weights: loss, this rank's part of the gradient, and what ran."""
+    directory: str, layout: Layout, lengths: list[tuple[int, int]], mini_batches: list[MiniBatch]
+) -> list[tuple[float, np.ndarray]]:
+    """Of each mini-batch, all under the same weights: loss, and this rank's part of the gradient. What ran is compared."""
     place = start(layout)
-    trained = engine(directory, place, role, lr=1e-2)
+    trained = engine(directory, place, lr=1e-2)
     batch = random_batch(trained.shape.vocab, lengths)
     parts: list[np.ndarray] = []
 
@@ -229,9 +238,9 @@ def gradients_of(
     trained.optimizer.step = read_gradients
     found = []
     for mini_batch in mini_batches:
-        update = trained.update(batch, mini_batch, objective_of(role, int(batch.completion_lengths.sum())))
+        update = trained.update(batch, mini_batch, objective_of("actor", int(batch.completion_lengths.sum())))
         compare(mini_batch, place.data_rank, update.executed)
-        found.append((total_loss(update, place), parts[-1], update.executed))
+        found.append((total_loss(update, place), parts[-1]))
     return found
 
 

@@ -17,16 +17,9 @@ from megarl.telemetry.metrics_file import read_metrics
 from tests.recipe_cases import CONFIG, edited
 
 QWEN_7B = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
+    "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
 GRPO_QWEN: dict[str, Any] = {
     "run": {"name": "qwen", "steps": 3},
     "algorithm": {"advantage": "grpo", "group_size": 8, "kl": {"place": "loss", "coefficient": 0.01, "estimator": "k3"}},

@@ -14,16 +14,9 @@ import yaml
 from megarl.recipe import Recipe, load_recipe
 
 CONFIG = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-}
+    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 256,
+}  # fmt: skip
 PPO = {
     "run": {"name": "ppo", "steps": 3},
     "model": {"path": "tiny"},

@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from megarl.algorithm import advantage
-from megarl.algorithm.estimate import (
-    ADVANTAGES,
-    Scored,
-    check_advantage,
-    estimate,
-    explained_variance,
-    overlong_penalties,
-)
+from megarl.algorithm.estimate import ADVANTAGES, Scored, check_advantage, estimate, explained_variance, overlong_penalties
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GaeSection, GroupSection
 

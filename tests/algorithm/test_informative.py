@@ -107,9 +107,7 @@ def sample(
     """Let a stream sample one step with scripted engines and rewards."""
     recipe, prompts = sampling_recipe(max_rounds, mask), Prompts()
     pool: Any = ScriptedPool.of(
-        engines,
-        complete=lambda request, _: complete(request, reasons or []),
-        delay=lambda _: 0.001 * delay(),
+        engines, complete=lambda request, _: complete(request, reasons or []), delay=lambda _: 0.001 * delay()
     )
     workers = scripted_rewards(recipe, ScriptedScorer(score(rewards)))
     stream = RolloutStream(recipe, pool, 0, prompts, workers)  # type: ignore[arg-type]

@@ -67,21 +67,6 @@ def test_weights_are_those_of_the_formula(section: MismatchSection, logs: list[f
     assert not corrected.requires_grad and not raw.requires_grad
 
 
-def test_weights_of_a_sequence_by_hand() -> None:
-    """Ratios 2 and 8 of one sequence: the product is 16, the geometric mean 4."""
-    proximal, behavior = fp64([2.0, 8.0]).log() - 3.0, fp64([-3.0, -3.0])
-
-    def weights(**settings: Any) -> list[float]:
-        return mismatch_weights(proximal, behavior, (2,), MismatchSection(**settings))[0].tolist()
-
-    assert weights(correction="truncate", level="sequence", cap=20.0) == pytest.approx([16.0, 16.0])
-    assert weights(correction="truncate", level="geometric", cap=20.0) == pytest.approx([4.0, 4.0])
-    assert weights(correction="truncate", level="token", cap=5.0) == pytest.approx([2.0, 5.0])
-    assert weights(correction="mask", level="token", cap=5.0) == pytest.approx([2.0, 0.0])
-    swapped = mismatch_weights(behavior, proximal, (2,), MismatchSection(correction="mask", cap=1.0, floor=0.3))[0]
-    assert swapped.tolist() == pytest.approx([0.5, 0.0]), "1 / 8 is below the floor"
-
-
 @given(
     logprobs=some.lists(some.floats(-50, 0), min_size=1, max_size=8),
     level=some.sampled_from(LEVELS),

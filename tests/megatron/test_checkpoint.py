@@ -104,26 +104,10 @@ def optimizer_shards(role, is_loading=False):
     return [shard for shard in shards if isinstance(shard, ShardedBase)]
 
 
-def held_states(directory):
+def saved_states(directory):
     """Of Adam's first moments: how many numbers this rank holds to save them, writes, and asks for to load them, and how
-    many there are."""
-    layout = Layout(data=2)
-    actor = engine(directory, start(layout), lr=1e-2)
-    batch = small_batch(actor.shape.vocab)
-    actor.update(batch, cut(batch, layout), objective_of("actor", 100))
-    parts, asked = (
-        [part for part in optimizer_shards(actor, loading) if ".exp_avg." in part.key] for loading in (False, True)
-    )
-    return (
-        sum(int((part.data != 0).sum()) for part in parts),
-        sum(part.data.numel() for part in parts if not any(part.replica_id)),
-        sum(part.data.numel() for part in asked),
-        sum(part.data.numel() for part in parts),
-    )
-
-
-def reduced_states(directory):
-    """The most memory behind a tensor that was sent to save the states, and whether all are what they are in one piece."""
+    many there are. Then the most memory behind a tensor that was sent to save all states in pieces, and whether all are what
+    they are in one piece."""
     from megarl.megatron import checkpoint
 
     layout = Layout(data=2)
@@ -131,28 +115,32 @@ def reduced_states(directory):
     batch = small_batch(actor.shape.vocab)
     actor.update(batch, cut(batch, layout), objective_of("actor", 100))
     whole = optimizer_shards(actor)
-    held, reduce = [], checkpoint.dist.reduce
+    parts, asked = (
+        [part for part in shards if ".exp_avg." in part.key] for shards in (whole, optimizer_shards(actor, True))
+    )
+    counts = (
+        sum(int((part.data != 0).sum()) for part in parts),
+        sum(part.data.numel() for part in parts if not any(part.replica_id)),
+        sum(part.data.numel() for part in asked),
+        sum(part.data.numel() for part in parts),
+    )
+    sent, reduce = [], checkpoint.dist.reduce
 
     def watched(tensor, *arguments, **settings):
-        held.append(tensor.untyped_storage().nbytes())
+        sent.append(tensor.untyped_storage().nbytes())
         return reduce(tensor, *arguments, **settings)
 
     with mock.patch.object(checkpoint, "_PIECE_BYTES", 1000), mock.patch.object(checkpoint.dist, "reduce", watched):
         pieces = optimizer_shards(actor)
     same = [one.key == other.key and one.data.equal(other.data) for one, other in zip(whole, pieces, strict=True)]
-    return max(held), all(same), sum(bool(part.data.any()) for part in pieces)
+    return counts, max(sent), all(same), sum(bool(part.data.any()) for part in pieces)
 
 
-def test_saving_takes_a_bounded_piece_of_the_device(tmp_path):
-    for most, same, filled in run_ranks(reduced_states, 2, str(save_tiny_model(tmp_path / "model", tied=True))):
-        assert 900 < most <= 1000 and same and filled > 10
-
-
-def test_a_rank_saves_its_share_of_the_moments_and_loads_what_it_updates(tmp_path):
+def test_a_rank_saves_its_share_of_the_moments_in_bounded_pieces_and_loads_what_it_updates(tmp_path):
     """megatron-core's own way is every state on every data-parallel rank's host."""
-    directory = str(save_tiny_model(tmp_path / "model", tied=True))
-    ranks = run_ranks(held_states, 2, directory)
-    total = ranks[0][-1]
-    assert sum(written for _, written, _, _ in ranks) == total
-    for held, written, asked, _ in ranks:
+    ranks = run_ranks(saved_states, 2, str(save_tiny_model(tmp_path / "model", tied=True)))
+    total = ranks[0][0][-1]
+    assert sum(written for (_, written, _, _), *_ in ranks) == total
+    for (held, written, asked, _), most, same, filled in ranks:
         assert held <= written < 0.7 * total and asked < 0.8 * total
+        assert 900 < most <= 1000 and same and filled > 10

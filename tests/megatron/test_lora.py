@@ -15,7 +15,7 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.layout
 STEPS = 3
-LAYOUTS = [Layout(tensor=2), Layout(data=2), Layout(context=2)]  # VIRTUAL has the other axes
+LAYOUTS = [Layout(data=2), Layout(context=2)]  # VIRTUAL has the other axes
 
 
 def _assert_same(found, expected, where):
@@ -30,8 +30,7 @@ VIRTUAL = Layout(tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=Tru
 
 
 @pytest.mark.parametrize(
-    "family,tied,layouts",
-    [pytest.param("qwen3", True, LAYOUTS, marks=pytest.mark.slow), ("qwen2", False, [VIRTUAL])],
+    "family,tied,layouts", [pytest.param("qwen3", True, LAYOUTS, marks=pytest.mark.slow), ("qwen2", False, [VIRTUAL])]
 )
 def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied, layouts):
     directory = str(save_tiny_model(tmp_path, family, tied))

@@ -19,7 +19,7 @@ PLAIN = Feature()
 SELECTIVE = Feature(memory={"recompute": "selective", "recompute_modules": ("core_attn", "mlp")})
 FULL = Feature(memory={"recompute": "full"})
 ACTIVATIONS = Feature(memory={"offload_activations": True})
-OPTIMIZER, ALL = Feature(memory={"offload": "optimizer"}), Feature(memory={"offload": "all"})
+OPTIMIZER = Feature(memory={"offload": "optimizer"})
 EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "offload": "all"})
 
 
@@ -29,13 +29,13 @@ EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "
     [
         Layout(),
         Layout(tensor=2, pipeline=2, sequence_parallel=True),
-        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), marks=pytest.mark.slow),
+        pytest.param(Layout(pipeline=2, data=2, virtual_pipeline=2), marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
     ids=["one", "tensor, pipeline, sequence", "virtual pipeline, data"],
 )
 def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
     directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
-    features = [PLAIN, SELECTIVE, FULL, OPTIMIZER, ALL, EVERYTHING, ACTIVATIONS]
+    features = [PLAIN, SELECTIVE, OPTIMIZER, EVERYTHING, ACTIVATIONS]
     for found in run_ranks(train_with, layout.ranks, directory, layout, features):
         plain, *exact, activations = found
         assert plain[0].loss > plain[-1].loss, "the updates move the weights"
@@ -52,14 +52,14 @@ def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) ->
 def test_families_with_modules_of_their_own_recompute_and_freeze(tmp_path: Path, family: str) -> None:
     directory = str(save_tiny_model(tmp_path, family, tied=family.startswith("gemma3")))
     layout, freeze = Layout(tensor=2, sequence_parallel=True), {"embedding": True, "layers": 2}
-    frozen, frozen_full = Feature(freeze=freeze), Feature(freeze=freeze, memory={"recompute": "full"})
-    (whole,) = run_ranks(train_with, 1, directory, Layout(), [frozen])
+    frozen_full = Feature(freeze=freeze, memory={"recompute": "full"})
+    (whole,) = run_ranks(train_with, 1, directory, Layout(), [Feature(freeze=freeze)], 2)
     modules = ("core_attn", "mla_up_proj", "shared_experts") if family == "deepseek_v3" else ("mlp",)
     selective_parts = Feature(memory={"recompute": "selective", "recompute_modules": modules})
-    features = [PLAIN, selective_parts, FULL, frozen, frozen_full]
-    for plain, selective, full, part, part_full in run_ranks(train_with, layout.ranks, directory, layout, features):
+    features = [PLAIN, selective_parts, FULL, frozen_full]
+    for plain, selective, full, part in run_ranks(train_with, layout.ranks, directory, layout, features, 2):
         assert plain[0].loss > plain[-1].loss, "the updates move the weights"
-        assert selective == plain and full == plain and part_full == part
+        assert selective == plain and full == plain
         assert part[0].loss == plain[0].loss and part[0].grad_norm < plain[0].grad_norm, "frozen weights have gradients"
         for line, expected in zip(part, whole[0], strict=True):
             assert line.loss == pytest.approx(expected.loss, rel=1e-4)

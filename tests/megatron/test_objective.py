@@ -1,6 +1,5 @@
 """The losses of an update against their formulas written out, and their independence of the cut."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -143,23 +142,6 @@ def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estima
     assert sums["moved_kl_sum"].item() == pytest.approx((wanted * COUNTED).sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("correction", "cap"), [("truncate", 4.5), ("mask", 4.0)])
-def test_the_figures_of_the_mismatch_are_those_of_the_tokens_that_count(batch, correction, cap):
-    """Engines said -1.5 for each token: w = exp(old + 1.5), which `truncate` bounds and `mask` makes 0 beyond the cap."""
-    mismatch = MismatchSection(correction=correction, cap=cap)
-    settings = AlgorithmSection(advantage="grpo", group_size=2, mismatch=mismatch)
-    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
-    (sums,) = _sums(objective, batch, torch.cat(batch.fields["logprobs"]), [(0, 1, 2)])
-    weight = (torch.cat(batch.fields["logprobs"]) + 1.5).exp()
-    beyond = weight > cap
-    weight = weight.clamp(max=cap) if correction == "truncate" else weight * ~beyond
-    assert (beyond * COUNTED).any() and not (beyond + 1 - COUNTED).all()
-    assert sums["mismatch_weight_sum"].item() == pytest.approx((weight * COUNTED).sum().item(), rel=1e-5)
-    assert sums["mismatch_weight_max"].item() == pytest.approx((weight * COUNTED).max().item(), rel=1e-5)
-    assert sums["mismatch_beyond_sum"].item() == (beyond * COUNTED).sum().item()
-    assert not [name for name in sums if "staleness" in name or "square" in name], "nothing else without staleness"
-
-
 def decoupled(new, old, behavior, advantages, lengths, mismatch):
     """The decoupled clipped objective of one batch, token by token, in fp64: [tokens]."""
     losses = []
@@ -209,35 +191,6 @@ def sampled_by(batch, rollout, versions, **more):
         completion = replace(sample.completion, logprobs=logprobs.numpy(), versions=np.array(given))
         batch.samples[index] = replace(sample, completion=completion)
     return replace(batch, **more)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_sums_of_each_staleness_by_hand(batch, cut):
-    """Trained is version 7; weights 2, 1, 1 | 8 | 1, 4, 0.5, 1, 0.25 of tokens that are 0, 1, 1 | 3 | 3, 0, 0, 1, 3 versions
-    old, held in [0.4, 3]; the second sequence does not count."""
-    weights = torch.tensor([2.0, 1.0, 1.0, 8.0, 1.0, 4.0, 0.5, 1.0, 0.25])
-    rollout = torch.cat(batch.fields["logprobs"]) - weights.log()
-    batch = sampled_by(batch, rollout, [[7, 6, 6], [4], [4, 7, 7, 6, 4]], version=7, max_staleness=3)
-    settings = AlgorithmSection(
-        advantage="grpo", group_size=2, mismatch=MismatchSection(correction="clip", cap=3.0, floor=0.4)
-    )
-    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
-    each = _sums(objective, batch, torch.cat(batch.fields["logprobs"]), cut)
-    found = {name: (max if name.endswith("_max") else sum)(sums[name].item() for sums in each) for name in each[0]}
-    ln2 = math.log(2)
-    wanted = {
-        "staleness_sum": 0 + 1 + 1 + 3 + 0 + 0 + 1 + 3, "staleness_max": 3,
-        "staleness/0/tokens": 3, "staleness/1/tokens": 3, "staleness/2/tokens": 0, "staleness/3/tokens": 2,
-        "staleness/0/logprob": ln2 + 2 * ln2 + ln2, "staleness/1/logprob": 0, "staleness/2/logprob": 0,
-        "staleness/3/logprob": 2 * ln2,
-        "staleness/0/corrected": 1, "staleness/1/corrected": 0, "staleness/2/corrected": 0, "staleness/3/corrected": 1,
-        "mismatch_corrected_sum": 2, "mismatch_beyond_sum": 1,
-        "mismatch_weight_sum": 2 + 1 + 1 + 1 + 3 + 0.5 + 1 + 0.4,
-        "mismatch_weight_square_sum": 4 + 1 + 1 + 1 + 9 + 0.25 + 1 + 0.16,
-    }  # fmt: skip
-    assert {name: value for name, value in found.items() if name in wanted or "stale" in name} == pytest.approx(
-        wanted, rel=1e-5, abs=1e-6
-    )
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -18,7 +18,9 @@ BOTH = {"overlap_gradients": True, "overlap_parameters": True}
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(data=2), Layout(pipeline=2, data=2, virtual_pipeline=2)], ids=["data", "virtual pipeline"]
+    "layout",
+    [pytest.param(Layout(data=2), marks=pytest.mark.nightly), Layout(pipeline=2, data=2, virtual_pipeline=2)],
+    ids=["data", "virtual pipeline"],
 )
 def test_overlap_changes_no_number(tmp_path: Path, layout: Layout) -> None:
     """Forward phases, weight reads and a checkpoint come between the updates."""

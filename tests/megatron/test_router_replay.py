@@ -18,12 +18,10 @@ from tests.tiny_models import save_tiny_model
 LAYOUTS = [
     (Layout(tensor=2, sequence_parallel=True), {}),
     (Layout(data=2, expert=2), {}),
-    (Layout(pipeline=2), {}),
     (Layout(context=2), {}),
-    (Layout(), {"recompute": "full"}),
     (Layout(), {"recompute": "selective"}),
     (Layout(pipeline=2, virtual_pipeline=2), {"recompute": "full"}),
-    (Layout(tensor=2, pipeline=2, sequence_parallel=True), {"recompute": "full"}),
+    pytest.param(Layout(tensor=2, pipeline=2, sequence_parallel=True), {"recompute": "full"}, marks=pytest.mark.nightly),
 ]
 
 

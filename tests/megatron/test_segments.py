@@ -119,7 +119,7 @@ def algorithms(draw: st.DrawFn) -> AlgorithmSection:
     })  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(algorithms(), st.integers(0, 2**32 - 1), st.sampled_from([1, 2]), st.booleans(), st.booleans())
 def test_no_cut_of_a_history_changes_a_gradient(
     algorithm: AlgorithmSection, seed: int, data: int, counts_sequences: bool, shares: bool

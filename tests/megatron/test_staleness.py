@@ -27,11 +27,7 @@ VERSIONS = ["44.5", "444", "3.345", "5"]
 VERSION, MOST, CAP, FLOOR = 5, 3, 2.0, 0.6
 MASKED = 1
 SETTINGS = AlgorithmSection.model_validate(
-    {
-        "advantage": "grpo",
-        "group_size": 2,
-        "mismatch": {"correction": "mask", "level": "token", "cap": CAP, "floor": FLOOR},
-    }
+    {"advantage": "grpo", "group_size": 2, "mismatch": {"correction": "mask", "level": "token", "cap": CAP, "floor": FLOOR}}
 )
 
 
@@ -73,16 +69,20 @@ def trained(directory: str, layout: Layout) -> dict[str, float]:
 def by_hand(batch: Batch) -> dict[str, float]:
     """Every metric of weights and staleness, from a list of the tokens that count."""
     rows: list[tuple[int, float, float, bool]] = []
+    num_beyond = 0
     for index, sample in batch.samples.items():
         behavior, versions = sample.completion.logprobs[sample.completion.own], [v for v in VERSIONS[index] if v != "."]
         pairs = zip(batch.fields["logprobs"][index].tolist(), behavior.tolist(), versions, strict=True)
         for proximal, sampled, version in pairs if index != MASKED else ():
             weight = math.exp(proximal - sampled)
             outside = weight > CAP or weight < FLOOR
+            num_beyond += weight > CAP
             rows.append((VERSION - int(version), abs(proximal - sampled), 0.0 if outside else weight, outside))
     weights = [weight for _, _, weight, _ in rows]
     metrics = {
         "mismatch/weight_mean": sum(weights) / len(rows),
+        "mismatch/weight_max": max(weights),
+        "mismatch/beyond_cap_share": num_beyond / len(rows),
         "mismatch/effective_sample_share": sum(weights) ** 2 / (len(rows) * sum(weight**2 for weight in weights)),
         "mismatch/corrected_share": sum(outside for *_, outside in rows) / len(rows),
         "staleness/mean": sum(staleness for staleness, *_ in rows) / len(rows),

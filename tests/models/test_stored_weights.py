@@ -89,29 +89,21 @@ def elsewhere(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (edit(lambda content: content.pop(KEY)), rf"no tensor '{KEY}', expected 32 x 64 by config.json$"),
-    "many missing": (
-        edit(lambda content: [content.pop(name) for name in list(content) if "layers.3" in name]),
-        r"no tensor 'model\.layers\.3\..*\(and 10 more\)",
-    ),
-    "mis-shaped": (
-        set_to(KEY, np.zeros((64, 32), np.float32)),
-        rf"[ab]\.safetensors: {KEY} has shape 64 x 32, expected 32 x 64",
-    ),
-    "extra": (
-        set_to("model.layers.0.mlp.gate.weight", np.zeros((8, 64), np.float32)),
-        r"[ab]\.safetensors: holds 'model\.layers\.0\.mlp\.gate\.weight', 8 x 64, which a qwen3",
-    ),
-    "a layer too many": (
-        set_to("model.layers.4.input_layernorm.weight", np.zeros(64, np.float32)),
-        r"holds 'model\.layers\.4\.input_layernorm",
-    ),
+    "many missing": (edit(lambda content: [content.pop(name) for name in list(content) if "layers.3" in name]),
+                     r"no tensor 'model\.layers\.3\..*\(and 10 more\)"),
+    "mis-shaped": (set_to(KEY, np.zeros((64, 32), np.float32)),
+                   rf"[ab]\.safetensors: {KEY} has shape 64 x 32, expected 32 x 64"),
+    "extra": (set_to("model.layers.0.mlp.gate.weight", np.zeros((8, 64), np.float32)),
+              r"[ab]\.safetensors: holds 'model\.layers\.0\.mlp\.gate\.weight', 8 x 64, which a qwen3"),
+    "a layer too many": (set_to("model.layers.4.input_layernorm.weight", np.zeros(64, np.float32)),
+                         r"holds 'model\.layers\.4\.input_layernorm"),
     "quantized": (set_to(KEY, np.zeros((32, 64), np.int8)), rf"{KEY} is in I8, expected one of F64, F32, F16, BF16"),
     "no file": (gone, rf"{INDEX}: names the file 'b\.safetensors', for '.*' and others, which is not there"),
     "torn": (torn, r"b\.safetensors: is torn, or no safetensors file: .*not fully covered; fetch it again"),
     "a pointer in a file's place": (no_safetensors, r"model\.safetensors: is a pointer of Git LFS.*git lfs pull"),
     "wrong index": (elsewhere, rf"[ab]\.safetensors: has no tensor '{KEY}', which {INDEX} says is there"),
     "nothing": (lambda folder: None, r"no \*\.safetensors there"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)

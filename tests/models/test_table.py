@@ -19,49 +19,27 @@ from megarl.models.layout import Box, Layout, RolloutLayout
 
 LAYERS = 4
 DECODER: dict[str, Any] = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "intermediate_size": 24,
-    "vocab_size": 131,
-}
+    "num_hidden_layers": LAYERS, "hidden_size": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4,
+    "intermediate_size": 24, "vocab_size": 131,
+}  # fmt: skip
 # A small model of every family, with every feature of the family.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
     "qwen2": DECODER,
     "qwen3": DECODER,
     "mixtral": DECODER | {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_moe": DECODER
-    | {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "mlp_only_layers": [0],
+    "qwen3_moe": DECODER | {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
         "decoder_sparse_step": 2,
     },
     "gemma3_text": DECODER | {"sliding_window": 8},
-    "deepseek_v3": DECODER
-    | {
-        "num_key_value_heads": 8,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 6,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 16,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
+    "deepseek_v3": DECODER | {
+        "num_key_value_heads": 8, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
+        "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
+        "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 16, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "norm_topk_prob": True,
     },
-}
+}  # fmt: skip
 
 
 def shape_of(family: str, **edits: Any) -> ModelShape:

@@ -64,38 +64,20 @@ TRAINER = {"actor_update": DeviceMemory(weights=60_000)}
     ("one", "offload", "totals", "room"),
     [
         # Of 100,000 bytes 90,000 are usable.
-        (
-            engines("colocated", False),
-            "none",
-            {"rollout": 4 * WEIGHTS + ENGINE, "actor_update": 60_000, "weight_sync": 4 * WEIGHTS + ENGINE},
-            90_000 - 4 * WEIGHTS,
-        ),
-        (
-            engines("colocated", False),
-            "all",
-            {"rollout": ENGINE, "actor_update": 60_000, "weight_sync": WEIGHTS + ENGINE},
-            90_000 - WEIGHTS,
-        ),
+        (engines("colocated", False), "none",
+         {"rollout": 4 * WEIGHTS + ENGINE, "actor_update": 60_000, "weight_sync": 4 * WEIGHTS + ENGINE},
+         90_000 - 4 * WEIGHTS),
+        (engines("colocated", False), "all",
+         {"rollout": ENGINE, "actor_update": 60_000, "weight_sync": WEIGHTS + ENGINE}, 90_000 - WEIGHTS),
         (engines("separate", False), "none", {"rollout": ENGINE, "actor_update": 60_000}, 90_000),
         # Two engines and two ranks: one for each, awake all the time, and the trainer's peak is what leaves least room.
-        (
-            engines("colocated", True, count=2),
-            "none",
-            {"rollout": 4 * WEIGHTS + ENGINE, "actor_update": 60_000 + ENGINE, "weight_sync": 4 * WEIGHTS + ENGINE},
-            30_000,
-        ),
-        (
-            engines("separate", True, count=4),
-            "none",
-            {
-                "rollout": 4 * WEIGHTS + 2 * ENGINE,
-                "actor_update": 60_000 + 2 * ENGINE,
-                "weight_sync": 4 * WEIGHTS + 2 * ENGINE,
-            },
-            15_000,
-        ),
+        (engines("colocated", True, count=2), "none", {
+            "rollout": 4 * WEIGHTS + ENGINE, "actor_update": 60_000 + ENGINE, "weight_sync": 4 * WEIGHTS + ENGINE}, 30_000),
+        (engines("separate", True, count=4), "none", {
+            "rollout": 4 * WEIGHTS + 2 * ENGINE, "actor_update": 60_000 + 2 * ENGINE,
+            "weight_sync": 4 * WEIGHTS + 2 * ENGINE}, 15_000),
     ],
-)
+)  # fmt: skip
 def test_the_fullest_device_of_each_phase(one: PlannedEngines, offload: str, totals: dict[str, int], room: int) -> None:
     job = job_with(one, offload)
     assert {phase: held.total for phase, held in on_devices(job, TRAINER).items()} == totals

@@ -42,7 +42,7 @@ UNBALANCED = 0.1
 TRIES = 4
 # In CI, too: of a large vocabulary in bf16, which most CPUs emulate, the one that has a role on the host.
 LARGE = ("vocabulary", "qwen2-tied")
-OFTEN = [*(case for case in CASES[::2] if case.precision != "bf16" or case.model not in LARGE), CASES[-1]]
+OFTEN = [*(case for case in CASES[::3] if case.precision != "bf16" or case.model not in LARGE), CASES[-1]]
 
 
 @pytest.mark.slow

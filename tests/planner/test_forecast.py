@@ -216,10 +216,3 @@ def test_the_largest_safe_share_of_the_device_is_just_safe(tmp_path: Path) -> No
     assert safe is not None and 0 < safe < 1 - RESERVE
     assert forecast_of(file, [f"rollout.memory_utilization={safe - 1e-6}"]).fits
     assert not forecast_of(file, [f"rollout.memory_utilization={safe + 1e-3}"]).fits
-
-
-def test_a_cut_of_other_numbers_is_forecast_without_touching_the_job(small: Path) -> None:
-    job: Job = job_of(load_recipe(small))
-    schedule = job.schedules[-1]
-    other = forecast_phase(job, replace(schedule, mini_batch=16))
-    assert other.num_mini_batches == 1 and job.schedules[-1] == schedule

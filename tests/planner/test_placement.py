@@ -37,31 +37,18 @@ PLACED: dict[str, tuple[Recipe, Cluster, tuple[EnginePlace, ...]]] = {
     "one engine over the trainer's devices": (of(4, tensor=4), Cluster(1, 4, 4), places((0, range(4)))),
     "two engines side by side": (of(4, engines=2, tensor=2), Cluster(1, 4, 4), places((0, range(2)), (0, range(2, 4)))),
     "an engine on each node": (of(4, engines=2), Cluster(2, 2, 2), places((0, range(1)), (1, range(1)))),
-    "three engines over two nodes": (
-        of(16, engines=3, tensor=2, pipeline=2),
-        Cluster(2, 8, 8),
-        places((0, range(4)), (1, range(4)), (0, range(4, 8))),
-    ),
+    "three engines over two nodes": (of(16, engines=3, tensor=2, pipeline=2), Cluster(2, 8, 8),
+                                     places((0, range(4)), (1, range(4)), (0, range(4, 8)))),
     "not on a node without trainer ranks": (of(4, engines=2), Cluster(3, 4, 4), places((0, range(1)), (0, range(1, 2)))),
-    "on nodes without trainer ranks": (
-        of(8, "separate", engines=3, tensor=2),
-        Cluster(4, 4, 4),
-        places((2, range(2)), (3, range(2)), (2, range(2, 4))),
-    ),
-    "behind the trainer's on the only node": (
-        of(4, "separate", engines=2, tensor=2),
-        Cluster(1, 8, 4),
-        places((0, range(4, 6)), (0, range(6, 8))),
-    ),
+    "on nodes without trainer ranks": (of(8, "separate", engines=3, tensor=2), Cluster(4, 4, 4),
+                                       places((2, range(2)), (3, range(2)), (2, range(2, 4)))),
+    "behind the trainer's on the only node": (of(4, "separate", engines=2, tensor=2), Cluster(1, 8, 4),
+                                              places((0, range(4, 6)), (0, range(6, 8)))),
     "cores are shared": (of(2, engines=3, tensor=2), Cluster(1, 2, 2, shared=True), places(*[(0, range(2))] * 3)),
-    "separate on the only node of a CPU": (
-        of(2, "separate"),
-        Cluster(1, 2, 2, shared=True),
-        places((0, range(1))),
-    ),
+    "separate on the only node of a CPU": (of(2, "separate"), Cluster(1, 2, 2, shared=True), places((0, range(1)))),
     "separate on a node of its own of a CPU": (of(2, "separate"), Cluster(2, 2, 2, shared=True), places((1, range(1)))),
     "no engines": (of(2, replay="rollouts"), Cluster(1, 2, 2), ()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLACED)
@@ -110,26 +97,16 @@ def test_a_teacher_without_room_is_named() -> None:
 
 
 REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
-    "an engine larger than a node": (
-        of(16, tensor=8, pipeline=2),
-        Cluster(2, 8, 8),
-        "rollout.tensor x pipeline x data = 8 x 2 x 1 = 16 workers do not fit a node of 8 devices",
-    ),
-    "two engines on a device": (
-        of(2, engines=3),
-        Cluster(1, 2, 2),
-        "engines = 3 of 1 worker.* 1 node .* room for 2",
-    ),
+    "an engine larger than a node": (of(16, tensor=8, pipeline=2), Cluster(2, 8, 8),
+        "rollout.tensor x pipeline x data = 8 x 2 x 1 = 16 workers do not fit a node of 8 devices"),
+    "two engines on a device": (of(2, engines=3), Cluster(1, 2, 2), "engines = 3 of 1 worker.* 1 node .* room for 2"),
     "room for an engine, in two parts": (of(6, engines=3, tensor=2), Cluster(2, 3, 3), "2 nodes .* room for 2"),
     "no devices behind the trainer's": (of(4, "separate", tensor=2), Cluster(1, 5, 4), "1 free device .* room for 0"),
-    "more ranks than devices": (
-        of(4),
-        Cluster(1, 2, 4),
-        "4 trainer ranks a node need 4 devices, and a node has 2: .* 2 nodes",
-    ),
+    "more ranks than devices": (of(4), Cluster(1, 2, 4),
+        "4 trainer ranks a node need 4 devices, and a node has 2: .* 2 nodes"),
     "fewer nodes than ranks need": (of(8), Cluster(1, 4, 4), "need 2 nodes, and there are 1: start 2 nodes"),
     "ranks that do not divide": (of(6), Cluster(2, 4, 4), "trainer.ranks = 6 cannot be spread over nodes with 4 ranks each"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,17 +13,18 @@ from megarl.platform import NcclMessages, messages
 from megarl.platform import current as platform
 
 
-def compare(handle: str) -> None:
-    assert bool((platform.reach_bytes(handle) == 7).all())
+def compare(handles: list[str]) -> None:
+    assert all(bool((platform.reach_bytes(handle) == 7).all()) for handle in handles)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_another_process_reads_shared_memory(on_device: bool) -> None:
-    """`on_device` is memory of the GPU if the machine has a GPU."""
-    memory, handle = platform.share_bytes(1 << 20, on_device)
-    memory.fill_(7)
+def test_another_process_reads_shared_memory() -> None:
+    """Memory of the host, and of the GPU if the machine has a GPU."""
+    shared = [platform.share_bytes(1 << 20, on_device) for on_device in (False, True)]
+    for memory, _ in shared:
+        memory.fill_(7)
     platform.settle()
-    process = multiprocessing.get_context("spawn").Process(target=compare, args=(handle,))
+    handles = [handle for _, handle in shared]
+    process = multiprocessing.get_context("spawn").Process(target=compare, args=(handles,))
     process.start()
     process.join(120)
     assert process.exitcode == 0

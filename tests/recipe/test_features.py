@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 from megarl.models import FAMILIES
-from megarl.recipe.layout_section import LayoutSection
-from megarl.recipe.role_sections import ActorSection
 from tests.megatron import test_golden as test_engine_golden
 from tests.recipe.feature_table import features, markdown
 from tests.tiny_models import save_tiny_model
@@ -26,11 +24,3 @@ def test_every_supported_family_has_a_golden_test(tmp_path):
     built = [save_tiny_model(tmp_path / name, name) for name in sorted(tested)]
     types = {json.loads((directory / "config.json").read_text())["model_type"] for directory in built}
     assert types == FAMILIES.keys()
-
-
-def test_the_table_has_every_layout_key_and_every_key_of_a_role():
-    rows = {row.key: row.values for row in features()}
-    assert all(f"`{key}`" in rows["ROLE.layout"] for key in LayoutSection.model_fields)
-    assert rows["rollout"].startswith("`tensor`, `pipeline`, `data`, `expert_parallel`")
-    assert {f"actor.{key}" for key in ActorSection.model_fields} - rows.keys() == {"actor.layout"}
-    assert rows["trainer.precision"].startswith("`fp32`, `bf16`")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,45 +11,20 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from megarl.cli import app, train_command
+from megarl.cli import app
 from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
 from megarl.recipe.phase_table import phase_table
 from megarl.recipe.phases_section import ROLE_OF
 from megarl.recipe.section import Section
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.schedule import plan_phase
-from megarl.telemetry.run_directory import Resume
 from tests.recipe.test_broken import BROKEN
-from tests.recipe_cases import CONFIG, edited, make_folder, write
-
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(
-    [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "cpu").glob("*.yaml")]
-)  # those for clusters: tests/planner/test_clusters.py
+from tests.recipe_cases import edited, make_folder, write
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_folder(tmp_path, monkeypatch)
-
-
-def test_there_are_recipes() -> None:
-    assert {"quickstart.yaml", "ppo-tiny.yaml"} <= {file.name for file in RECIPES}
-
-
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_is_legal_for_a_model_that_divides(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model itself may not be on this machine; a stand-in that the layouts divide takes its place."""
-    monkeypatch.chdir(ROOT)
-    layers = 12 * 5 * 7
-    config = CONFIG | {"num_hidden_layers": layers, "max_position_embeddings": 2**20}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    sections = yaml.safe_load(file.read_text())
-    teachers = [f"teachers.{name}.path={tmp_path}" for name in sections.get("teachers", {})]
-    samples = "kind" not in sections["run"]
-    cache = [f"rollout.kv_cache_bytes={2**40}"] if samples else []
-    recipe = load_recipe(file, [f"model.path={tmp_path}", *teachers, *cache])
-    assert phase_table(recipe) and recipe.run.is_supervised != samples
 
 
 def test_overrides_reach_their_field_and_only_that(folder: Path) -> None:
@@ -87,19 +61,6 @@ def test_a_loaded_recipe_is_frozen(folder: Path) -> None:
     recipe = load_recipe(write(folder, edited()))
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         recipe.run.steps = 5
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1e-5", 1e-5), ("1.0e-5", 1e-5), ("-2E3", -2000.0), (".5", 0.5), ("3", 3), ("no", "no"), ("on", "on"), ("true", True),
-     ("1.2.3", "1.2.3"), ("e5", "e5"), ("null", None), ("-", "-")],
-)  # fmt: skip
-def test_yaml_means_what_people_mean(text: str, value: object) -> None:
-    if text == "-":
-        assert parse_yaml("- 1") == [1]
-        return
-    parsed = parse_yaml(text)
-    assert parsed == value and type(parsed) is type(value)
 
 
 def test_a_phase_runs_only_when_something_reads_it(folder: Path) -> None:
@@ -176,13 +137,6 @@ print("HEAVY", [name for name in {heavy} if name in sys.modules])
     assert "HEAVY []" in result.stdout
 
 
-def test_train_starts_torchrun_with_the_recipe_and_its_overrides() -> None:
-    command = train_command("r.yaml", ["run.steps=3"], 4, Resume.ALWAYS)
-    assert command[command.index("--nproc-per-node") + 1] == "4"
-    assert command[command.index("megarl") :] == ["megarl", "r.yaml", "run.steps=3", "--resume"]
-    assert "--resume" not in train_command("r.yaml", [], 1, Resume.NEVER)
-
-
 def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:
     for command in (["export", str(tmp_path / "none"), str(tmp_path / "out")], ["report", str(tmp_path / "none")]):
         result = CliRunner().invoke(app, command)
@@ -242,10 +196,7 @@ def test_a_hub_name_is_fetched_only_where_asked(folder: Path) -> None:
     assert recipe.model.path == "someone/model"
 
 
-COUNTS = (
-    "counts that a virtual pipeline cannot run",
-    "a cap that can need more micro-batches than a virtual pipeline has",
-)
+COUNTS = ("counts that a virtual pipeline cannot run", "a cap that can need more micro-batches than a virtual pipeline has")
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -85,11 +85,3 @@ def test_an_unread_key_would_be_found(tmp_path: Path) -> None:
         (package / f"{name}.py").write_text(text)
     reads = read_members(tmp_path, "synthetic", "synthetic.recipe", unread_files=("synthetic.shower",))
     assert reads == {("Inner", "read"), ("Outer", "inner"), ("Outer", "derived"), ("Outer", "in_read_property")}
-
-
-def test_a_new_key_would_be_asked_for() -> None:
-    class Extended(Section):
-        recipe: Recipe
-        dead_key: int = 0
-
-    assert all_keys(Extended) - all_keys(Recipe) == {("Extended", "recipe"), ("Extended", "dead_key")}

@@ -53,36 +53,23 @@ def test_a_layout_is_legal_where_the_plan_and_vllm_take_it(name: str) -> None:
 
 BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "more stages than layers": ("tiny", {"pipeline": 5}, {"rollout.pipeline": "at most the 4 layers of the model"}),
-    "experts of a model without any": (
-        "tiny",
-        {"data": 2, "expert_parallel": True, "engines": 3},
-        {"rollout.expert_parallel": "a model with experts false", "rollout.data": "1, and rollout.engines: 6"},
-    ),
+    "experts of a model without any": ("tiny", {"data": 2, "expert_parallel": True, "engines": 3}, {
+        "rollout.expert_parallel": "a model with experts false", "rollout.data": "1, and rollout.engines: 6",
+    }),
     "experts dealt over one rank": ("experts", {"expert_parallel": True}, {"rollout.expert_parallel": "there is one false"}),
-    "experts cut too finely": (
-        "experts",
-        {"tensor": 4, "data": 2},
-        {"rollout.data": "rollout.tensor x rollout.data = 4 x 2 must divide the 36 feed-forward rows of an expert 1"},
-    ),
-    "fewer experts than ranks": (
-        "experts",
-        {"tensor": 4, "data": 4, "expert_parallel": True},
-        {"rollout.data": "rollout.tensor x rollout.data = 4 x 4 must be at most the 8 experts 2"},
-    ),
-    "a stage without experts": (
-        "late experts",
-        {"pipeline": 4},
-        {"rollout.pipeline": "leaves a stage with layers 0 to 0, none with experts, where vLLM does not start 2"},
-    ),
-    "uneven shares of the sequences": (
-        "experts",
-        {"tensor": 4, "data": 3, "expert_parallel": True},
-        {
-            "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks",
-            "rollout.data": "4 x 3",
-        },
-    ),
-}
+    "experts cut too finely": ("experts", {"tensor": 4, "data": 2}, {
+        "rollout.data": "rollout.tensor x rollout.data = 4 x 2 must divide the 36 feed-forward rows of an expert 1",
+    }),
+    "fewer experts than ranks": ("experts", {"tensor": 4, "data": 4, "expert_parallel": True}, {
+        "rollout.data": "rollout.tensor x rollout.data = 4 x 4 must be at most the 8 experts 2",
+    }),
+    "a stage without experts": ("late experts", {"pipeline": 4}, {
+        "rollout.pipeline": "leaves a stage with layers 0 to 0, none with experts, where vLLM does not start 2",
+    }),
+    "uneven shares of the sequences": ("experts", {"tensor": 4, "data": 3, "expert_parallel": True}, {
+        "phases.rollout.max_concurrent": "a multiple of the 3 data-parallel ranks", "rollout.data": "4 x 3",
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -56,17 +56,11 @@ def test_what_no_tool_should_read_is_refused_with_its_place(tmp_path: Path, text
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("010", "010"),
-        ("1:30", "1:30"),
-        ("2026-11-25", "2026-11-25"),
-        ("yes", "yes"),
-        ("1_000", 1000),
-        ("0x10", 16),
-        ("-0", 0),
-    ],
-)
-def test_no_scalar_changes_its_kind_as_in_yaml_1_1(text: str, value: object) -> None:
+    [("010", "010"), ("1:30", "1:30"), ("2026-11-25", "2026-11-25"), ("yes", "yes"), ("1_000", 1000), ("0x10", 16),
+     ("-0", 0), ("1e-5", 1e-5), ("1.0e-5", 1e-5), ("-2E3", -2000.0), (".5", 0.5), ("3", 3), ("no", "no"), ("on", "on"),
+     ("true", True), ("1.2.3", "1.2.3"), ("e5", "e5"), ("null", None)],
+)  # fmt: skip
+def test_a_scalar_means_what_people_mean_and_never_what_yaml_1_1_makes_of_it(text: str, value: object) -> None:
     found = parse_yaml(f"run: {{name: {text}}}")["run"]["name"]
     assert found == value and type(found) is type(value)
 

@@ -28,33 +28,13 @@ PADDED = Layout(tensor=2, context=2, sequence_parallel=True)  # each sequence to
 REFUSED = [
     (Schedule("critic_value", max_tokens=9), [3, 10], Layout(), "max_tokens = 9, but sample 1 has 10 tokens; .* is 10"),
     (Schedule("critic_value", max_tokens=15), [3, 9], PADDED, r"sample 1 has 9 tokens \(16 with padding\); .* is 16"),
-    (
-        Schedule("actor_update", sequences=1, mini_batch=3),
-        [1] * 8,
-        Layout(),
-        "mini_batch = 3 must divide .* 8 .* is [24]",
-    ),
-    (
-        Schedule("actor_update", sequences=1, mini_batch=4),
-        [1] * 8,
-        Layout(data=3),
-        "= 4 must be .* size 3; .* is 3",
-    ),
+    (Schedule("actor_update", sequences=1, mini_batch=3), [1] * 8, Layout(), "mini_batch = 3 must divide .* 8 .* is [24]"),
+    (Schedule("actor_update", sequences=1, mini_batch=4), [1] * 8, Layout(data=3), "= 4 must be .* size 3; .* is 3"),
     (Schedule("critic_value", sequences=1), [1] * 5, Layout(data=2), "a batch of 5 rollouts must be .* size 2; .* is [46]"),
     (Schedule("critic_value", sequences=1), [1, 0], Layout(), "sample 1 has 0 tokens"),
     (Schedule("critic_value", sequences=1), [], Layout(), "empty"),
-    (
-        Schedule("critic_value", sequences=3),
-        [1] * 8,
-        VIRTUAL,
-        "sequences = 3 divides 8 .* 3 micro-.*, .* by its 4 .* is 2",
-    ),
-    (
-        Schedule("critic_value", max_tokens=9),
-        [1] * 3,
-        VIRTUAL,
-        "each of 1 .* ranks 3, .* by its 4 stages; .* is 4",
-    ),
+    (Schedule("critic_value", sequences=3), [1] * 8, VIRTUAL, "sequences = 3 divides 8 .* 3 micro-.*, .* by its 4 .* is 2"),
+    (Schedule("critic_value", max_tokens=9), [1] * 3, VIRTUAL, "each of 1 .* ranks 3, .* by its 4 stages; .* is 4"),
     (Schedule("critic_value", max_tokens=9), [9] * 6, VIRTUAL, "max_tokens = 9 needs 6 .* at most 4.* always fits is 18"),
 ]
 

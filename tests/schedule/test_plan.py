@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.models.layout import Layout
@@ -24,9 +24,6 @@ from megarl.schedule import (
     worst_case_micro_batches,
 )
 from tests.schedule_cases import Case, cases
-
-FEW_CASES = settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
-MANY_CASES = settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check_plan(case: Case, plan: Plan) -> None:
@@ -127,38 +124,21 @@ def check_case(case: Case) -> None:
     assert replace(case, lengths=as_array).plan() == plan
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@FEW_CASES
-@given(cases(capped=True))
-def test_max_tokens_keeps_every_law(case: Case) -> None:
+ANY_CASE = st.booleans().flatmap(lambda capped: cases(capped))
+
+
+@settings(max_examples=800)
+@given(ANY_CASE)
+def test_every_law_holds(case: Case) -> None:
     check_case(case)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@MANY_CASES
-@given(cases(capped=True))
-def test_max_tokens_keeps_every_law_in_many_cases(case: Case) -> None:
+@settings(max_examples=20_000)
+@given(ANY_CASE)
+def test_every_law_holds_in_many_cases(case: Case) -> None:
     check_case(case)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@FEW_CASES
-@given(cases(capped=False))
-def test_sequences_keeps_every_law(case: Case) -> None:
-    check_case(case)
-
-
-@given(cases(capped=True), cases(capped=True))
-def test_a_plan_does_not_depend_on_the_other_phases(case: Case, other: Case) -> None:
-    """Planned first or after another phase: the same."""
-    legal = all(not violations(one.schedule, len(one.lengths), one.layout, one.longest) for one in (case, other))
-    if legal:
-        first = case.plan()
-        other.plan()
-        assert case.plan() == first
 
 
 def test_a_large_batch_keeps_every_law() -> None:

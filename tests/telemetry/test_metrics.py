@@ -30,15 +30,9 @@ def test_a_step_is_one_line_readable_at_once(tmp_path):
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text.count("\n") == 1
     assert json.loads(text) == {
-        "step": 1,
-        "reward/mean": 0.5,
-        "actor/grad_norm": 2.0,
-        "sync/received_bytes": 7,
-        "kl/mean": None,
-        "rollout/finish": "stop",
-        "schedule/actor_update/useful_share": 1,
-        "idle/device/busy_s": [1.5, None],
-    }
+        "step": 1, "reward/mean": 0.5, "actor/grad_norm": 2.0, "sync/received_bytes": 7, "kl/mean": None,
+        "rollout/finish": "stop", "schedule/actor_update/useful_share": 1, "idle/device/busy_s": [1.5, None],
+    }  # fmt: skip
     with pytest.raises(ValueError, match="'reward' is not named area/name"):
         writer.write(2, {"reward": 1.0})
     with pytest.raises(ValueError, match="'reward/all' is a dict"):

@@ -87,11 +87,6 @@ def test_every_process_of_a_run_endures_a_full_disk_behind_standard_error(module
     assert done.returncode == BAD_INPUT
 
 
-def test_a_rank_endures_refused_output_already_during_its_imports() -> None:
-    source = (ROOT / "megarl/__main__.py").read_text("utf-8")
-    assert source.index("endure_output()\n") < source.index("from megarl.build import main")
-
-
 def test_no_text_file_of_megarl_has_the_encoding_of_the_locale() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--preview", "--select", "PLW1514", "megarl"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")

@@ -33,8 +33,15 @@ def look(page: Path, size: tuple[int, int], scratch: Path) -> tuple[str, list[st
     return done.stdout, message, imread(picture)[:, :, :3]
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE])
-@pytest.mark.parametrize("kind", ["one", "two"])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("one", DESKTOP),
+        ("two", PHONE),
+        pytest.param("one", PHONE, marks=pytest.mark.nightly),
+        pytest.param("two", DESKTOP, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
     a, b = (make_run(tmp_path / name, [metrics_of(step) for step in range(1, 13)]) for name in ("a", "b"))
     page = report(a) if kind == "one" else compare(a, b)

@@ -10,14 +10,7 @@ from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
-from megarl.telemetry.time_metrics import (
-    Sizes,
-    TimeMetrics,
-    bubble_metrics,
-    engine_metrics,
-    idle_metrics,
-    totals_lines,
-)
+from megarl.telemetry.time_metrics import Sizes, TimeMetrics, bubble_metrics, engine_metrics, idle_metrics, totals_lines
 from tests.runs import tiny_recipe, tiny_run
 
 # Two ranks in a step of 10 s: rank 1 computes for longer, and rank 0 waits for it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-import megarl.trainer
 from megarl.algorithm.estimate import greedy_baselines
 from megarl.megatron.batch import Batch
 from megarl.recipe import load_recipe
-from megarl.schedule import MiniBatch
 from megarl.trainer import Trainer
 from tests.runs import tiny_recipe, tiny_run
 
@@ -92,24 +89,6 @@ def test_without_the_mask_the_penalty_counts(folder: Path) -> None:
     assert of.valid.all() and "reward/overlong_masked" not in metrics
 
 
-def test_kl_in_the_reward_is_that_of_each_token_times_its_coefficient(folder: Path) -> None:
-    """k1 is log p - log of the reference (Schulman 2020): 0.3 and 0.1 of the first sequence, -0.2 of the second."""
-    kl = {"place": "reward", "coefficient": 0.5, "estimator": "k1"}
-    made = pipeline(
-        folder, algorithm__advantage="reinforce_plus_plus_baseline", algorithm__kl=kl,
-        phases__reference_logprob={"micro_batch": {"sequences": 4}},
-        phases__actor_logprob={"micro_batch": {"sequences": 4}},
-    )  # fmt: skip
-    logprobs = [torch.tensor(one) for one in ([-1.0, -2.0], [-1.0], [-3.0], [-1.0])]
-    reference = [torch.tensor(one) for one in ([-1.3, -2.1], [-0.8], [-3.0], [-1.0])]
-    of = batch([1.0, 0.0, 0.5, 0.5], [2, 1, 1, 1], logprobs=logprobs, reference_logprobs=reference)
-    found, _, _ = advantages(made, of)
-    # 1 - 0.5 * 0.4 = 0.8 and 0 + 0.5 * 0.2 = 0.1: 0.35 from their mean; over the five tokens 0.35, 0.35, -0.35, 0, 0.
-    flat = torch.tensor([0.35, 0.35, -0.35, 0.0, 0.0], dtype=torch.float64)
-    wanted = (flat - flat.mean()) / flat.std()
-    assert [value for row in found for value in row] == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
 def test_kl_of_ppo_reaches_each_token_and_the_critic_is_judged(folder: Path) -> None:
     """Discount 0.99, smoothing 0.9 and a coefficient of 0.05, as the tiny recipe of PPO has them."""
     made = pipeline(folder, ppo=True, algorithm__gae={"discount": 0.99, "smoothing": 0.9, "whiten": False})
@@ -151,35 +130,3 @@ def test_each_group_is_compared_with_its_own_greedy_completion(folder: Path) -> 
     assert valid.tolist() == [False] * 3 + [True] * 3 and np.isfinite(baselines).all()
     with pytest.raises(ValueError, match="no prompt has both a completion and a greedy completion"):
         greedy_baselines(np.array([0.25, 0.75]), np.array([True, False]), valid)
-
-
-def test_the_weights_of_an_update_know_the_longest_completion_there_may_be(folder: Path) -> None:
-    """`fixed_length` divides by the sequences times rollout.max_new_tokens, 12 in a tiny recipe, whatever came."""
-    made = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__aggregation="fixed_length")
-    of, mini_batch = batch([1.0, 0.0], [2, 5]), MiniBatch(0, (0, 1), ())
-    seen: list[dict[int, float]] = []
-
-    class Engine:
-        role, place, router_replay = "critic", SimpleNamespace(data_rank=0), None
-
-        def present(self, training: bool) -> Any:
-            return nullcontext()
-
-        def announce(self, plan: Any, passes: int) -> None:
-            pass
-
-        def update(self, batch: Batch, mini_batch: MiniBatch, objective: Any) -> Any:
-            return SimpleNamespace(executed=())
-
-    plan = SimpleNamespace(phase="critic_update", mini_batches=(mini_batch,))
-    made.parts = SimpleNamespace(roles={"critic": Engine()})  # type: ignore[assignment]
-    made.guard = SimpleNamespace(update=lambda *_: None, weights=lambda *_: None)  # type: ignore[assignment]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made, "_agree", lambda *_: None)
-        patch.setattr(made, "costs", {"critic": None})
-        patch.setattr(megarl.trainer, "prove", lambda *_: ((mini_batch,), {}))
-        patch.setattr(megarl.trainer, "compare", lambda *_, **__: None)
-        patch.setattr(megarl.trainer, "update_metrics", lambda *_: {})
-        patch.setitem(megarl.trainer.OBJECTIVES, "critic", lambda settings, batch, weights: seen.append(weights))
-        made._update(plan, of)  # type: ignore[arg-type]
-    assert seen == [{0: pytest.approx(1 / (2 * 12)), 1: pytest.approx(1 / (2 * 12))}]

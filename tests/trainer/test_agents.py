@@ -30,13 +30,11 @@ for text in (row["question"], "ok"):
 print("thinking")
 print(len(chat) / 4)
 """
-KINDS = {
-    "agent": {"kind": "agent", "target": "tests.agents:talk"},
-    "command": {"kind": "command", "run": "python $PROGRAM"},
-}
+KINDS = {"agent": {"kind": "agent", "target": "tests.agents:talk"}, "command": {"kind": "command", "run": "python $PROGRAM"}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# In CI a command's rewards and faults: tests/rollout/test_agent.py.
+@pytest.mark.parametrize("kind", ["agent", pytest.param("command", marks=pytest.mark.nightly)])
 def test_a_run_trains_on_what_an_agent_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     tiny_run(tmp_path)

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from tests.ranks import run_ranks
-from tests.runs import fake_rollouts, megarl, tiny_recipe, tiny_run
+from tests.runs import fake_rollouts, megarl, tiny_recipe, tiny_run, train_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def _train(folder, name, *arguments, ranks=1, pipeline=1, **changes):
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(folder):
-    done = _train(folder, "boom", reward=[{"kind": "function", "target": "tests.rewards:boom"}])
-    assert done.returncode != 0
-    assert "no completion could be scored" in done.stderr and "answer key" in done.stderr and "phase reward" in done.stderr
+    changes = {"rollout__replay": str(folder / "rollouts"), "reward": [{"kind": "function", "target": "tests.rewards:boom"}]}
+    with pytest.raises(AssertionError, match=r"(?s)no completion could be scored.*answer key.*in phase reward on rank 0"):
+        train_on_ranks(tiny_recipe(folder, "boom", False, 1, 1, 1, 1, **changes))
 
 
 def test_a_checkpoint_of_another_shape_is_named_before_a_rank_starts(folder):

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import cloudpickle
@@ -108,7 +106,8 @@ def train_with_an_engine_that_loses_a_buffer(recipe):
         _train(recipe, False)
 
 
-@pytest.mark.parametrize("action", ["stop", pytest.param("warn", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # in CI a canary finds this in engines without a run: tests/weight_sync/test_canary.py
+@pytest.mark.parametrize("action", ["stop", "warn"])
 def test_a_run_stops_before_it_samples_from_an_engine_that_lost_a_buffer(tmp_path, action):
     tiny_run(tmp_path, "qwen3")
     recipe = tiny_recipe(tmp_path, "drift", False, 2, 1, 2, 3, weight_sync__canary={"action": action})
@@ -122,23 +121,6 @@ def test_a_run_stops_before_it_samples_from_an_engine_that_lost_a_buffer(tmp_pat
         run_ranks(train_with_an_engine_that_loses_a_buffer, 2, str(recipe), deadline_s=RUN_DEADLINE_S)
     drifts = [line["sync/canary_drift"] for line in metrics_of(tmp_path, "drift")]
     assert drifts == [0.0] if action == "stop" else [0.0, 1.0, 1.0]
-
-
-def test_syncs_to_engines_that_were_started_again_are_added_up():
-    found = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/mapped": 1.0},
-                  {"sync/sent_bytes": 7, "sync/total_s": 0.25, "sync/bytes_per_s": 28.0, "sync/mapped": 0.0}])  # fmt: skip
-    pipeline: Any = SimpleNamespace(version=3, restart_metrics={}, _publish=lambda version, engines: next(found))
-    assert Trainer.take_restart_metrics(pipeline) == {}
-    for engine in (0, 1):
-        Trainer._sync_restarted(pipeline, [engine])
-    assert Trainer.take_restart_metrics(pipeline) == {
-        "resync/count": 2,
-        "resync/sent_bytes": 12,
-        "resync/total_s": 0.75,
-        "resync/bytes_per_s": 28.0,
-        "resync/mapped": 0.0,
-    }
-    assert Trainer.take_restart_metrics(pipeline) == {}, "each sync is in one line"
 
 
 @pytest.mark.nightly  # in CI a run is resumed with an engine in test_run.py

@@ -15,7 +15,7 @@ from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.non_finite import FiniteGuard, NotFinite
 from tests.ranks import run_ranks
-from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run
+from tests.runs import _train, fake_rollouts, metrics_of, tiny_recipe, tiny_run
 
 STEPS = 2
 GROUP_SIZE = 4
@@ -27,14 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_run(path)
     fake_rollouts(path, STEPS)
     return path
-
-
-def train(recipe: str) -> None:
-    from megarl.build import train as run
-    from megarl.recipe import load_recipe
-    from megarl.telemetry.run_directory import Resume
-
-    run(load_recipe(recipe), Resume.NEVER)
 
 
 def train_with_faults(recipe: str) -> None:
@@ -70,7 +62,7 @@ def train_with_faults(recipe: str) -> None:
         mock.patch.object(Trainer, "step", noted),
         mock.patch.object(PolicyObjective, "__call__", infinite),
     ):
-        train(recipe)
+        _train(recipe, False)
 
 
 def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> None:
@@ -98,7 +90,7 @@ def train_with_a_broken_weight(recipe: str, before: str) -> str:
         return function(pipeline, number)
 
     with mock.patch.object(Trainer, before, broken), pytest.raises(NotFinite) as failure:
-        train(recipe)
+        _train(recipe, False)
     return str(failure.value)
 
 

@@ -16,8 +16,8 @@ CLOSE = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "actor/entropy", 
 
 # Ranks, tensor and pipeline of the actor, and what else a recipe says.
 RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "tp2pp2": (4, 2, 2, {}),
     "one": (1, 1, 1, {}),
+    "tp2pp2": (4, 2, 2, {}),
     "tp2": (2, 2, 1, {}),
     "pp2": (2, 1, 2, {}),
     "dp2": (2, 1, 1, {}),
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 
 
 # Those that are part of another layout here.
-PLAIN = {"tp2", "pp2"}
+PLAIN = {"tp2pp2", "tp2", "pp2", "dp2"}
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path, names):
                 assert line[key] == pytest.approx(expected[key], rel=1e-4), (name, line["step"], key)
     losses = [line["critic/loss"] for line in found["one"]]
     assert len(set(losses)) == STEPS, "the updates move the weights"
-
-    # Each phase is planned for its own role's layout: 2 data-parallel ranks for the critic, 4 for the reference.
-    assert found["mixed"][0]["schedule/critic_update/micro_batches"] == 2 * 2  # 16 sequences, by 2, over 2 ranks
-    assert found["tp2pp2"][0]["schedule/critic_update/micro_batches"] == 2 * 4
-    assert found["mixed"][0]["schedule/reference_logprob/micro_batches"] == 1  # 16 sequences, by 4, over 4 ranks
-    assert found["tp2pp2"][0]["schedule/reference_logprob/micro_batches"] == 4
+    # Each phase is planned for its own role's layout: 16 sequences, the critic's by 2 and the reference's by 4.
+    data_ranks = {"mixed": (2, 4), "interleaved": (2, 2)}
+    for name in found.keys() & data_ranks.keys():
+        of_critic, of_reference = data_ranks[name]
+        assert found[name][0]["schedule/critic_update/micro_batches"] == 2 * 8 // 2 // of_critic
+        assert found[name][0]["schedule/reference_logprob/micro_batches"] == 4 // of_reference

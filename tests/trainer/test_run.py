@@ -1,5 +1,7 @@
-"""Whole runs of four ranks (fp32) with a real vLLM engine: sizes, agreement, exact resume, export. PPO under TP2 x PP2, GRPO
-under PP2 x DP2, where a second rank fetches tokens from the engines' cluster."""
+"""A whole run of PPO under TP2 x PP2 (fp32) with a real vLLM engine: sizes, agreement, exact resume, export.
+
+GRPO with engines, under other layouts: test_evaluation.py and tests/cluster/test_launch_slurm_run.py.
+"""
 
 import asyncio
 import json
@@ -13,21 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster.ray_cluster import stop_cluster
-from megarl.data.sample import Prompt
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids
-from megarl.recipe import load_recipe
-from megarl.rollout.pool import EnginePool
-from megarl.rollout.replay import FilePayload, dump_file
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
-from tests.rollout_cases import generate, same
 from tests.runs import RUN_DEADLINE_S, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, MIDDLE = 4, 2
-TENSOR = {True: 2, False: 1}  # of PPO and of GRPO
 SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
 REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
 # The engine takes so much longer to receive that version.
@@ -51,23 +45,19 @@ def train_with_a_slow_receiver(recipe, note):
         _train(recipe, False)
 
 
-# Of GRPO with engines, under other layouts, CI has the runs of tests/trainer/test_evaluation.py and
-# tests/cluster/test_launch_slurm_run.py.
-@pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.nightly)])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """A run with a checkpoint in the middle, and its recipe's arguments."""
-    folder = tmp_path_factory.mktemp(request.param)
-    ppo = request.param == "ppo"
-    tiny_run(folder, "qwen3" if ppo else "llama", tied=not ppo)
+    folder = tmp_path_factory.mktemp("ppo")
+    tiny_run(folder)
     changes = {"run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans",
                "telemetry__peak_tflops": 1.0,
                "phases__reward": {"sequences": REWARD_SEQUENCES},
                "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
-    if ppo:
-        changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
-    recipe = tiny_recipe(folder, "whole", ppo, 4, TENSOR[ppo], 2, STEPS, **changes)
+    changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
+    recipe = tiny_recipe(folder, "whole", True, 4, 2, 2, STEPS, **changes)
     run_ranks(train_with_a_slow_receiver, 4, str(recipe), str(folder / "slept"), deadline_s=RUN_DEADLINE_S)
-    return folder, ppo, changes
+    return folder, changes
 
 
 def _from_the_middle(folder, name):
@@ -80,17 +70,16 @@ def _from_the_middle(folder, name):
 
 
 def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(run):
-    folder, ppo, _ = run
+    folder, _ = run
     for line in metrics_of(folder, "whole"):
         ran = {phase: line[f"schedule/{phase}/sequences"] for phase in SIZES if f"schedule/{phase}/sequences" in line}
-        # GRPO with one update a batch needs no critic, no reference and no log-probabilities of their own.
-        assert ran == SIZES if ppo else ran.keys() == {"actor_update"}
+        assert ran == SIZES
         assert line["schedule/reward/sequences"] == REWARD_SEQUENCES
         assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
 
 
 def test_rollout_and_trainer_agree_after_every_sync(run):
-    folder, _, _ = run
+    folder, _ = run
     lines = metrics_of(folder, "whole")
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
@@ -98,7 +87,7 @@ def test_rollout_and_trainer_agree_after_every_sync(run):
 
 
 def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
-    folder, ppo, _ = run
+    folder, _ = run
     check_spans(folder / "runs" / "whole", ranks=4)
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {*range(4), FIRST_PROCESS}
@@ -113,7 +102,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
         assert sum(event["dur"] for event in own if event["cat"] == "phase") > 0.95 * wall
         seen = {event["name"] for event in own}
         assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
-        assert ("critic_update" in seen) == ppo
+        assert "critic_update" in seen
     lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
@@ -125,7 +114,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
 
 
 def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
-    folder, _, _ = run
+    folder, _ = run
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("group")]
     lines = metrics_of(folder, "whole")
@@ -147,7 +136,7 @@ def _check_engines(line):
 
 
 def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
-    folder, _, _ = run
+    folder, _ = run
     begun, ended = (1e6 * at for at in json.loads((folder / "slept").read_text()))
     slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     middle = (begun + ended) / 2  # of the sleep; the ranks' clocks differ by far less than a half of it
@@ -161,7 +150,7 @@ def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
 
 
 def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
-    folder, _, _ = run
+    folder, _ = run
     page = (Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md").read_text(encoding="utf-8")
     section = page.split("## What does a weight sync measure?")[1].split("\n## ")[0]
     rows = "".join(row for row in section.splitlines() if row.startswith("| `sync/"))
@@ -179,70 +168,33 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
         assert line["sync/total_s"] > line["sync/standstill_s"] > stages
 
 
-def _resume(run, **more):
-    folder, ppo, changes = run
-    _from_the_middle(folder, "resumed")
-    train_on_ranks(tiny_recipe(folder, "resumed", ppo, 4, TENSOR[ppo], 2, STEPS, **changes | more), resume=True)
-    return metrics_of(folder, "resumed")
-
-
 def test_a_resumed_run_equals_one_that_never_stopped(run):
-    """With the whole run's rollouts: all figures but the engine's and the sync's."""
-    folder, _, _ = run
-    resumed = _resume(run, rollout__replay=str(folder / "runs" / "whole" / "rollouts"), run__dump_rollouts=False)
-    for line, expected in zip(resumed, metrics_of(folder, "whole"), strict=True):
-        without = expected.keys() - line.keys()
-        assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
-        assert line == {key: value for key, value in expected.items() if key in line}
-
-
-def test_a_run_that_is_resumed_with_an_engine_equals_one_that_never_stopped(run):
-    shutil.rmtree(run[0] / "runs" / "resumed", ignore_errors=True)  # of the test before
-    assert _resume(run) == metrics_of(run[0], "whole")
+    folder, changes = run
+    _from_the_middle(folder, "resumed")
+    train_on_ranks(tiny_recipe(folder, "resumed", True, 4, 2, 2, STEPS, **changes), resume=True)
+    assert metrics_of(folder, "resumed") == metrics_of(folder, "whole")
 
 
 def test_a_run_resumes_under_another_layout(run):
-    folder, ppo, changes = run
+    folder, changes = run
     _from_the_middle(folder, "other")
     # The same rollouts: one flipped last bit could sample another token.
     changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
-    train_on_ranks(tiny_recipe(folder, "other", ppo, 2, 1, 2, STEPS, **changes), resume=True)
+    train_on_ranks(tiny_recipe(folder, "other", True, 2, 1, 2, STEPS, **changes), resume=True)
     found, whole = metrics_of(folder, "other"), metrics_of(folder, "whole")
     assert len(found) == STEPS
     keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]
-    assert len(keys) >= (6 if ppo else 4)
+    assert len(keys) >= 6
     for line, expected in zip(found, whole, strict=True):
         for key in keys:
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
-
-
-def _assert_step_samples_as_the_export_does(folder, name, step, model):
-    """The engine of a run in a step, which took the weights of the step before, and one that loaded what `megarl export`
-    writes of these: the same tokens and log-probabilities, bit for bit."""
-    before, source = folder / "runs" / f"{name}-before", folder / "runs" / name
-    stored = Path("checkpoints") / f"step-{step - 1:06d}"
-    shutil.copytree(source / stored, before / stored)
-    shutil.copy(source / "recipe.yaml", before)
-    megarl("export", str(before), str(model))
-    sampled = FilePayload(str(dump_file(source / "rollouts", step))).fetch(range(16))
-    assert {sample.completion.first_version for sample in sampled.values()} == {step - 1}
-    prompts = {sample.group: Prompt(sample.group, sample.prompt_ids, "", "", {}) for sample in sampled.values()}
-    recipe = load_recipe(folder / f"{name}.yaml")
-    pool = EnginePool(recipe, str(model), stop_token_ids(str(model), load_tokenizer(str(model))), recipe.run.seed)
-    try:
-        pool.start()
-        loaded = generate(pool, list(prompts.values()), step).payload.fetch(range(16))
-    finally:
-        pool.shutdown()
-        stop_cluster()
-    assert same(sampled, loaded)
 
 
 def test_an_export_loads_in_transformers(run, tmp_path):
     """An engine that loads an export: test_evaluation.py."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, _, _ = run
+    folder, _ = run
     megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -251,18 +203,3 @@ def test_an_export_loads_in_transformers(run, tmp_path):
     assert all(0 < distance < 0.2 for distance in moved)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([18, 19]) == "01"
     assert not np.isnan(model(torch.tensor([[3, 4, 5]])).logits.detach().numpy()).any()
-
-
-@pytest.mark.nightly
-def test_an_engine_that_loaded_an_export_answers_as_the_one_in_the_run(run, tmp_path):
-    _assert_step_samples_as_the_export_does(run[0], "whole", MIDDLE + 1, tmp_path / "out")
-
-
-@pytest.mark.nightly
-def test_an_engine_with_experts_in_a_run_answers_as_one_that_loaded_the_export(tmp_path):
-    """Two workers, of a trainer under TP2 x PP2 whose experts are dealt over its tensor ranks."""
-    tiny_run(tmp_path, "qwen3_moe")
-    layout = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
-    changes = {"actor__layout": layout, "rollout__tensor": 2, "run__checkpoint_every": 1, "run__dump_rollouts": True}
-    train_on_ranks(tiny_recipe(tmp_path, "experts", False, 4, 2, 2, 2, **changes))
-    _assert_step_samples_as_the_export_does(tmp_path, "experts", 2, tmp_path / "out")

@@ -73,9 +73,7 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
     def open_stream(recipe: Any, pool: Any, prompts: Any, rewards: Any) -> RolloutStream:
         """In the place of a replay, which stands for engines in the recipe."""
         scripted: Any = ScriptedPool.of(
-            2,
-            complete=lambda request, _: complete(request, streams[0]._step),
-            delay=lambda _: 0.001 * order.randrange(9),
+            2, complete=lambda request, _: complete(request, streams[0]._step), delay=lambda _: 0.001 * order.randrange(9)
         )
         scripted.max_concurrent = 64
         streams.append(RolloutStream(recipe, scripted, recipe.run.seed, prompts, rewards))
@@ -139,21 +137,6 @@ def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_th
 
 @pytest.mark.nightly
 @pytest.mark.sync
-def test_engines_take_several_rounds_and_repeat_them_after_a_resume(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    changes = CHANGES | {"algorithm__dynamic_sampling": {"max_rounds": MAX_ROUNDS}}
-    train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, 3, **changes))
-    train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 1, **changes))
-    train_on_ranks(tiny_recipe(tmp_path, "cut", False, 1, 1, 1, 3, **changes), resume=True)
-    whole = metrics_of(tmp_path, "whole")
-    assert metrics_of(tmp_path, "cut") == whole
-    assert len({line["rollout/rounds"] for line in whole}) > 1
-    for line in whole:
-        assert line["rollout/version"] == line["step"] - 1 and line["mismatch/logprob_max"] <= 1e-4
-
-
-@pytest.mark.nightly
-@pytest.mark.sync
 def test_engines_complete_each_prompt_greedily_beside_and_a_replay_of_both_gives_the_same_numbers(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -184,15 +167,3 @@ def test_engines_complete_each_prompt_greedily_beside_and_a_replay_of_both_gives
         without = line.keys() - again.keys()
         assert {key.split("/")[0] for key in without} <= {"rollout", "sync"}, without
         assert again == {key: value for key, value in line.items() if key in again}
-
-
-@pytest.mark.nightly
-@pytest.mark.sync
-def test_engines_keep_their_version_while_the_critic_warms_up(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    train_on_ranks(tiny_recipe(tmp_path, "warm", True, 1, 1, 1, 3, critic__warmup_steps=1))
-    lines = metrics_of(tmp_path, "warm")
-    assert [line["rollout/version"] for line in lines] == [0, 0, 1]
-    assert [line["sync/version"] for line in lines] == [0, 1, 2]
-    assert [line.get("sync/received_bytes", 0) > 0 for line in lines] == [False, True, True]
-    assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines[1:])

@@ -8,23 +8,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.megatron.export import export
 from megarl.models import ModelShape
 from megarl.models.stored_weights import check_weights
 from megarl.recipe import load_recipe
 from megarl.telemetry.report import run_page, subtitle
 from megarl.telemetry.report_run import read_run
-from tests.runs import megarl, metrics_of, train_on_ranks
+from tests.runs import metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
 SFT_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
     # Packed in other micro-batches, sharded over four ranks.
     "tp2pp2": (4, {"actor__layout": {"tensor": 2, "pipeline": 2}, "phases__actor_update__micro_batch": {"sequences": 1}}),
     "cp2dp2": (4, {"actor__layout": {"context": 2}}),
 }
 DPO_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
     "tp2dp2": (4, {"actor__layout": {"tensor": 2}, "reference": {"layout": {"pipeline": 2}},
                    "phases__reference_logprob": {"micro_batch": {"sequences": 2}}}),
     "shared": (2, {"phases__actor_update__share_prompts": True, "phases__actor_logprob__share_prompts": True}),
@@ -53,7 +52,7 @@ def reference_lines(recipe, loss_of):
 
 
 def exported(folder, run):
-    megarl("export", str(folder / "runs" / run), str(folder / f"{run}-model"))
+    export(folder / "runs" / run, folder / f"{run}-model")
     return AutoModelForCausalLM.from_pretrained(folder / f"{run}-model", dtype=torch.float32)
 
 
@@ -75,7 +74,7 @@ def test_fine_tuning_is_that_of_hugging_face_under_every_layout(tmp_path, aggreg
             assert line["actor/loss"] == pytest.approx(loss, rel=1e-5), name
             assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), name
             assert not [key for key in line if key.startswith(("mismatch/", "reward/", "rollout/"))]
-        if name == "one" and aggregation != "token_mean":  # an export takes long
+        if name == "cp2dp2" and aggregation != "token_mean":  # an export takes long
             assert furthest(exported(tmp_path, name), model) < LR / 100  # three steps of Adam move weights by up to 3 LR
 
 
@@ -111,7 +110,7 @@ def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_
             assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
             assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
             adam.step()
-    megarl("export", str(tmp_path / "runs" / "one"), str(tmp_path / "scores"))
+    export(tmp_path / "runs" / "one", tmp_path / "scores")
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores", dtype=torch.float32)
     assert classifier.config.num_labels == 1
     assert float((classifier.score.weight[0] - head).abs().max()) < SCORE_LR / 10

@@ -95,7 +95,7 @@ def test_distillation_is_that_of_trl(tmp_path: Path, mixture: float) -> None:
 
     student, teacher = (save_tiny_model(tmp_path / f"model-{seed}", seed=seed, layers=2) for seed in (1, 2))
     loss = {"place": "loss", "over": "vocabulary", "divergence": "jensen_shannon", "mixture": mixture, "data_share": 0.25}
-    (learned,) = run_ranks(learn, 1, student, {"one": teacher}, (Layout(), Layout()), 40, settings_of(**loss))
+    ((learned,),) = run_ranks(learn, 1, student, {"one": teacher}, (Layout(), Layout()), 40, [settings_of(**loss)])
     samples = judged_batch({"one": teacher}, from_data=True).samples.values()
     rows = [torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids])).long() for sample in samples]
     labels = [row.clone() for row in rows]
