@@ -21,7 +21,7 @@ import ray
 from megarl.data.sample import Example, Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
+from megarl.reward.workers import RewardResult, RewardWorkers, Task, TaskResult
 from megarl.rollout import EngineDied, RolloutError, environment_workers
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply
@@ -58,7 +58,9 @@ async def settle() -> None:
 
 
 def request(group: int = 0, members: int = 1, prompt_tokens: int = 1, max_new_tokens: int | None = None) -> GroupRequest:
-    return GroupRequest(0, group, np.arange(prompt_tokens), tuple(range(members)), max_new_tokens=max_new_tokens)
+    return GroupRequest(
+        0, group, np.arange(prompt_tokens), tuple((member,) for member in range(members)), max_new_tokens=max_new_tokens
+    )
 
 
 @dataclass(eq=False)
@@ -330,9 +332,9 @@ class ScriptedScorer:
     async def ready(self) -> int:
         return 0
 
-    async def score_task(self, pieces: list[Piece], prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
+    async def score_task(self, task: Task) -> TaskResult:
         scores = []
-        for (payload, samples), prompt in zip(pieces, pickle.loads(prompts), strict=True):
+        for (payload, samples), prompt in zip(task.pieces, pickle.loads(task.pickled_prompts), strict=True):
             tokens = await payload.tokens
             scores += [self._score(prompt, sample, tokens) for sample in samples]
         self.num_scored += len(scores)

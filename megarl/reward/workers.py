@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -118,6 +118,16 @@ Piece = tuple[Any, list[int]]
 """A payload, and samples of it that answer one prompt."""
 
 
+class Task(NamedTuple):
+    """Samples to score, of one prompt in each piece; in one value, as Ray takes time for each argument of a call. The
+    prompts are pickled: Ray's own pickler takes ten times as long."""
+
+    pieces: list[Piece]
+    pickled_prompts: bytes
+    timeout_s: float
+    answers: bool
+
+
 @dataclass(eq=False)
 class _Group:
     """Samples of a payload that are to be scored."""
@@ -191,9 +201,9 @@ class Scorer:
             await self._verifiers.load()
         return os.getpid()
 
-    async def score_task(self, pieces: list[Piece], pickled_prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
-        """Score samples, of one prompt in each piece; fetches their tokens from their payloads."""
-        begun = time.perf_counter()
+    async def score_task(self, task: Task) -> TaskResult:
+        """Score samples; fetches their tokens from their payloads."""
+        begun, (pieces, pickled_prompts, timeout_s, answers) = time.perf_counter(), task
         ids = await asyncio.to_thread(_fetch, pieces)
         texts = [self.decode(tokens.tolist()) for tokens in ids]
         prompts = [prompt for (_, some), prompt in zip(pieces, pickle.loads(pickled_prompts), strict=True) for _ in some]
@@ -352,16 +362,17 @@ class RewardWorkers:
 
     async def _run(self, worker: int, queue: _Queue, parts: list[tuple[_Group, list[int]]]) -> None:
         pieces = [(group.payload, [group.samples[place] for place in places]) for group, places in parts]
-        prompts = pickle.dumps([group.prompt for group, _ in parts])  # Ray's own pickler takes ten times as long
-        timeout_s, answers = self._section.timeout_s, any(group.answers for group, _ in parts)
+        timeout_s = self._section.timeout_s
+        prompts = pickle.dumps([group.prompt for group, _ in parts])
+        task = Task(pieces, prompts, timeout_s, any(group.answers for group, _ in parts))
         num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
         name = f"phase reward: a task of {num} sequences on worker {worker}"
         try:
             if self._local is not None:
-                result = await self._local.score_task(pieces, prompts, timeout_s, answers)
+                result = await self._local.score_task(task)
             else:
                 async with asyncio.timeout(deadline_s):
-                    result = await self._actors[worker].score_task.remote(pieces, prompts, timeout_s, answers)
+                    result = await self._actors[worker].score_task.remote(task)
                 self._note_process(worker, result.process)
         except TimeoutError:
             queue.fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))

@@ -45,7 +45,7 @@ class Client:
     def request(self, members: int = 2, **more: Any) -> GroupRequest:
         position = next(self.positions)
         ids = np.random.default_rng(position).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32)
-        return GroupRequest(position, position, ids, tuple(range(position, position + members)), **more)
+        return GroupRequest(position, position, ids, tuple((position, member) for member in range(members)), **more)
 
     def take(self, requests: Sequence[GroupRequest]) -> list[GroupResult]:
         calls = [self._engine.call("result", request.position)[1] for request in requests]
