@@ -257,22 +257,16 @@ class RewardWorkers:
         self._evaluation, self._training = self._queues = _Queue(), _Queue()
         self._running: set[asyncio.Task[None]] = set()
 
-    def score(
-        self, payload: Any, prompts: Sequence[Prompt], samples: Sequence[int], group_size: int, answers: bool = False
-    ) -> RewardResult:
-        """Score some samples, of which the s-th answers prompts[s // group_size]. With `answers`, also read what they
-        answer. Not to be called in an event loop. Raises as `score_group`."""
-        return self.score_together([(payload, samples, group_size)], prompts, answers)[0]
-
     def score_together(
-        self, batches: Sequence[tuple[Any, Sequence[int], int]], prompts: Sequence[Prompt], answers: bool = False
+        self, batches: Sequence[tuple[Any, Sequence[int], int]], prompts: Sequence[Prompt]
     ) -> list[RewardResult]:
-        """`score` for several batches (payload, samples, group size) of the same prompts, which share tasks as they do in a
-        stream: the first result has all tasks."""
+        """Score batches (payload, samples, group size) of the same prompts: the s-th sample answers prompts[s // size]. The
+        batches share tasks as they do in a stream: the first result has all tasks. Not to be called in an event loop. Raises
+        as `score_group`."""
 
         async def score_all() -> list[list[TextScore]]:
             work = {
-                (place, number): self.score_group(payload, samples[number * size : (number + 1) * size], prompt, answers)
+                (place, number): self.score_group(payload, samples[number * size : (number + 1) * size], prompt)
                 for number, prompt in enumerate(prompts)
                 for place, (payload, samples, size) in enumerate(batches)
             }
@@ -282,7 +276,7 @@ class RewardWorkers:
             return [[score for number in numbers for score in work[place, number].result()] for place in places]
 
         scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
-        return [self.join(of_batch, answers) for of_batch in scores]
+        return [self.join(of_batch) for of_batch in scores]
 
     def score_group(
         self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False, is_evaluation: bool = False

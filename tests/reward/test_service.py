@@ -234,7 +234,7 @@ def test_a_sample_counts_if_every_part_has_judged_it(judge, model):  # noqa: F81
     ]
     workers = RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)
     try:
-        result = workers.score(payload(model, ["a0", "a0", "a1", "x"]), prompts(2), range(4), group_size=2)
+        result = workers.score_together([(payload(model, ["a0", "a0", "a1", "x"]), range(4), 2)], prompts(2))[0]
     finally:
         workers.close()
     np.testing.assert_array_equal(result.rewards, [2.0, np.nan, 5.0, 6.0])
@@ -248,7 +248,8 @@ def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
     part = HttpRewardSection(kind="http", url=judge.url)
     workers = RewardWorkers([part], model, (0,), RewardPhaseSection(timeout_s=60.0), local=True)
     try:
-        assert workers.score(payload(model, ["a", "bb"]), prompts(1), range(2), group_size=2).rewards.tolist() == [1, 2]
+        (result,) = workers.score_together([(payload(model, ["a", "bb"]), range(2), 2)], prompts(1))
+        assert result.rewards.tolist() == [1, 2]
     finally:
         workers.close()
 
