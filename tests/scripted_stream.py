@@ -310,13 +310,13 @@ class ScriptedRewards:
     def send_all(self, is_evaluation: bool = False) -> None:
         pass
 
-    def total(self, score: TextScore) -> float:
-        assert score.parts is not None
-        return score.parts["score"]
+    def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        rewards = np.array([(score.parts or {})["score"] for score in scores], np.float32)
+        return rewards, {"score": rewards}
 
     def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
-        rewards = np.array([self.total(score) for score in scores], np.float32)
-        return RewardResult(rewards, np.ones(len(scores), bool), {"score": rewards}, {}, 0, (len(scores),))
+        rewards, parts = self.rewards(scores)
+        return RewardResult(rewards, np.ones(len(scores), bool), parts, {}, 0, (len(scores),))
 
 
 TASK_S = 0.25  # that each task of a `ScriptedScorer` says it took

@@ -23,7 +23,7 @@ from megarl.reward import sandbox, service
 from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES
 from megarl.reward.service import services_of
 from megarl.reward.verifier_process import VerifierProcess
-from megarl.reward.verifiers import MASK_CAUSES, TextScore, check_answer, load_terms, reads_answers, weighted_sum
+from megarl.reward.verifiers import MASK_CAUSES, TextScore, check_answer, load_terms, reads_answers
 from megarl.rollout import RolloutError, TokensLost
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
@@ -304,9 +304,7 @@ class RewardWorkers:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""
         queue = self._evaluation if is_evaluation else self._training
         tasks, queue.done = queue.done, []
-        rewards = np.array([self.total(score) for score in scores], dtype=np.float32)
-        given = [dict.fromkeys((term.name for term in self._terms), np.nan) | (score.parts or {}) for score in scores]
-        parts = {term.name: np.array([by_term[term.name] for by_term in given], dtype=np.float32) for term in self._terms}
+        rewards, parts = self.rewards(scores)
         failures = {sample: score.failure for sample, score in enumerate(scores) if score.parts is None}
         num_timeouts = sum(score.timed_out for score in scores)
         counts = {
@@ -329,9 +327,13 @@ class RewardWorkers:
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, sizes, busy_s, num_workers, counts, answers=read)
 
-    def total(self, score: TextScore) -> float:
-        """Return the reward of a sample, NaN if it is masked."""
-        return np.nan if score.parts is None else weighted_sum(self._terms, score.parts)
+    def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the reward of each sample, the sum of weight * part, and its parts by name: float32 [n], NaN if masked."""
+        masked = dict.fromkeys((term.name for term in self._terms), np.nan)
+        parts = {name: np.array([(score.parts or masked)[name] for score in scores]) for name in masked}
+        rewards = sum((term.weight * parts[term.name] for term in self._terms), np.zeros(len(scores)))
+        rewards[[score.parts is None for score in scores]] = np.nan
+        return rewards.astype(np.float32), {name: values.astype(np.float32) for name, values in parts.items()}
 
     def close(self) -> None:
         """Stop every scorer."""

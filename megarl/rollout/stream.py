@@ -515,7 +515,7 @@ class RolloutStream:
     def _rewards_in(self, group: Group) -> np.ndarray:
         """Return the rewards of a group, float32 [members], NaN where masked."""
         assert self._rewards is not None
-        rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
+        rewards, _ = self._rewards.rewards(group.scores)
         return rewards if group.episodes is None else rewards + group.episodes.rewards
 
     def _is_informative(self, group: Group) -> bool:
