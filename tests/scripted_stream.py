@@ -18,14 +18,14 @@ from unittest import mock
 import numpy as np
 import ray
 
-from megarl.data.sample import Example, Prompt, Sample
+from megarl.data.sample import Completion, Example, Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardResult, RewardWorkers, Task, TaskResult
 from megarl.rollout import EngineDied, RolloutError, environment_workers
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply
-from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, RolloutBatch, RolloutExecuted
 from megarl.rollout.router import Router
 from megarl.rollout.session import SessionLimits
 from megarl.rollout.stream import RolloutStream
@@ -75,7 +75,7 @@ class Work:
 
 def two_tokens(request: GroupRequest, version: int) -> GroupResult:
     members = [
-        Partial(np.array([7, 1], np.int32), np.zeros(2, np.float32), np.full(2, version), "stop") for _ in request.seeds
+        Completion(np.array([7, 1], np.int32), np.zeros(2, np.float32), "stop", np.full(2, version)) for _ in request.seeds
     ]
     return GroupResult.of(request.group, request.prompt_ids, members)
 

@@ -20,6 +20,7 @@ import torch
 
 from megarl.cluster.cores import bind, engine_cores, worker_threads
 from megarl.cluster.preemption import holds_signals, keep_holding_signals
+from megarl.data.sample import Completion
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.engine_report import (
@@ -39,7 +40,7 @@ from megarl.rollout.engine_settings import (
     sampling_parameters,
     scoring_parameters,
 )
-from megarl.rollout.groups import GroupFacts, GroupResult, Partial, Payload
+from megarl.rollout.groups import GroupFacts, GroupResult, Payload
 from megarl.rollout.plugin import UNRECORDED, require_installed
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.telemetry.trace import EngineReport
@@ -67,7 +68,7 @@ class GroupRequest:
     seeds: tuple[tuple[int, ...], ...]
     temperature: float | None = None
     max_new_tokens: int | None = None
-    partials: tuple[Partial, ...] = ()
+    partials: tuple[Completion, ...] = ()
     is_evaluation: bool = False
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class PendingGroup:
 
     request: GroupRequest
     first_rank: int  # the data-parallel rank of member 0; the others follow in turn
-    partials: list[Partial]  # by member
+    partials: list[Completion]  # by member
     result: asyncio.Future[GroupResult]
     attempt: int = 0  # how often its unfinished members were queued
     collecting: asyncio.Task[None] | None = None  # waits for queued requests; None if none are queued
@@ -224,7 +225,7 @@ class RolloutEngine:
                 self._num_queued = 0
             groups = []
             for request in requests:
-                partials = list(request.partials) or [Partial.empty() for _ in request.seeds]
+                partials = list(request.partials) or [Completion.empty() for _ in request.seeds]
                 groups.append(PendingGroup(request, self._num_queued, partials, asyncio.get_running_loop().create_future()))
                 self._num_queued += len(request.seeds)
             self._groups |= {group.request.position: group for group in groups}
@@ -245,7 +246,7 @@ class RolloutEngine:
         result = group.result.result()
         return GroupFacts.of(result), result
 
-    async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
+    async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Completion, ...]]:
         """Return what each group has sampled so far, finished or not, and continue the unfinished ones. For all groups that
         the engine has, or some."""
         async with self._exclusive:
@@ -476,7 +477,7 @@ class RolloutEngine:
             if not output.token_ids or output.logprobs is None or not output.weight_versions:
                 raise RolloutError(f"{name} came back without tokens, log-probabilities or weight version")
             pairs = zip(output.token_ids, output.logprobs, strict=True)
-            sampled = Partial(
+            sampled = Completion(
                 token_ids=np.asarray(output.token_ids, dtype=np.int32),
                 logprobs=np.array([step[token].logprob for token, step in pairs], dtype=np.float32),
                 versions=token_versions(output.weight_versions),

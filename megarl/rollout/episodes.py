@@ -269,7 +269,7 @@ class Episodes(GroupEpisodes):
         if episode.turns == section.max_turns:
             episode.ended = "length"
             return
-        last, limit = int(episode.segment.ids[-1][-1]), section.max_observation_tokens
+        last, limit = int(episode.segment.completion.token_ids[-1]), section.max_observation_tokens
         messages = reply.messages or []
         try:
             ids = observations.behind(last, messages)

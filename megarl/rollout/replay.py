@@ -14,7 +14,7 @@ from megarl.data.routing import teachers_of
 from megarl.data.sample import Prompt, Sample
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardWorkers, add_episodes
-from megarl.rollout.groups import COLUMNS, EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import COLUMNS, EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted, joined_arrays
 from megarl.rollout.taken import KnownBatches, Resync, Taken
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
@@ -39,8 +39,7 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
     file = dump_file(directory, step)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    routing = [sample.completion.routing for sample in ordered if sample.completion.routing is not None]
-    assert len(routing) in (0, len(ordered)), "either every sample or no sample has recorded experts"
+    arrays = joined_arrays([sample.completion for sample in ordered])
     episodes = {} if batch.episodes is None else vars(batch.episodes)
     with partial.open("wb") as stream:
         np.savez(
@@ -48,12 +47,8 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
             group_size=np.int64(batch.executed.group_size),
             finish_reasons=np.array(batch.finish_reasons),
             prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
-            token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
-            logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
-            versions=np.concatenate([sample.completion.versions for sample in ordered]),
-            own=np.concatenate([sample.completion.own for sample in ordered]),
+            **{name: array for name, array in arrays.items() if array is not None},
             **{name: getattr(batch, name) for name in COLUMNS},
-            **({"routing": np.concatenate(routing)} if routing else {}),
             **{EPISODE + name: column for name, column in episodes.items()},
         )
     partial.rename(file)
