@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.data.sample import Prompt
+from megarl.data.sample import Completion, Prompt
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.engine_report import EngineProcess, RequestLog
-from megarl.rollout.groups import GroupFacts, GroupResult, Partial
+from megarl.rollout.groups import GroupFacts, GroupResult
 from megarl.rollout.handle import EngineHandle
 from megarl.telemetry.trace import EngineReport
 from megarl.weight_sync.manifest import AdapterManifest
@@ -42,7 +42,7 @@ def timed_reward(text: str, prompt: Prompt) -> float:
 
 
 @dataclass(eq=False)
-class Completion:
+class ClockCompletion:
     """A completion in a queue or a slot. `spans` holds (tokens so far, version that sampled them) at each pause."""
 
     group: ClockGroup
@@ -52,14 +52,14 @@ class Completion:
     begun: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
-    def partial(self) -> Partial:
+    def sampled(self) -> Completion:
         """Return what reaches the trainer."""
         ends, versions = zip(*self.spans, strict=True)
         starts = np.arange(0, self.tokens, TOKENS_EACH)
         ids = np.random.default_rng(self.tokens).integers(2, 97, len(starts)).astype(np.int32)
         chosen = np.array(versions, np.int64)[np.searchsorted(ends, starts, side="right").clip(max=len(ends) - 1)]
         reason = "length" if self.tokens == LONGEST else "stop"
-        return Partial(ids, np.full(len(ids), -4.6, np.float32), chosen, reason)
+        return Completion(ids, np.full(len(ids), -4.6, np.float32), reason, chosen)
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class ClockGroup:
     """A request and its completions."""
 
     request: GroupRequest
-    completions: list[Completion]
+    completions: list[ClockCompletion]
     num_left: int
     result: asyncio.Future[GroupResult]
 
@@ -77,8 +77,8 @@ class ClockEngine:
 
     def __init__(self, slots: int, token_s: float) -> None:
         self._slots, self._token_s = slots, token_s
-        self._queue: deque[Completion] = deque()
-        self._running: set[Completion] = set()
+        self._queue: deque[ClockCompletion] = deque()
+        self._running: set[ClockCompletion] = set()
         self._version, self._is_paused = 0, False
         self._num_batches = 0
         self._log = RequestLog()
@@ -89,7 +89,7 @@ class ClockEngine:
         request = part.request
         group = ClockGroup(request, [], len(request.seeds), asyncio.get_running_loop().create_future())
         lengths = lengths_of(request.group, len(request.seeds)).tolist()
-        group.completions = [Completion(group, length) for length in lengths]
+        group.completions = [ClockCompletion(group, length) for length in lengths]
         self._num_batches = max(self._num_batches, part.batch + 1)
         self._queue += group.completions
         self._fill()
@@ -133,23 +133,23 @@ class ClockEngine:
             self._running.add(completion)
             self._decode(completion)
 
-    def _decode(self, completion: Completion) -> None:
+    def _decode(self, completion: ClockCompletion) -> None:
         loop = asyncio.get_running_loop()
         completion.begun = loop.time()
         left_s = (completion.tokens - completion.done) * self._token_s
         completion.timer = loop.call_at(completion.begun + left_s, self._end, completion)
 
-    def _advance(self, completion: Completion) -> None:
+    def _advance(self, completion: ClockCompletion) -> None:
         completion.done += (asyncio.get_running_loop().time() - completion.begun) / self._token_s
         completion.spans.append((completion.done, self._version))
 
-    def _end(self, completion: Completion) -> None:
+    def _end(self, completion: ClockCompletion) -> None:
         self._advance(completion)
         self._running.remove(completion)
         group, request = completion.group, completion.group.request
         group.num_left -= 1
         if not group.num_left:
-            members = [member.partial() for member in group.completions]
+            members = [member.sampled() for member in group.completions]
             group.result.set_result(GroupResult.of(request.group, request.prompt_ids, members))
         self._fill()
 

@@ -137,7 +137,7 @@ async def measure_load(gateway: Gateway, tokenizer: Any, sizes: Sizes) -> dict[s
     ]
     gateway.serve()
     collect_seldom()  # as rank 0 does
-    addresses = [(number, one.openai_url, one.token) for number, one in enumerate(opened)]
+    addresses = [(number, f"{one.url}/v1", one.token) for number, one in enumerate(opened)]
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=load_process, args=(theirs, addresses, sizes))
     process.start()

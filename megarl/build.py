@@ -52,7 +52,7 @@ from megarl.rollout.environment_workers import check_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.loop_thread import collect_seldom
 from megarl.rollout.pool import EnginePool, takes_turns
-from megarl.rollout.replay import ReplayPool, ReplayStream, dump_rollout
+from megarl.rollout.replay import ReplayStream, check_dumps, dump_rollout
 from megarl.rollout.stream import open_stream
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import PhaseClock, recording
@@ -372,10 +372,9 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
     if recipe.run.is_supervised:
         parts.rollouts = DatasetStream(recipe, prompts)
         return
-    replay: ReplayPool | None = None
-    if recipe.rollout.replay is not None:
-        replay = ReplayPool.of(recipe)
-        replay.start()
+    is_replayed = recipe.rollout.replay is not None
+    if is_replayed:
+        check_dumps(recipe)
     else:
         ray_address = os.environ.get("MEGARL_RAY_ADDRESS")
         bound_ranks = _bound_ranks()
@@ -384,10 +383,10 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         )
         stack.callback(parts.engines.shutdown)
         parts.engines.start()
-    rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=replay is not None)
+    rewards = RewardWorkers(recipe.verifiers, str(directory), stops, recipe.phases.reward, local=is_replayed)
     stack.callback(rewards.close)
-    if replay is not None:
-        parts.rollouts = ReplayStream(recipe, replay, prompts, rewards)
+    if is_replayed:
+        parts.rollouts = ReplayStream(recipe, prompts, rewards)
     else:
         assert parts.engines is not None, "started above"
         parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, prompts, rewards, stack)

@@ -107,7 +107,7 @@ class Served:
 
 
 def openai_client(opened: OpenSession) -> Any:
-    return openai.OpenAI(base_url=opened.openai_url, api_key=opened.token, max_retries=0, http_client=HTTP)
+    return openai.OpenAI(base_url=f"{opened.url}/v1", api_key=opened.token, max_retries=0, http_client=HTTP)
 
 
 def check_session(opened: OpenSession, script: Script) -> None:

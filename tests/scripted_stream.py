@@ -19,14 +19,14 @@ from unittest import mock
 import numpy as np
 import ray
 
-from megarl.data.sample import Example, Prompt, Sample
+from megarl.data.sample import Completion, Example, Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import Piece, RewardResult, RewardWorkers, TaskResult
+from megarl.reward.workers import RewardResult, RewardWorkers, Task, TaskResult
 from megarl.rollout import EngineDied, RolloutError, environment_workers
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply
-from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, Partial, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, RolloutBatch, RolloutExecuted
 from megarl.rollout.router import Router
 from megarl.rollout.session import SessionLimits
 from megarl.rollout.stream import RolloutStream
@@ -76,7 +76,9 @@ async def settle() -> None:
 
 
 def request(group: int = 0, members: int = 1, prompt_tokens: int = 1, max_new_tokens: int | None = None) -> GroupRequest:
-    return GroupRequest(0, group, np.arange(prompt_tokens), tuple(range(members)), max_new_tokens=max_new_tokens)
+    return GroupRequest(
+        0, group, np.arange(prompt_tokens), tuple((member,) for member in range(members)), max_new_tokens=max_new_tokens
+    )
 
 
 @dataclass(eq=False)
@@ -91,7 +93,7 @@ class Work:
 
 def two_tokens(request: GroupRequest, version: int) -> GroupResult:
     members = [
-        Partial(np.array([7, 1], np.int32), np.zeros(2, np.float32), np.full(2, version), "stop") for _ in request.seeds
+        Completion(np.array([7, 1], np.int32), np.zeros(2, np.float32), "stop", np.full(2, version)) for _ in request.seeds
     ]
     return GroupResult.of(request.group, request.prompt_ids, members)
 
@@ -331,13 +333,13 @@ class ScriptedRewards:
     def send_all(self, is_evaluation: bool = False) -> None:
         pass
 
-    def total(self, score: TextScore) -> float:
-        assert score.parts is not None
-        return score.parts["score"]
+    def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        rewards = np.array([(score.parts or {})["score"] for score in scores], np.float32)
+        return rewards, {"score": rewards}
 
     def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
-        rewards = np.array([self.total(score) for score in scores], np.float32)
-        return RewardResult(rewards, np.ones(len(scores), bool), {"score": rewards}, {}, 0, (len(scores),))
+        rewards, parts = self.rewards(scores)
+        return RewardResult(rewards, np.ones(len(scores), bool), parts, {}, 0, (len(scores),))
 
 
 TASK_S = 0.25  # that each task of a `ScriptedScorer` says it took
@@ -353,9 +355,9 @@ class ScriptedScorer:
     async def ready(self) -> int:
         return 0
 
-    async def score_task(self, pieces: list[Piece], prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
+    async def score_task(self, task: Task) -> TaskResult:
         scores = []
-        for (payload, samples), prompt in zip(pieces, pickle.loads(prompts), strict=True):
+        for (payload, samples), prompt in zip(task.pieces, pickle.loads(task.pickled_prompts), strict=True):
             tokens = await payload.tokens
             scores += [self._score(prompt, sample, tokens) for sample in samples]
         self.num_scored += len(scores)

@@ -55,7 +55,6 @@ def plant(fault: StreamFault, folder: Path) -> None:
     from megarl.reward.workers import RewardWorkers
     from megarl.rollout import stream as streams
     from megarl.rollout.engine import GroupRequest
-    from megarl.rollout.replay import ReplayPool
     from tests.scripted_stream import ScriptedPool, ScriptedScorer, scripted_environments
 
     current: list[streams.RolloutStream] = []
@@ -74,10 +73,10 @@ def plant(fault: StreamFault, folder: Path) -> None:
     def delay(request: GroupRequest) -> float | None:
         return None if strikes("engine-without-progress") else 0.0
 
-    def open_stream(recipe: Any, pool: Any, prompts: Any, rewards: Any) -> streams.RolloutStream:
+    def open_stream(recipe: Any, prompts: Any, rewards: Any) -> streams.RolloutStream:
         environments = scripted_environments(ask_and_sleep, TIMEOUT_S) if fault.name.startswith("environment") else None
         scripted: Any = ScriptedPool.of(2, delay=delay)
-        scripted.max_concurrent = pool._max_concurrent
+        scripted.max_concurrent = recipe.phases.rollout.max_concurrent
         current.append(streams.RolloutStream(recipe, scripted, recipe.run.seed, prompts, rewards, environments))
         return current[0]
 
@@ -110,7 +109,7 @@ def plant(fault: StreamFault, folder: Path) -> None:
 
     scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"digits": float(member)}))
     replaced: dict[tuple[Any, str], Callable[..., Any] | float] = {
-        (ReplayPool, "start"): lambda pool: None,
+        (build, "check_dumps"): lambda recipe: None,
         (build, "ReplayStream"): open_stream,
         (reward_workers, "Scorer"): lambda *_: scorer,
         (RewardWorkers, "score_group"): score_and_sleep,

@@ -49,11 +49,13 @@ class Completion:
     `token_ids` is int32 [completion tokens] and includes sampled stop tokens; `own` is bool of the same length, True for
     sampled tokens (None: all). `logprobs` is float32 of the same length, under the sampling distribution, and 0 for
     observations. `finish_reason` comes from the engine ("stop", "length") or from the episode; it is "data" for an answer of
-    the data, whose tokens no engine sampled, and whose `logprobs` are NaN. `versions` is int64 of the
-    same length: the weight version that sampled each token; an observation has the version of the turn before it.
+    the data, whose tokens no engine sampled, and whose `logprobs` are NaN; it is empty while a completion is unfinished.
+    `versions` is int64 of the same length: the weight version that sampled each token; an observation has the version of the
+    turn before it.
 
     `routing`, if recorded, holds the experts of each token except the last token, which passed no layer: integers [prompt
-    and completion tokens - 1, layers with experts, experts a token].
+    and completion tokens - 1, layers with experts, experts a token]. Only finished completions have it: the engine that
+    continues an unfinished one computes it again.
     """
 
     token_ids: np.ndarray
@@ -74,6 +76,24 @@ class Completion:
         if len(self.token_ids) != len(self.versions):
             counts = f"{len(self.token_ids)} token ids but {len(self.versions)} weight versions"
             raise ValueError(f"completion: {counts}; one version for each token is needed")
+
+    @classmethod
+    def empty(cls) -> Completion:
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), "", np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __add__(self, more: Completion) -> Completion:
+        """Return this completion followed by `more`, which continued it."""
+        return Completion(
+            np.concatenate([self.token_ids, more.token_ids]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            more.finish_reason,
+            np.concatenate([self.versions, more.versions]),
+            more.routing,
+            np.concatenate([self.own, more.own]),
+        )
 
     @property
     def first_version(self) -> int:

@@ -363,8 +363,3 @@ def read_answer(terms: Sequence[Term], text: str) -> str | None:
     """Return a text's answer, read by the first term that reads answers; None if the text has no answer."""
     reader = next((term.reader for term in terms if term.reader is not None), None)
     return None if reader is None else reader(text)
-
-
-def weighted_sum(terms: Sequence[Term], parts: dict[str, float]) -> float:
-    """Return the reward: the sum of weight * part."""
-    return sum(term.weight * parts[term.name] for term in terms)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megarl.reward import sandbox, service
 from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES
 from megarl.reward.service import services_of
 from megarl.reward.verifier_process import VerifierProcess
-from megarl.reward.verifiers import MASK_CAUSES, TextScore, check_answer, load_terms, reads_answers, weighted_sum
+from megarl.reward.verifiers import MASK_CAUSES, TextScore, check_answer, load_terms, reads_answers
 from megarl.rollout import RolloutError, TokensLost
 from megarl.telemetry.stacks import mark_from_environment, watched_environment
 
@@ -118,6 +118,16 @@ Piece = tuple[Any, list[int]]
 """A payload, and samples of it that answer one prompt."""
 
 
+class Task(NamedTuple):
+    """Samples to score, of one prompt in each piece; in one value, as Ray takes time for each argument of a call. The
+    prompts are pickled: Ray's own pickler takes ten times as long."""
+
+    pieces: list[Piece]
+    pickled_prompts: bytes
+    timeout_s: float
+    answers: bool
+
+
 @dataclass(eq=False)
 class _Group:
     """Samples of a payload that are to be scored."""
@@ -191,9 +201,9 @@ class Scorer:
             await self._verifiers.load()
         return os.getpid()
 
-    async def score_task(self, pieces: list[Piece], pickled_prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
-        """Score samples, of one prompt in each piece; fetches their tokens from their payloads."""
-        begun = time.perf_counter()
+    async def score_task(self, task: Task) -> TaskResult:
+        """Score samples; fetches their tokens from their payloads."""
+        begun, (pieces, pickled_prompts, timeout_s, answers) = time.perf_counter(), task
         ids = await asyncio.to_thread(_fetch, pieces)
         texts = [self.decode(tokens.tolist()) for tokens in ids]
         prompts = [prompt for (_, some), prompt in zip(pieces, pickle.loads(pickled_prompts), strict=True) for _ in some]
@@ -247,22 +257,16 @@ class RewardWorkers:
         self._evaluation, self._training = self._queues = _Queue(), _Queue()
         self._running: set[asyncio.Task[None]] = set()
 
-    def score(
-        self, payload: Any, prompts: Sequence[Prompt], samples: Sequence[int], group_size: int, answers: bool = False
-    ) -> RewardResult:
-        """Score some samples, of which the s-th answers prompts[s // group_size]. With `answers`, also read what they
-        answer. Not to be called in an event loop. Raises as `score_group`."""
-        return self.score_together([(payload, samples, group_size)], prompts, answers)[0]
-
     def score_together(
-        self, batches: Sequence[tuple[Any, Sequence[int], int]], prompts: Sequence[Prompt], answers: bool = False
+        self, batches: Sequence[tuple[Any, Sequence[int], int]], prompts: Sequence[Prompt]
     ) -> list[RewardResult]:
-        """`score` for several batches (payload, samples, group size) of the same prompts, which share tasks as they do in a
-        stream: the first result has all tasks."""
+        """Score batches (payload, samples, group size) of the same prompts: the s-th sample answers prompts[s // size]. The
+        batches share tasks as they do in a stream: the first result has all tasks. Not to be called in an event loop. Raises
+        as `score_group`."""
 
         async def score_all() -> list[list[TextScore]]:
             work = {
-                (place, number): self.score_group(payload, samples[number * size : (number + 1) * size], prompt, answers)
+                (place, number): self.score_group(payload, samples[number * size : (number + 1) * size], prompt)
                 for number, prompt in enumerate(prompts)
                 for place, (payload, samples, size) in enumerate(batches)
             }
@@ -272,7 +276,7 @@ class RewardWorkers:
             return [[score for number in numbers for score in work[place, number].result()] for place in places]
 
         scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
-        return [self.join(of_batch, answers) for of_batch in scores]
+        return [self.join(of_batch) for of_batch in scores]
 
     def score_group(
         self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False, is_evaluation: bool = False
@@ -300,9 +304,7 @@ class RewardWorkers:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""
         queue = self._evaluation if is_evaluation else self._training
         tasks, queue.done = queue.done, []
-        rewards = np.array([self.total(score) for score in scores], dtype=np.float32)
-        given = [dict.fromkeys((term.name for term in self._terms), np.nan) | (score.parts or {}) for score in scores]
-        parts = {term.name: np.array([by_term[term.name] for by_term in given], dtype=np.float32) for term in self._terms}
+        rewards, parts = self.rewards(scores)
         failures = {sample: score.failure for sample, score in enumerate(scores) if score.parts is None}
         num_timeouts = sum(score.timed_out for score in scores)
         counts = {
@@ -325,9 +327,13 @@ class RewardWorkers:
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, sizes, busy_s, num_workers, counts, answers=read)
 
-    def total(self, score: TextScore) -> float:
-        """Return the reward of a sample, NaN if it is masked."""
-        return np.nan if score.parts is None else weighted_sum(self._terms, score.parts)
+    def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the reward of each sample, the sum of weight * part, and its parts by name: float32 [n], NaN if masked."""
+        masked = dict.fromkeys((term.name for term in self._terms), np.nan)
+        parts = {name: np.array([(score.parts or masked)[name] for score in scores]) for name in masked}
+        rewards = sum((term.weight * parts[term.name] for term in self._terms), np.zeros(len(scores)))
+        rewards[[score.parts is None for score in scores]] = np.nan
+        return rewards.astype(np.float32), {name: values.astype(np.float32) for name, values in parts.items()}
 
     def close(self) -> None:
         """Stop every scorer."""
@@ -352,16 +358,17 @@ class RewardWorkers:
 
     async def _run(self, worker: int, queue: _Queue, parts: list[tuple[_Group, list[int]]]) -> None:
         pieces = [(group.payload, [group.samples[place] for place in places]) for group, places in parts]
-        prompts = pickle.dumps([group.prompt for group, _ in parts])  # Ray's own pickler takes ten times as long
-        timeout_s, answers = self._section.timeout_s, any(group.answers for group, _ in parts)
+        timeout_s = self._section.timeout_s
+        prompts = pickle.dumps([group.prompt for group, _ in parts])
+        task = Task(pieces, prompts, timeout_s, any(group.answers for group, _ in parts))
         num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
         name = f"phase reward: a task of {num} sequences on worker {worker}"
         try:
             if self._local is not None:
-                result = await self._local.score_task(pieces, prompts, timeout_s, answers)
+                result = await self._local.score_task(task)
             else:
                 async with asyncio.timeout(deadline_s):
-                    result = await self._actors[worker].score_task.remote(pieces, prompts, timeout_s, answers)
+                    result = await self._actors[worker].score_task.remote(task)
                 self._note_process(worker, result.process)
         except TimeoutError:
             queue.fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))

@@ -34,7 +34,7 @@ from megarl.recipe.environment_section import AgentSection, CommandSection
 from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, causes_of, is_outage, is_unreached
-from megarl.rollout.environment import Fields, Make, Reply, checked_number, shown
+from megarl.rollout.environment import Fields, Reply, checked_number, shown
 
 # Of what an agent prints, and of the file with its reward, this many bytes at the end are kept.
 KEPT_BYTES = 1 << 16
@@ -99,7 +99,7 @@ def load_agent(target: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 # In the fork server, and in an episode's process -------------------------------------------------------------------------
 
 
-def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable[[Make | AgentRun], Reply]]:
+def load_agents(section: AgentSection | CommandSection) -> Callable[[], Callable[[AgentRun | None], Reply]]:
     """In the fork server: import what all agents share, and make the folder of their folders. Raises RecipeError."""
     if section.kind == "agent":
         asyncio.run(_warm_up())
@@ -131,8 +131,8 @@ class _AgentProcess:
         # A coroutine has the row as an argument, and a file would show the answer to what the policy runs.
         self._row = self._folder / "row.json" if writes_row else None
 
-    def __call__(self, question: Make | AgentRun) -> Reply:
-        if isinstance(question, Make):
+    def __call__(self, question: AgentRun | None) -> Reply:
+        if question is None:  # whether a process starts
             return Reply()
         if self._row is not None:
             self._row.write_text(json.dumps(question.row, default=str), encoding="utf-8")

@@ -20,6 +20,7 @@ import torch
 
 from megarl.cluster.cores import bind, engine_cores, worker_threads
 from megarl.cluster.preemption import holds_signals, keep_holding_signals
+from megarl.data.sample import Completion
 from megarl.planner.placement import visible_devices
 from megarl.rollout import EngineDied, EngineDirty, RolloutError
 from megarl.rollout.engine_report import (
@@ -39,7 +40,7 @@ from megarl.rollout.engine_settings import (
     sampling_parameters,
     scoring_parameters,
 )
-from megarl.rollout.groups import GroupFacts, GroupResult, Partial, Payload
+from megarl.rollout.groups import GroupFacts, GroupResult, Payload
 from megarl.rollout.plugin import UNRECORDED, require_installed
 from megarl.telemetry.stacks import mark_from_environment
 from megarl.telemetry.trace import EngineReport
@@ -57,17 +58,17 @@ GREEDY = -1  # in the place of the group of a greedy completion
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """One prompt and the sampling seed of each of its completions, under a `position` that no other group of the engine
-    has. `temperature` and `max_new_tokens` replace the engine's unless they are None. `partials`, if any, are what each
-    completion has already; the result holds the whole completions. An evaluation is in no report of the engine."""
+    """One prompt and the seed of each of its completions (numbers for `vllm_seed`), under a `position` that no other group
+    of the engine has. `temperature` and `max_new_tokens` replace the engine's unless they are None. `partials`, if any, are
+    what each completion has already; the result holds the whole completions. An evaluation is in no report of the engine."""
 
     position: int
     group: int
     prompt_ids: np.ndarray
-    seeds: tuple[int, ...]
+    seeds: tuple[tuple[int, ...], ...]
     temperature: float | None = None
     max_new_tokens: int | None = None
-    partials: tuple[Partial, ...] = ()
+    partials: tuple[Completion, ...] = ()
     is_evaluation: bool = False
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class PendingGroup:
 
     request: GroupRequest
     first_rank: int  # the data-parallel rank of member 0; the others follow in turn
-    partials: list[Partial]  # by member
+    partials: list[Completion]  # by member
     result: asyncio.Future[GroupResult]
     attempt: int = 0  # how often its unfinished members were queued
     collecting: asyncio.Task[None] | None = None  # waits for queued requests; None if none are queued
@@ -224,7 +225,7 @@ class RolloutEngine:
                 self._num_queued = 0
             groups = []
             for request in requests:
-                partials = list(request.partials) or [Partial.empty() for _ in request.seeds]
+                partials = list(request.partials) or [Completion.empty() for _ in request.seeds]
                 groups.append(PendingGroup(request, self._num_queued, partials, asyncio.get_running_loop().create_future()))
                 self._num_queued += len(request.seeds)
             self._groups |= {group.request.position: group for group in groups}
@@ -245,7 +246,7 @@ class RolloutEngine:
         result = group.result.result()
         return GroupFacts.of(result), result
 
-    async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Partial, ...]]:
+    async def cut(self, positions: Sequence[int] | None = None) -> dict[int, tuple[Completion, ...]]:
         """Return what each group has sampled so far, finished or not, and continue the unfinished ones. For all groups that
         the engine has, or some."""
         async with self._exclusive:
@@ -417,7 +418,7 @@ class RolloutEngine:
             group.attempt, group.is_cut = group.attempt + 1, False
             collectors: dict[int, RequestOutputCollector] = {}
             for member in group.unfinished():
-                partial, seed = group.partials[member], request.seeds[member]
+                partial, seed = group.partials[member], vllm_seed(request.seeds[member])
                 prompt = {"type": "token", "prompt_token_ids": [*request.prompt_ids.tolist(), *partial.token_ids.tolist()]}
                 if len(partial):  # not the random numbers of its beginning again
                     seed = vllm_seed([seed, len(partial)])
@@ -476,7 +477,7 @@ class RolloutEngine:
             if not output.token_ids or output.logprobs is None or not output.weight_versions:
                 raise RolloutError(f"{name} came back without tokens, log-probabilities or weight version")
             pairs = zip(output.token_ids, output.logprobs, strict=True)
-            sampled = Partial(
+            sampled = Completion(
                 token_ids=np.asarray(output.token_ids, dtype=np.int32),
                 logprobs=np.array([step[token].logprob for token, step in pairs], dtype=np.float32),
                 versions=token_versions(output.weight_versions),
@@ -561,15 +562,16 @@ class RolloutEngine:
             raise EngineDied(f"vLLM's engine process is gone\n{log_errors()}") from error
 
 
-def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> int:
-    """Return the sampling seed of one completion, or of one turn of an episode. It depends on what is sampled, not on when
-    or where."""
-    return vllm_seed([run_seed, step, prompt, member, *([turn] if turn else [])])
+def request_seed(run_seed: int, step: int, prompt: int, member: int, turn: int = 0) -> tuple[int, ...]:
+    """Return the seed of one completion, or of one turn of an episode. It depends on what is sampled, not on when or where.
+    The engine mixes its numbers: that takes 7 us, which rank 0's loop has no time for."""
+    return (run_seed, step, prompt, member, turn) if turn else (run_seed, step, prompt, member)
 
 
-def vllm_seed(names: Sequence[int]) -> int:
+def vllm_seed(numbers: Sequence[int]) -> int:
+    """Return a seed for vLLM, or for an environment, that is mixed from numbers."""
     # The same for a list, in twice the time.
-    entropy = np.array(names, np.uint32) if max(names) < 2**32 else names
+    entropy = np.array(numbers, np.uint32) if max(numbers) < 2**32 else numbers
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1  # vLLM takes a signed 64-bit seed
 
 

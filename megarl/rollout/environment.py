@@ -62,11 +62,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Make:
-    """Construct an environment that nobody plays, to see whether it takes `environment.options`."""
-
-
-@dataclass(frozen=True)
 class Reply:
     """An environment's answer: messages (None if reset keeps the row's prompt), the turn's reward, and whether the episode
     is over. Or what an agent returned: its reward, which is the sum of `rewards` if it has one for each turn, and its

@@ -25,7 +25,6 @@ from megarl.rollout.agent import AgentRun, load_agent, load_agents
 from megarl.rollout.environment import (
     Environment,
     Fields,
-    Make,
     MalformedCall,
     Reply,
     Turn,
@@ -82,13 +81,13 @@ class _EpisodePlayer:
         self._cls, self._options = cls, options
         self._environment: Environment | None = None
 
-    def __call__(self, question: Make | Reset | Step) -> Reply:
+    def __call__(self, question: Reset | Step | None) -> Reply:
         call = "its constructor"
         try:
             if self._environment is None:
                 self._environment = self._cls(**self._options)
             environment = self._environment
-            if isinstance(question, Make):
+            if question is None:  # whether the class takes `environment.options`
                 return Reply()
             if isinstance(question, Reset):
                 call = "reset"
@@ -129,14 +128,14 @@ class EnvironmentWorker:
     async def ready(self) -> int:
         """Construct one environment and return this process. Raises ValueError if the class does not take its options."""
         section = self._section
-        reply = await self.ask(None, Make())
+        reply = await self.ask(None, None)
         await self._server.end([None])
         if reply.failure:  # of a class: an agent is not tried
             assert section.kind == "class"
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
         return os.getpid()
 
-    async def ask(self, episode: Any, question: Make | Reset | Step | AgentRun) -> Reply:
+    async def ask(self, episode: Any, question: Reset | Step | AgentRun | None) -> Reply:
         """Return the answer of an episode's environment or agent, or why there is none. `environment.timeout_s` begins when
         the question is sent. Rank 0 ends every episode, and an agent that exceeds that time."""
         is_step, is_run = isinstance(question, Step), isinstance(question, AgentRun)
@@ -149,7 +148,7 @@ class EnvironmentWorker:
             return reply
         assert isinstance(reply, ChildDeath)
         section, died = self._section, f"its process {reply.description}"
-        call = {Make: "its constructor", Reset: "reset", Step: "step", AgentRun: "it"}[type(question)]
+        call = {Reset: "reset", Step: "step", AgentRun: "it"}.get(type(question), "its constructor")
         failure = {
             "wall_time": f"{call} gave no answer within environment.timeout_s = {section.timeout_s:g}",
             "memory": f"its processes held more than environment.memory_mib = {section.memory_mib}",

@@ -24,7 +24,7 @@ from megarl.recipe import Recipe
 from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection, EnvironmentSection
 from megarl.rollout import RolloutError
 from megarl.rollout.agent import AgentRun
-from megarl.rollout.engine import GroupRequest, request_seed
+from megarl.rollout.engine import GroupRequest, request_seed, vllm_seed
 from megarl.rollout.environment import SHORT_ERROR, Reply, load_environment
 from megarl.rollout.environment_workers import AgentClock, EnvironmentWorkers, Reset, Step
 from megarl.rollout.groups import EpisodeFacts, GroupResult
@@ -135,7 +135,7 @@ class GroupEpisodes(ABC):
         ids, chat, limits = np.asarray(prompt.token_ids, dtype=np.int32), environments.observations.chat, environments.limits
         self.episodes = [Episode(member, ids, next(environments.numbers), Session(chat, limits)) for member in range(size)]
         # All members have the same, so that their episodes begin alike.
-        self.seed = request_seed(environments.seed, draw, prompt.index, ENVIRONMENT_MEMBER)
+        self.seed = vllm_seed(request_seed(environments.seed, draw, prompt.index, ENVIRONMENT_MEMBER))
 
     async def play(self, generate: Generate) -> None:
         """Play all episodes; `generate` samples a turn. Each one's processes are killed at its end, whatever that is. Raises
@@ -269,7 +269,7 @@ class Episodes(GroupEpisodes):
         if episode.turns == section.max_turns:
             episode.ended = "length"
             return
-        last, limit = int(episode.segment.ids[-1][-1]), section.max_observation_tokens
+        last, limit = int(episode.segment.completion.token_ids[-1]), section.max_observation_tokens
         messages = reply.messages or []
         try:
             ids = observations.behind(last, messages)

@@ -69,7 +69,7 @@ class GatewayLimits:
 
 @dataclass(eq=False)
 class OpenSession:
-    """A session that clients can reach. OpenAI's clients take `openai_url` and `token`, Anthropic's `url` and `token`.
+    """A session that clients can reach. Clients take `token` and, of OpenAI, `url` with `/v1`, of Anthropic `url`.
     `fault` is the first error that no client caused, as one of `sample`; `is_exhausted` says that a request was refused
     because the rollout has reached its turns, tokens or segments."""
 
@@ -86,10 +86,6 @@ class OpenSession:
     num_requests: int = 0  # under way
     work: set[asyncio.Task[Any]] = field(default_factory=set)
     in_use: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request at a time uses the session
-
-    @property
-    def openai_url(self) -> str:
-        return f"{self.url}/v1"
 
 
 @dataclass(frozen=True)

@@ -29,35 +29,6 @@ FROM_DATA = "data"  # the finish reason of a completion that is the data's answe
 
 
 @dataclass(frozen=True, eq=False)
-class Partial:
-    """What was sampled of one completion so far, as in `Completion`; `finish_reason` is empty while it is unfinished.
-    `routing` is recorded for finished completions only: the engine that continues an unfinished one computes it again."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish_reason: str = ""
-    routing: np.ndarray | None = None
-
-    @classmethod
-    def empty(cls) -> Partial:
-        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int64))
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def __add__(self, more: Partial) -> Partial:
-        """Return this part followed by `more`, which continued it."""
-        return Partial(
-            np.concatenate([self.token_ids, more.token_ids]),
-            np.concatenate([self.logprobs, more.logprobs]),
-            np.concatenate([self.versions, more.versions]),
-            more.finish_reason,
-            more.routing,
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class GroupResult:
     """All rollouts of one prompt, as flat arrays.
 
@@ -95,38 +66,28 @@ class GroupResult:
         completions = [segment.completion for segment in segments]
         prompts = {segment.prompt_ids.tobytes(): segment.prompt_ids for segment in segments}
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        routing = [completion.routing for completion in completions if completion.routing is not None]
-        reasons = [[*(segment.finish_reason for segment in rollout[:-1]), why]
+        reasons = [[*(segment.completion.finish_reason for segment in rollout[:-1]), why]
                    for rollout, why in zip(rollouts, ended, strict=True)]  # fmt: skip
         return cls(
             group=group,
+            lengths=np.array([len(completion) for completion in completions], dtype=np.int32),
             prompt_ids=np.concatenate(list(prompts.values())),
-            token_ids=np.concatenate([completion.token_ids for completion in completions]),
-            logprobs=np.concatenate([completion.logprobs for completion in completions]),
-            lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
             finish_reasons=tuple(itertools.chain.from_iterable(reasons)),
-            versions=np.concatenate([completion.versions for completion in completions]),
-            routing=np.concatenate(routing) if routing else None,
-            own=np.concatenate([completion.own for completion in completions]),
             members=np.repeat(np.arange(len(rollouts), dtype=np.int32), [len(rollout) for rollout in rollouts]),
             prompt_lengths=np.array([len(prompt) for prompt in prompts.values()], dtype=np.int32),
             prefixes=np.array([numbers[segment.prompt_ids.tobytes()] for segment in segments], dtype=np.int32),
+            **joined_arrays(completions),
         )
 
     @classmethod
-    def of(cls, group: int, prompt_ids: np.ndarray, members: Sequence[Partial]) -> GroupResult:
-        """Join finished completions of one prompt; either all or none have recorded experts."""
-        routing = [member.routing for member in members if member.routing is not None]
-        assert len(routing) in (0, len(members)), "either every member or no member has recorded experts"
+    def of(cls, group: int, prompt_ids: np.ndarray, members: Sequence[Completion]) -> GroupResult:
+        """Join finished completions of one prompt."""
         return cls(
             group=group,
             prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-            token_ids=np.concatenate([member.token_ids for member in members]),
-            logprobs=np.concatenate([member.logprobs for member in members]),
             lengths=np.array([len(member) for member in members], dtype=np.int32),
             finish_reasons=tuple(member.finish_reason for member in members),
-            versions=np.concatenate([member.versions for member in members]),
-            routing=np.concatenate(routing) if routing else None,
+            **joined_arrays(members) | {"own": None},
         )
 
     @classmethod
@@ -134,7 +95,7 @@ class GroupResult:
         """Return a group whose completions all are the answer of the prompt's row."""
         answer = prompt.examples[0].sample(prompt.index)
         ids = answer.completion.token_ids
-        member = Partial(ids, np.full(len(ids), np.nan, np.float32), np.full(len(ids), version), FROM_DATA)
+        member = Completion(ids, np.full(len(ids), np.nan, np.float32), FROM_DATA, np.full(len(ids), version))
         return cls.of(prompt.index, answer.prompt_ids, [member] * size)
 
     def sample(self, sequence: int) -> Sample:
@@ -154,6 +115,16 @@ class GroupResult:
         prompt = int(self.prefixes[sequence])
         first_id = int(self.prompt_lengths[:prompt].sum())
         return Sample(self.group, self.prompt_ids[first_id : first_id + int(self.prompt_lengths[prompt])], completion)
+
+
+def joined_arrays(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the arrays of completions end to end, by name. Either all or none of them have recorded experts; without,
+    `routing` is None."""
+    routing = [completion.routing for completion in completions if completion.routing is not None]
+    assert len(routing) in (0, len(completions)), "either every completion or no completion has recorded experts"
+    names = ("token_ids", "logprobs", "versions", "own")
+    arrays = {name: np.concatenate([getattr(completion, name) for completion in completions]) for name in names}
+    return arrays | {"routing": np.concatenate(routing) if routing else None}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megarl.data.routing import teachers_of
 from megarl.data.sample import Prompt, Sample
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardWorkers, add_episodes
-from megarl.rollout.groups import COLUMNS, EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import COLUMNS, EpisodeFacts, GroupResult, RolloutBatch, RolloutExecuted, joined_arrays
 from megarl.rollout.taken import KnownBatches, Resync, Taken
 
 EPISODE = "episode_"  # before the name of an `EpisodeFacts` column
@@ -31,7 +31,7 @@ def greedy_folder(directory: str | Path) -> Path:
 
 
 def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
-    """Write one step's rollouts for `ReplayPool`, atomically; return the file."""
+    """Write one step's rollouts for `read_rollout`, atomically; return the file."""
     if batch.greedy is not None:
         dump_rollout(greedy_folder(directory), step, batch.greedy)
     samples = batch.payload.fetch(range(len(batch)))
@@ -39,8 +39,7 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
     file = dump_file(directory, step)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    routing = [sample.completion.routing for sample in ordered if sample.completion.routing is not None]
-    assert len(routing) in (0, len(ordered)), "either every sample or no sample has recorded experts"
+    arrays = joined_arrays([sample.completion for sample in ordered])
     episodes = {} if batch.episodes is None else vars(batch.episodes)
     with partial.open("wb") as stream:
         np.savez(
@@ -48,12 +47,8 @@ def dump_rollout(directory: str | Path, step: int, batch: RolloutBatch) -> Path:
             group_size=np.int64(batch.executed.group_size),
             finish_reasons=np.array(batch.finish_reasons),
             prompt_ids=np.concatenate([sample.prompt_ids for sample in ordered]),
-            token_ids=np.concatenate([sample.completion.token_ids for sample in ordered]),
-            logprobs=np.concatenate([sample.completion.logprobs for sample in ordered]),
-            versions=np.concatenate([sample.completion.versions for sample in ordered]),
-            own=np.concatenate([sample.completion.own for sample in ordered]),
+            **{name: array for name, array in arrays.items() if array is not None},
             **{name: getattr(batch, name) for name in COLUMNS},
-            **({"routing": np.concatenate(routing)} if routing else {}),
             **{EPISODE + name: column for name, column in episodes.items()},
         )
     partial.rename(file)
@@ -80,109 +75,91 @@ class FilePayload:
         return {s: replace(step.sample(s), group=int(columns["groups"][s])) for s in sample_ids}
 
 
-class ReplayPool:
-    """Answers as `EnginePool` does, from files that `dump_rollout` wrote; weights are not looked at.
-
-    The dumps must hold the recorded experts if `routed`, a greedy completion of each prompt if `greedy`, and the facts of
-    episodes if `played`.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        group_size: int,
-        max_concurrent: int,
-        routed: bool = False,
-        greedy: bool = False,
-        played: bool = False,
-    ) -> None:
-        self._directory = Path(directory).absolute()
-        self._group_size, self._max_concurrent = group_size, max_concurrent
-        self._routed, self._played = routed, played
-        self._greedy = ReplayPool(str(greedy_folder(directory)), 1, max_concurrent, played=played) if greedy else None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> ReplayPool:
-        """Return the replay that a recipe names."""
-        max_concurrent = recipe.phases.rollout.max_concurrent
-        assert recipe.rollout.replay is not None and max_concurrent is not None, "loading a recipe with a replay sets it"
-        return cls(
-            recipe.rollout.replay,
-            recipe.algorithm.group_size,
-            max_concurrent,
-            routed=recipe.actor.router_replay,
-            greedy=recipe.algorithm.advantage == "remax",
-            played=recipe.environment is not None,
-        )
-
-    def start(self) -> None:
-        """Raises ValueError for a directory without dumps, or with dumps that lack what the recipe needs."""
-        if self._greedy is not None:
-            self._greedy.start()
-        files = sorted(self._directory.glob("step-*.npz"))
+def check_dumps(recipe: Recipe) -> None:
+    """Raise ValueError for a `rollout.replay` without dumps, or with dumps that lack what the recipe needs: the recorded
+    experts, the facts of episodes, or the greedy completion of each prompt."""
+    for directory, greedy in _directories(recipe):
+        files = sorted(directory.glob("step-*.npz"))
         if not files:
             raise ValueError(
-                f"rollout.replay = {str(self._directory)!r} holds no step-*.npz; "
-                "a run with run.dump_rollouts = true writes them"
+                f"rollout.replay = {str(directory)!r} holds no step-*.npz; a run with run.dump_rollouts = true writes them"
             )
         with np.load(files[0]) as dump:
-            self._check_columns(files[0], dump.files)
+            _check_columns(recipe, greedy, files[0], dump.files)
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """Return the dumped rollouts of a step. Raises ValueError if the file is missing or has other prompts."""
-        file = dump_file(self._directory, step)
+
+def read_rollout(recipe: Recipe, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+    """Return the dumped rollouts of a step; weights are not looked at. Raises ValueError if a file is missing or has other
+    prompts."""
+    max_concurrent, played = recipe.phases.rollout.max_concurrent, recipe.environment is not None
+    assert max_concurrent is not None, "loading a recipe with a replay sets it"
+    batches = []
+    for directory, greedy in _directories(recipe):
+        file, size = dump_file(directory, step), 1 if greedy else recipe.algorithm.group_size
         if not file.is_file():
-            raise ValueError(f"rollout.replay = {str(self._directory)!r} has no {file.name}; it ends before step {step}")
+            raise ValueError(f"rollout.replay = {str(directory)!r} has no {file.name}; it ends before step {step}")
         with np.load(file) as dump:
             columns = {name: dump[name] for name in dump.files}
-        self._check(file, columns, prompts)
+        _check_columns(recipe, greedy, file, columns)
+        _check_prompts(file, columns, prompts, size, played)
         episodes = {name.removeprefix(EPISODE): columns[name] for name in columns if name.startswith(EPISODE)}
-        return RolloutBatch(
+        batch = RolloutBatch(
             payload=FilePayload(str(file)),
             finish_reasons=[str(reason) for reason in columns["finish_reasons"]],
-            executed=RolloutExecuted(len(prompts), self._group_size, self._max_concurrent),
-            greedy=None if self._greedy is None else self._greedy.generate(prompts, step),
-            episodes=EpisodeFacts(**episodes) if self._played else None,
+            executed=RolloutExecuted(len(prompts), size, max_concurrent),
+            episodes=EpisodeFacts(**episodes) if played else None,
             **{name: columns[name] for name in COLUMNS},
         )
+        batches.append(batch)
+    return replace(batches[0], greedy=batches[1]) if len(batches) > 1 else batches[0]
 
-    def _check_columns(self, file: Path, names: Iterable[str]) -> None:
-        if self._played != ("episode_rewards" in names):
-            content, other = ("no episodes", "with an") if self._played else ("episodes", "without an")
-            raise ValueError(f"{file} has {content}; replay dumps of a run {other} environment, as this recipe is")
-        if self._routed and "routing" not in names:
-            raise ValueError(
-                f"{file} does not say which experts the rollout chose, and actor.router_replay = true reuses them; "
-                "replay dumps of a run with actor.router_replay = true, or set it to false"
-            )
 
-    def _check(self, file: Path, columns: dict[str, np.ndarray], prompts: Sequence[Prompt]) -> None:
-        self._check_columns(file, columns)
-        size, num_rollouts = int(columns["group_size"]), int(columns["rollouts"][-1]) + 1
-        if size != self._group_size or num_rollouts != size * len(prompts):
+def _directories(recipe: Recipe) -> list[tuple[Path, bool]]:
+    """Return the folders of a recipe's dumps, and whether each has greedy completions."""
+    assert recipe.rollout.replay is not None
+    directory = Path(recipe.rollout.replay).absolute()
+    greedy = [(greedy_folder(directory), True)] if recipe.algorithm.advantage == "remax" else []
+    return [(directory, False), *greedy]
+
+
+def _check_columns(recipe: Recipe, greedy: bool, file: Path, names: Iterable[str]) -> None:
+    played = recipe.environment is not None
+    if played != ("episode_rewards" in names):
+        content, other = ("no episodes", "with an") if played else ("episodes", "without an")
+        raise ValueError(f"{file} has {content}; replay dumps of a run {other} environment, as this recipe is")
+    if recipe.actor.router_replay and not greedy and "routing" not in names:
+        raise ValueError(
+            f"{file} does not say which experts the rollout chose, and actor.router_replay = true reuses them; "
+            "replay dumps of a run with actor.router_replay = true, or set it to false"
+        )
+
+
+def _check_prompts(file: Path, columns: dict[str, np.ndarray], prompts: Sequence[Prompt], size: int, played: bool) -> None:
+    dumped_size, num_rollouts = int(columns["group_size"]), int(columns["rollouts"][-1]) + 1
+    if dumped_size != size or num_rollouts != size * len(prompts):
+        raise ValueError(
+            f"{file}: {num_rollouts} rollouts in groups of {dumped_size}; the recipe asks for "
+            f"{len(prompts)} groups of {size} (phases.rollout.prompts, algorithm.group_size)"
+        )
+    if played:
+        return  # environments may have given other prompts than the data
+    starts = np.cumsum(columns["prompt_lengths"]) - columns["prompt_lengths"]
+    for position, prompt in enumerate(prompts):
+        first = int(np.searchsorted(columns["rollouts"], position * size))
+        start, length = int(starts[first]), int(columns["prompt_lengths"][first])
+        if not np.array_equal(columns["prompt_ids"][start : start + length], prompt.token_ids):
             raise ValueError(
-                f"{file}: {num_rollouts} rollouts in groups of {size}; the recipe asks for "
-                f"{len(prompts)} groups of {self._group_size} (phases.rollout.prompts, algorithm.group_size)"
+                f"{file}: prompt {position} is not the prompt of this step by the recipe; "
+                "replay with the data section and the seed that the dump was made with"
             )
-        if self._played:
-            return  # environments may have given other prompts than the data
-        starts = np.cumsum(columns["prompt_lengths"]) - columns["prompt_lengths"]
-        for position, prompt in enumerate(prompts):
-            first = int(np.searchsorted(columns["rollouts"], position * size))
-            start, length = int(starts[first]), int(columns["prompt_lengths"][first])
-            if not np.array_equal(columns["prompt_ids"][start : start + length], prompt.token_ids):
-                raise ValueError(
-                    f"{file}: prompt {position} is not the prompt of this step by the recipe; "
-                    "replay with the data section and the seed that the dump was made with"
-                )
 
 
 class ReplayStream(KnownBatches):
-    """Answers as `RolloutStream` does, from the rollouts of a `ReplayPool`."""
+    """Answers as `RolloutStream` does, from dumped rollouts."""
 
-    def __init__(self, recipe: Recipe, pool: ReplayPool, prompts: PromptStream, rewards: RewardWorkers) -> None:
+    def __init__(self, recipe: Recipe, prompts: PromptStream, rewards: RewardWorkers) -> None:
         super().__init__(prompts)
-        self._recipe, self._pool, self._rewards = recipe, pool, rewards
+        self._recipe, self._rewards = recipe, rewards
         self._step = 0
         self._batch: tuple[list[Prompt], RolloutBatch] | None = None
 
@@ -193,7 +170,7 @@ class ReplayStream(KnownBatches):
     def wait_sampled(self, resync: Resync) -> None:
         """Read them. Raises ValueError if they are missing or have other prompts."""
         prompts = self._prompts.take(self._recipe.phases.rollout.prompts)
-        self._batch = prompts, self._pool.generate(prompts, self._step)
+        self._batch = prompts, read_rollout(self._recipe, prompts, self._step)
 
     def take(self) -> Taken:
         """Score them."""

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.data.sample import Completion
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
 from megarl.rollout.engine import BatchPart, GroupRequest
-from megarl.rollout.groups import GroupFacts, Partial
+from megarl.rollout.groups import GroupFacts
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 
@@ -129,7 +130,7 @@ class Router:
         self._schedule()
         return answer
 
-    async def cut(self) -> dict[Any, tuple[Partial, ...]]:
+    async def cut(self) -> dict[Any, tuple[Completion, ...]]:
         """Return what engines have sampled so far, by the owner of the request, and let them go on; an engine that dies has
         nothing. Raises EngineSilent."""
         partials = {entry.owner: entry.request.partials for waiting in self._waiting for entry in waiting}

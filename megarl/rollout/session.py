@@ -51,62 +51,39 @@ class SessionLimits:
 
 @dataclass(eq=False)
 class Segment:
-    """One token sequence to train on. `ids`, `own`, `logprobs` and `versions` follow the prompt, with one piece per turn and
-    per observation, as in `Completion`. `messages` and `text` are the last request's, and the turn after it."""
+    """One token sequence to train on: what follows the prompt is `completion`. `messages` and `text` are the last request's,
+    and the turn after it."""
 
     prompt_ids: np.ndarray
-    ids: list[np.ndarray] = field(default_factory=list)
-    own: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
-    routing: np.ndarray | None = None
-    finish_reason: str = ""
+    completion: Completion = field(default_factory=Completion.empty)
     messages: list[Message] = field(default_factory=list)
     text: str = ""  # of the last prompt, as the template rendered it; of prompt and turn for text that is no chat
 
     @property
     def num_tokens(self) -> int:
         """Tokens after the prompt."""
-        return sum(map(len, self.ids))
+        return len(self.completion)
 
     @property
     def tokens(self) -> np.ndarray:
-        return np.concatenate([self.prompt_ids, *self.ids])
-
-    @property
-    def completion(self) -> Completion:
-        """The tokens after the prompt, for training."""
-        return Completion(
-            token_ids=np.concatenate(self.ids),
-            logprobs=np.concatenate(self.logprobs),
-            finish_reason=self.finish_reason,
-            versions=np.concatenate(self.versions),
-            routing=self.routing,
-            own=np.concatenate(self.own),
-        )
+        return np.concatenate([self.prompt_ids, self.completion.token_ids])
 
     def append(self, sampled: Completion) -> None:
         """Append a turn that an engine sampled. Its routing is that of the whole sequence."""
-        self._append(sampled.token_ids, True, sampled.logprobs, sampled.versions)
-        self.routing, self.finish_reason = sampled.routing, sampled.finish_reason
+        self.completion += sampled
 
     def observe(self, ids: np.ndarray) -> None:
         """Append tokens that the policy did not sample, with the version of the turn before."""
-        if len(ids):
-            self._append(ids, False, np.zeros(len(ids), np.float32), np.full(len(ids), self.versions[-1][-1]))
+        self.completion += _unsampled(ids, np.full(len(ids), self.completion.versions[-1]))
 
     def copy(self, num_tokens: int) -> Segment:
         """Return a segment that begins with the same tokens, of which none is trained: they are in this segment."""
-        kept = np.concatenate(self.ids)[:num_tokens]
-        other = Segment(self.prompt_ids)
-        other._append(kept, False, np.zeros(len(kept), np.float32), np.concatenate(self.versions)[:num_tokens])
-        return other
+        same = self.completion
+        return Segment(self.prompt_ids, _unsampled(same.token_ids[:num_tokens], same.versions[:num_tokens]))
 
-    def _append(self, ids: np.ndarray, own: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.ids.append(ids)
-        self.own.append(np.full(len(ids), own))
-        self.logprobs.append(logprobs)
-        self.versions.append(versions)
+
+def _unsampled(ids: np.ndarray, versions: np.ndarray) -> Completion:
+    return Completion(ids, np.zeros(len(ids), np.float32), "", versions, own=np.zeros(len(ids), bool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,8 +240,8 @@ class Session:
             raise ContextTooLong(
                 f"the conversation has {so_far} tokens after its first prompt, and fewer than {limit} are allowed"
             )
-        completion = np.concatenate(segment.ids)[: state.num_tokens]
-        return TurnPrompt(np.concatenate([segment.prompt_ids, completion, observed]), limit - so_far, state, observed)
+        known = segment.completion.token_ids[: state.num_tokens]
+        return TurnPrompt(np.concatenate([segment.prompt_ids, known, observed]), limit - so_far, state, observed)
 
     def check_segments(self, num_new: int) -> None:
         """Raise TooManySegments if there is no room for new segments."""
@@ -284,7 +261,7 @@ class Session:
 
 def _last(state: State) -> int:
     """Return the last token of a state, which an engine sampled."""
-    return int(np.concatenate(state.segment.ids)[state.num_tokens - 1])
+    return int(state.segment.completion.token_ids[state.num_tokens - 1])
 
 
 def _shows(text: str, reply: Message) -> bool:

@@ -30,7 +30,7 @@ import torch
 from megarl.algorithm.advantage import informative_groups
 from megarl.data.prompts import PromptStream
 from megarl.data.routing import takes_answer, teachers_of
-from megarl.data.sample import Prompt
+from megarl.data.sample import Completion, Prompt
 from megarl.models import ModelShape
 from megarl.recipe.recipe import Recipe
 from megarl.reward.verifiers import TextScore
@@ -43,7 +43,6 @@ from megarl.rollout.groups import (
     GroupFacts,
     GroupPayload,
     GroupResult,
-    Partial,
     RolloutBatch,
     restored,
     saved,
@@ -87,7 +86,7 @@ class Group:
     tokens: Any = None  # reference of a GroupResult
     episodes: EpisodeFacts | None = None
     scores: list[TextScore] = field(default_factory=list)
-    partials: tuple[Partial, ...] = ()  # of a run that was interrupted
+    partials: tuple[Completion, ...] = ()  # of a run that was interrupted
     is_in_part: bool = False  # that an early phase has run on
     num_sampled_again: int = 0  # times that it or a turn of it was sampled again, as tokens were lost
     is_evaluation: bool = False
@@ -212,7 +211,7 @@ class RolloutStream:
             if self._with_greedy:
                 group.greedy = Group(prompt, 1, values["step"], temperature=0.0)
             for part, part_values in zip(group.parts, values["parts"], strict=True):
-                part.partials = tuple(restored(Partial, member) for member in part_values["partials"])
+                part.partials = tuple(restored(Completion, member) for member in part_values["partials"])
                 if part_values["result"] is not None:
                     result = restored(GroupResult, part_values["result"])
                     part.facts, part.tokens = GroupFacts.of(result), ray.put(result)
@@ -515,7 +514,7 @@ class RolloutStream:
     def _rewards_in(self, group: Group) -> np.ndarray:
         """Return the rewards of a group, float32 [members], NaN where masked."""
         assert self._rewards is not None
-        rewards = np.array([self._rewards.total(score) for score in group.scores], np.float32)
+        rewards, _ = self._rewards.rewards(group.scores)
         return rewards if group.episodes is None else rewards + group.episodes.rewards
 
     def _is_informative(self, group: Group) -> bool:

@@ -186,7 +186,7 @@ def test_limits_score_zero_and_are_counted(model):  # noqa: F811
         RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
     ) as workers:
         texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
-        result = workers.score(payload(model, texts), [prompt("assert square(3) == 9")] * 2, range(4), group_size=2)
+        result = workers.score_together([(payload(model, texts), range(4), 2)], [prompt("assert square(3) == 9")] * 2)[0]
     assert result.rewards.tolist() == [2, 0, 0, 2] and result.valid.all()
     metrics = result.metrics()
     counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}

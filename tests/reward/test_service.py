@@ -233,7 +233,7 @@ def test_a_sample_counts_if_every_part_has_judged_it(judge, model):  # noqa: F81
         HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0),
     ]
     with closing(RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)) as workers:
-        result = workers.score(payload(model, ["a0", "a0", "a1", "x"]), prompts(2), range(4), group_size=2)
+        result = workers.score_together([(payload(model, ["a0", "a0", "a1", "x"]), range(4), 2)], prompts(2))[0]
     np.testing.assert_array_equal(result.rewards, [2.0, np.nan, 5.0, 6.0])
     metrics = result.metrics()
     assert metrics["reward/num_masked"] == 1 and metrics["reward/num_timeouts"] == 0
@@ -244,7 +244,7 @@ def test_a_sample_counts_if_every_part_has_judged_it(judge, model):  # noqa: F81
 def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
     part = HttpRewardSection(kind="http", url=judge.url)
     with closing(RewardWorkers([part], model, (0,), RewardPhaseSection(timeout_s=60.0), local=True)) as workers:
-        assert workers.score(payload(model, ["a", "bb"]), prompts(1), range(2), group_size=2).rewards.tolist() == [1, 2]
+        assert workers.score_together([(payload(model, ["a", "bb"]), range(2), 2)], prompts(1))[0].rewards.tolist() == [1, 2]
 
 
 def test_a_secret_is_named_and_never_written(tmp_path, monkeypatch):

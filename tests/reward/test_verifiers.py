@@ -37,7 +37,6 @@ from megarl.reward.verifiers import (
     read_answer,
     reads_answers,
     score_terms,
-    weighted_sum,
 )
 from megarl.reward.workers import ENVIRONMENT, REASONS
 from megarl.telemetry.metrics_file import KEY
@@ -56,7 +55,8 @@ def spec(kind, weight=1.0, target=None):
 def score(specs, text, prompt):
     """The reward of one text."""
     terms = load_terms(specs)
-    return weighted_sum(terms, score_terms(terms, text, prompt)[0])
+    parts, _ = score_terms(terms, text, prompt)
+    return sum(term.weight * parts[term.name] for term in terms)
 
 
 def generous(text, prompt):

@@ -367,7 +367,7 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     section = RewardPhaseSection(timeout_s=60.0)
     with closing(RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)) as workers:
         texts = Payload([text, "7", "7<|end|>"], tokenizer)
-        result = workers.score(texts, prompts(text, "7<|end|>"), range(3), group_size=2)
+        result = workers.score_together([(texts, range(3), 2)], prompts(text, "7<|end|>"))[0]
     assert result.parts["exact"].tolist() == [1, 0, 1], "only the last token is left out, and only where it is an end"
     assert result.parts["pattern"].tolist() == [1, 0, 0] and result.parts["json_schema"].tolist() == [0, 1, 0]
     assert result.parts["judge"].tolist() == [1, 0, 1]
@@ -402,7 +402,7 @@ def test_functions_run_outside_this_process(own_rewards):
 def check_batch(workers, model):
     """Seven samples of groups of two in tasks of three; one looping, one dying, tasks of their own."""
     texts = ["a", "b", "b", "die", "c", "raise", "loop", "d", "a"]
-    result = workers.score(payload(model, texts), prompts("a", "b", "c", "d", "broken"), range(9), group_size=2)
+    (result,) = workers.score_together([(payload(model, texts), range(9), 2)], prompts("a", "b", "c", "d", "broken"))
     assert result.task_sequences == (3, 3, 3)
     assert result.valid.tolist() == [True] * 8 + [False]
     # Samples 0 and 1 answer prompt 0, 2 and 3 prompt 1, and so on; the weight is 2.
@@ -429,7 +429,7 @@ def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
         closing(RewardWorkers(specs, model, (0,), phase, local=True)) as workers,
         pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"),
     ):
-        workers.score(payload(model, ["1"] * 4), prompts("1", "x"), range(4), group_size=2)
+        workers.score_together([(payload(model, ["1"] * 4), range(4), 2)], prompts("1", "x"))[0]
 
 
 class LostPayload:

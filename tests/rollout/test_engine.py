@@ -85,7 +85,7 @@ def an_engine(held_up: str) -> tuple[RolloutEngine, Core]:
     return engine, core
 
 
-BATCH = [GroupRequest(position, position, np.array([3, 5], np.int32), (1, 2)) for position in range(2)]
+BATCH = [GroupRequest(position, position, np.array([3, 5], np.int32), ((1,), (2,))) for position in range(2)]
 
 
 @pytest.fixture(autouse=True)

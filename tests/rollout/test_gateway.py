@@ -85,7 +85,7 @@ def test_openai_s_asynchronous_client_runs_many_turns_at_once(served: Served) ->
     opened = [served.open(script) for script in scripts]
 
     async def talk(number: int) -> list[str]:
-        client: Any = openai.AsyncOpenAI(base_url=opened[number].openai_url, api_key=opened[number].token, timeout=WAIT_S)
+        client: Any = openai.AsyncOpenAI(base_url=f"{opened[number].url}/v1", api_key=opened[number].token, timeout=WAIT_S)
         messages: list[Any] = list(ASKED)
         for _ in range(4):
             stream = await client.chat.completions.create(model="any", messages=messages, stream=True)
@@ -136,7 +136,7 @@ def test_litellm_runs_unchanged(served: Served, streams: bool, monkeypatch: pyte
     opened = served.open(script)
     messages: list[Any] = list(ASKED)
     for _ in range(2):
-        options: Any = dict(model="openai/any", api_base=opened.openai_url, api_key=opened.token, timeout=WAIT_S)
+        options: Any = dict(model="openai/any", api_base=f"{opened.url}/v1", api_key=opened.token, timeout=WAIT_S)
         answer = litellm.completion(messages=messages, tools=[ADD], stream=streams, **options)
         whole: Any = litellm.stream_chunk_builder(list(answer)) if streams else answer
         message = whole.choices[0].message
@@ -153,7 +153,7 @@ def test_an_agent_of_pydantic_ai_runs_unchanged(served: Served) -> None:
 
     script = Script(f"I add. {CALL}", CALL, "It is 3.")
     opened = served.open(script)
-    provider = OpenAIProvider(base_url=opened.openai_url, api_key=opened.token)
+    provider = OpenAIProvider(base_url=f"{opened.url}/v1", api_key=opened.token)
     agent = Agent(OpenAIChatModel("any", provider=provider), system_prompt="Be kind.")
     given = []
 
@@ -272,11 +272,11 @@ def test_requests_are_held_while_weights_change(served: Served) -> None:
     served.call(script.gate.clear)
 
     async def ask() -> list[str]:
-        client: Any = openai.AsyncOpenAI(base_url=opened.openai_url, api_key=opened.token, timeout=WAIT_S, max_retries=0)
+        client: Any = openai.AsyncOpenAI(base_url=f"{opened.url}/v1", api_key=opened.token, timeout=WAIT_S, max_retries=0)
         whole = asyncio.create_task(client.chat.completions.create(model="any", messages=ASKED))
         stream = await client.chat.completions.create(model="any", messages=ASKED, stream=True)
         await asyncio.to_thread(served.until, lambda: script.waiting == 2)  # while both requests are sent
-        busy: Any = openai.AsyncOpenAI(base_url=other.openai_url, api_key=other.token, timeout=WAIT_S)
+        busy: Any = openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key=other.token, timeout=WAIT_S)
         answer = await busy.chat.completions.create(model="any", messages=ASKED)
         assert answer.choices[0].message.content == "There." and not whole.done()
         served.call(script.gate.set)

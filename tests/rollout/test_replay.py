@@ -1,7 +1,9 @@
 """Recorded experts and each token's version survive the way from groups over a dump back to samples."""
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from megarl.data.sample import Sample
 from megarl.rollout.dataset import DatasetStream
 from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
-from megarl.rollout.replay import FilePayload, ReplayPool, ReplayStream, dump_rollout
+from megarl.rollout.replay import FilePayload, ReplayStream, check_dumps, dump_rollout
 from megarl.rollout.stream import RolloutStream
 
 
@@ -25,6 +27,15 @@ def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Gen
         finish_reasons=("stop",) * members,
         versions=np.sort(generator.integers(group, group + 3, tokens)),
         routing=generator.integers(0, 8, (rows, 3, 2)).astype(np.uint8),
+    )
+
+
+def _recipe(dumps: Path, routed: bool) -> Any:
+    return SimpleNamespace(
+        rollout=SimpleNamespace(replay=str(dumps)),
+        algorithm=SimpleNamespace(advantage="grpo"),
+        actor=SimpleNamespace(router_replay=routed),
+        environment=None,
     )
 
 
@@ -52,7 +63,7 @@ def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
     assert versions == [
         (sample.completion.versions[0], sample.completion.versions[-1]) for _, sample in sorted(samples.items())
     ]
-    ReplayPool(str(tmp_path), 2, 4, routed=True).start()
+    check_dumps(_recipe(tmp_path, routed=True))
 
 
 def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
@@ -62,9 +73,9 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     batch = RolloutBatch.of([GroupFacts.of(plain)], payload, RolloutExecuted(1, 2, 4), {})
     file = dump_rollout(tmp_path, 1, batch)
     assert FilePayload(str(file)).fetch([1])[1].completion.routing is None
-    ReplayPool(str(tmp_path), 2, 4).start()
+    check_dumps(_recipe(tmp_path, routed=False))
     with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):
-        ReplayPool(str(tmp_path), 2, 4, routed=True).start()
+        check_dumps(_recipe(tmp_path, routed=True))
 
 
 def test_a_trainer_calls_the_same_members_of_every_stream():

@@ -24,7 +24,7 @@ import ray
 from megarl.data.sample import Prompt
 from megarl.reward import workers as reward_workers
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardWorkers, TaskResult
+from megarl.reward.workers import RewardWorkers, Task, TaskResult
 from megarl.rollout import EngineSilent, RolloutError, StreamStalled, environment_workers
 from megarl.rollout.engine import GroupRequest
 from megarl.rollout.environment_workers import Reply, Reset, Step
@@ -163,11 +163,11 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
     def make(act: Act, sequences: int = SIZE, timeout_s: float = TIMEOUT_S) -> RewardWorkers:
         recipe, numbers = stream_recipe(), itertools.count()
 
-        async def score_task(pieces: Any, prompts: bytes, timeout_s: float, answers: bool) -> TaskResult:
+        async def score_task(task: Task) -> TaskResult:
             process = await act(next(numbers))
-            for payload, _ in pieces:
+            for payload, _ in task.pieces:
                 await payload.tokens
-            num_texts = sum(len(samples) for _, samples in pieces)
+            num_texts = sum(len(samples) for _, samples in task.pieces)
             return TaskResult([TextScore({"last_number": 1.0})] * num_texts, 0.0, process)
 
         actor = SimpleNamespace(score_task=SimpleNamespace(remote=score_task))

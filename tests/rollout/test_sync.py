@@ -199,21 +199,21 @@ def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) ->
 
 
 def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
-    from megarl.rollout.replay import ReplayPool, dump_rollout
+    from megarl.rollout.replay import check_dumps, dump_rollout, read_rollout
 
     batch = generate(running[0], prompts(), 4)
     dump_rollout(tmp_path, 4, batch)
-    replay = ReplayPool.of(recipe(running[2], replay=str(tmp_path)))
-    replay.start()
-    again = replay.generate(prompts(), 4)
+    replays = recipe(running[2], replay=str(tmp_path))
+    check_dumps(replays)
+    again = read_rollout(replays, prompts(), 4)
     assert same(batch.payload.fetch(range(16)), again.payload.fetch(range(16)))
     for column in ("groups", "prompt_lengths", "completion_lengths", "first_version", "last_version"):
         assert np.array_equal(getattr(batch, column), getattr(again, column)), column
     assert batch.finish_reasons == again.finish_reasons
     with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
-        replay.generate(prompts(), 5)
+        read_rollout(replays, prompts(), 5)
     with pytest.raises(ValueError, match="prompt 0 is not the prompt of this step"):
-        replay.generate(prompts(start=1), 4)
+        read_rollout(replays, prompts(start=1), 4)
 
 
 def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -> None:

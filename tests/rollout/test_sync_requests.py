@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.data.sample import Sample
+from megarl.data.sample import Completion, Sample
 from megarl.recipe.device_section import CPU_BLOCK
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest
-from megarl.rollout.groups import GroupResult, Partial
+from megarl.rollout.groups import GroupResult
 from megarl.rollout.handle import EngineHandle
 from megarl.rollout.pool import EnginePool
 from tests.rollout.conftest import Engines
@@ -45,7 +45,7 @@ class Client:
     def request(self, members: int = 2, **more: Any) -> GroupRequest:
         position = next(self.positions)
         ids = np.random.default_rng(position).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32)
-        return GroupRequest(position, position, ids, tuple(range(position, position + members)), **more)
+        return GroupRequest(position, position, ids, tuple((position, member) for member in range(members)), **more)
 
     def take(self, requests: Sequence[GroupRequest]) -> list[GroupResult]:
         calls = [self._engine.call("result", request.position)[1] for request in requests]
@@ -55,7 +55,7 @@ class Client:
         self.call("submit", requests)
         return self.take(requests)
 
-    def cut_in_the_middle(self, request: GroupRequest) -> tuple[Partial, ...]:
+    def cut_in_the_middle(self, request: GroupRequest) -> tuple[Completion, ...]:
         """Submit a group and cut it until all its members have tokens; it goes on."""
         self.call("submit", [request])
         for _ in range(TRIES):
@@ -135,8 +135,8 @@ def test_what_was_sampled_is_kept_and_what_follows_draws_anew(engines: Engines, 
     request = client.request()
     [whole] = client.sample(request)
     done, other = (whole.sample(member).completion for member in range(2))
-    finished = Partial(done.token_ids, done.logprobs, done.versions, "length")
-    begun = Partial(other.token_ids[:10], other.logprobs[:10], np.full(10, 7))
+    finished = Completion(done.token_ids, done.logprobs, "length", done.versions)
+    begun = Completion(other.token_ids[:10], other.logprobs[:10], "", np.full(10, 7))
     [continued] = client.sample(replace(request, partials=(finished, begun)))
     assert_sampled(engines.old, continued)
     for name in ("token_ids", "logprobs", "versions"):
@@ -186,8 +186,8 @@ def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: 
         client.cut_in_the_middle(request)
         [first] = client.take([request])
         whole = [first.sample(member).completion for member in range(3)]
-        finished = Partial(whole[0].token_ids, whole[0].logprobs, whole[0].versions, "length", whole[0].routing)
-        begun = [Partial(done.token_ids[:9], done.logprobs[:9], done.versions[:9]) for done in whole[1:]]
+        finished = Completion(whole[0].token_ids, whole[0].logprobs, "length", whole[0].versions, whole[0].routing)
+        begun = [Completion(done.token_ids[:9], done.logprobs[:9], "", done.versions[:9]) for done in whole[1:]]
         [second] = client.sample(replace(request, partials=(finished, *begun)))
         assert sum(request.tokens for request in client.call("report").requests) == 3 * 40 + 2 * 31
         for sample in samples(preempted, first, second).values():

@@ -55,7 +55,6 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
     from megarl import build
     from megarl.recipe import load_recipe
     from megarl.recipe.algorithm_section import DynamicSamplingSection
-    from megarl.rollout.replay import ReplayPool
     from megarl.telemetry.run_directory import Resume
 
     loaded = load_recipe(recipe)
@@ -70,7 +69,7 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
     scorer, order = ScriptedScorer(score), random.Random(answers_late)
     streams: list[RolloutStream] = []
 
-    def open_stream(recipe: Any, pool: Any, prompts: Any, rewards: Any) -> RolloutStream:
+    def open_stream(recipe: Any, prompts: Any, rewards: Any) -> RolloutStream:
         """In the place of a replay, which stands for engines in the recipe."""
         scripted: Any = ScriptedPool.of(
             2, complete=lambda request, _: complete(request, streams[0]._step), delay=lambda _: 0.001 * order.randrange(9)
@@ -80,7 +79,7 @@ def train_sampling(recipe: str, resume: bool, answers_late: int) -> int:
         return streams[0]
 
     with (
-        mock.patch.object(ReplayPool, "start", lambda _: None),
+        mock.patch.object(build, "check_dumps", lambda _: None),
         mock.patch.object(build, "ReplayStream", open_stream),
         mock.patch("megarl.reward.workers.Scorer", lambda *_: scorer),
     ):

@@ -149,22 +149,22 @@ def test_ranks_that_part_inside_of_a_step_are_told_both_phases_before_the_next_b
 def train_with_other_sizes(recipe, where):
     """The rollout engines, or the reward workers, are given another size than the recipe's."""
     from megarl.reward.workers import RewardWorkers
-    from megarl.rollout.replay import ReplayPool
+    from megarl.rollout import replay
 
-    generate, start = ReplayPool.generate, RewardWorkers.__init__
+    read, start = replay.read_rollout, RewardWorkers.__init__
 
-    def other_rollout(pool, prompts, step):
-        pool._max_concurrent = 7
-        return generate(pool, prompts, step)
+    def executing(**sizes):
+        def read_other(recipe, prompts, step):
+            batch = read(recipe, prompts, step)
+            return replace(batch, executed=replace(batch.executed, **sizes))
 
-    def fewer_prompts(pool, prompts, step):
-        batch = generate(pool, prompts, step)
-        return replace(batch, executed=replace(batch.executed, prompts=3))
+        return read_other
 
     def other_rewards(workers, specs, path, stops, section, **more):
         start(workers, specs, path, stops, section.model_copy(update={"sequences": 5}), **more)
 
-    other = {"max_concurrent": (ReplayPool, "generate", other_rollout), "prompts": (ReplayPool, "generate", fewer_prompts),
+    other = {"max_concurrent": (replay, "read_rollout", executing(max_concurrent=7)),
+             "prompts": (replay, "read_rollout", executing(prompts=3)),
              "reward": (RewardWorkers, "__init__", other_rewards)}  # fmt: skip
     with mock.patch.object(*other[where]):
         return refusal(recipe)
