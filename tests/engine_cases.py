@@ -84,9 +84,7 @@ def engine(
 def save_weights(role: Role, folder: str) -> None:
     """Write the model that all ranks hold together."""
     place, layout = role.place, role.place.layout
-    boxes = rank_boxes(
-        role.shape, layout, place.tensor_rank, place.pipeline_rank, place.data_rank, context_rank=place.context_rank
-    )
+    boxes = rank_boxes(role.shape, layout, place.rank)
     shards = role.shards()
     sizes = {name: (len(shard), shard.numel() // len(shard)) for name, shard in shards.items()}
     assert sizes == parameter_sizes(role.shape, layout, place.rank), "megatron-core's parameters are not the table's"

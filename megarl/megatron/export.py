@@ -156,7 +156,7 @@ def write_model(
             stored = MergedRole(source, shape, named_shards(chunks, place.layout), adapters)
     boxes_of: dict[str, list[Box]] = defaultdict(list)
     scores = role == "reward_model"
-    for box in rank_boxes(shape, place.layout, 0, 0, critic=scores):
+    for box in rank_boxes(shape, place.layout, 0, critic=scores):
         boxes_of[box.parameter].append(box)
     sizes = checkpoint_sizes(shape, scores)
 
@@ -220,7 +220,7 @@ class MergedRole:
         """`parameters` belong to one rank that holds the whole model, by local name, and may be on "meta"."""
         self._directory, self._shape, self._parameters, self._adapters = directory, shape, parameters, adapters
         self._boxes: dict[str, list[Box]] = defaultdict(list)
-        for box in rank_boxes(shape, Layout(), 0, 0):
+        for box in rank_boxes(shape, Layout(), 0):
             self._boxes[box.parameter].append(box)
 
     def dtype(self, parameter: str) -> torch.dtype:
@@ -296,8 +296,7 @@ def peft_tensors(shape: ModelShape, layout: Layout, factors: Sequence[Factors]) 
     """
     sizes, tensors = checkpoint_sizes(shape), dict[str, Tensor]()
     for rank, held in enumerate(factors):
-        tensor_rank, pipeline_rank, _, _ = layout.coordinates(rank)
-        for part in rank_boxes(shape, layout, tensor_rank, pipeline_rank):
+        for part in rank_boxes(shape, layout, rank):
             if part.parameter not in held:
                 continue
             a, b = held[part.parameter]

@@ -185,15 +185,7 @@ class Role:
         self.chunks = list(self.models)
         self.config = self.models[0].config
         self.config.timers = MegatronTimers()
-        boxes = rank_boxes(
-            shape,
-            place.layout,
-            place.tensor_rank,
-            place.pipeline_rank,
-            place.data_rank,
-            role in SCALAR_ROLES,
-            place.context_rank,
-        )
+        boxes = rank_boxes(shape, place.layout, place.rank, critic=role in SCALAR_ROLES)
         load_shards(directory, shape, boxes, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
         if role in SCALAR_ROLES and self.models[-1].post_process:
             head = self.models[-1].output_layer.weight
