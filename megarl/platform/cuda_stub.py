@@ -63,38 +63,22 @@ class HostWaits(torch.overrides.TorchFunctionMode):
 _ABSENT_IS_FINE = {"MemPool"}
 
 
-class Stream:
+class Stream(torch.cpu.Stream):
     """A stream in which everything has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
         return event or Event()
 
     def synchronize(self) -> None:
         _record("stream.synchronize")
 
-    def query(self) -> bool:
-        return True
 
-
-class Event:
+class Event(torch.cpu.Event):
     """An event that has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: Event) -> float:
         return 0.0
@@ -111,20 +95,14 @@ class CUDAPluggableAllocator:
 class nvtx:
     """Range markers without a profiler."""
 
-    @staticmethod
-    def range_push(message: str) -> None: ...
-
-    @staticmethod
-    def range_pop() -> None: ...
-
-    @staticmethod
-    def range(message: str) -> Any:
-        return contextlib.nullcontext()
+    range_push = range_pop = staticmethod(lambda message="": None)
+    range = contextlib.nullcontext
 
 
 class amp:
-    custom_fwd = staticmethod(lambda fwd=None, **_: fwd if fwd is not None else (lambda function: function))
-    custom_bwd = staticmethod(lambda bwd=None, **_: bwd if bwd is not None else (lambda function: function))
+    """Decorators of autograd functions, which keep the function as it is."""
+
+    custom_fwd = custom_bwd = staticmethod(lambda function=None, **_: function or (lambda function: function))
 
 
 class random:
@@ -133,10 +111,15 @@ class random:
 
 _STREAM = Stream()
 default_generators = {torch.device("cpu"): torch.default_generator}
+stream = device = contextlib.nullcontext  # a stream, or a device, inside a context
 
 
 def current_device() -> torch.device:
     return torch.device("cpu")
+
+
+def current_stream(device: object = None) -> Stream:
+    return _STREAM
 
 
 def device_count() -> int:
@@ -147,16 +130,12 @@ def is_available() -> bool:
     return False
 
 
-def is_initialized() -> bool:
-    return False
-
-
 def is_bf16_supported() -> bool:
     return True
 
 
-def is_current_stream_capturing() -> bool:
-    return False
+def can_device_access_peer(device: int, peer: int) -> bool:
+    return True
 
 
 def get_device_capability(device: object = None) -> tuple[int, int]:
@@ -167,6 +146,15 @@ def get_device_name(device: object = None) -> str:
     return "cpu"
 
 
+def memory_allocated(device: object = None) -> int:
+    return 0
+
+
+default_stream = current_stream
+is_initialized = is_current_stream_capturing = is_available
+max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+
 def synchronize(device: object = None) -> None:
     _record("synchronize")
 
@@ -175,41 +163,12 @@ def empty_cache() -> None:
     _record("empty_cache")
 
 
-def set_device(device: object) -> None:
-    _record(f"set_device {threading.current_thread().name} {device}")
-
-
-def can_device_access_peer(device: int, peer: int) -> bool:
-    return True
-
-
 def reset_peak_memory_stats(device: object = None) -> None:
     _record("reset_peak_memory_stats")
 
 
-def memory_allocated(device: object = None) -> int:
-    return 0
-
-
-max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-
-
-def current_stream(device: object = None) -> Stream:
-    return _STREAM
-
-
-def default_stream(device: object = None) -> Stream:
-    return _STREAM
-
-
-@contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    yield
-
-
-@contextlib.contextmanager
-def device(device: object) -> Iterator[None]:
-    yield
+def set_device(device: object) -> None:
+    _record(f"set_device {threading.current_thread().name} {device}")
 
 
 def _lazy_call(callable: Any, **kwargs: Any) -> None:
