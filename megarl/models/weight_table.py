@@ -37,20 +37,6 @@ class Sharding(Protocol):
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """Every rank holds the whole tensor."""
-
-    before: int = 0
-    total: int = 0
-
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
-        yield Rectangle(0, rows, 0, columns, self.before, 0)
-
-    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
-        return self.total or rows, columns
-
-
-@dataclass(frozen=True)
 class Rows:
     """Equal intervals of rows. The parts of a fused parameter are sharded before they are stacked."""
 
@@ -63,6 +49,17 @@ class Rows:
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return (self.total or rows) // ranks, columns
+
+
+@dataclass(frozen=True)
+class Replicated(Rows):
+    """Every rank holds the whole tensor."""
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
+        return super().pieces(rows, columns, 1, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return super().extent(rows, columns, 1)
 
 
 @dataclass(frozen=True)
