@@ -3,62 +3,18 @@
 The device is the CPU. Streams and events run in program order, so waiting does nothing. Reading a missing name adds the name
 to `missed`, which a test reads, and raises AttributeError.
 
-Tests replace `torch.cuda` by this module to see which calls a GPU would get: `recorded` and `HostWaits`.
+Tests replace `torch.cuda` by this module to see which calls a GPU would get.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import BFloat16Tensor, FloatTensor, HalfTensor, get_rng_state, manual_seed, set_rng_state  # type: ignore[attr-defined]  # noqa: F401
 
 missed: set[str] = set()
-_records: list[list[str]] = []
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Yield a list that gets the names of calls that wait for the device, choose a device, or return memory to the driver,
-    in order. `set_device` comes with the thread's name and the device."""
-    calls: list[str] = []
-    _records.append(calls)
-    try:
-        yield calls
-    finally:
-        _records[:] = [other for other in _records if other is not calls]
-
-
-def _record(call: str) -> None:
-    for calls in _records:
-        calls.append(call)
-
-
-class HostWaits(torch.overrides.TorchFunctionMode):
-    """Collects in `calls` the operations of this thread that would make the host wait for a GPU: operations that read values
-    (`item`, `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...) or copy pageable memory to a device."""
-
-    READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique",
-             "masked_select")  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        is_made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
-        is_moved = name == "to" and len(args) > 1 and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
-        if name in self.READS or is_made or is_moved:
-            self.calls.append(name)
-        return func(*args, **kwargs)
-
-
 # megatron-core reads these names by `hasattr` or behind a version test, so they may be absent.
 _ABSENT_IS_FINE = {"MemPool"}
 
@@ -71,8 +27,7 @@ class Stream(torch.cpu.Stream):
     def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
         return event or Event()
 
-    def synchronize(self) -> None:
-        _record("stream.synchronize")
+    def synchronize(self) -> None: ...
 
 
 class Event(torch.cpu.Event):
@@ -155,20 +110,10 @@ is_initialized = is_current_stream_capturing = is_available
 max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
-def synchronize(device: object = None) -> None:
-    _record("synchronize")
+def synchronize(device: object = None) -> None: ...
 
 
-def empty_cache() -> None:
-    _record("empty_cache")
-
-
-def reset_peak_memory_stats(device: object = None) -> None:
-    _record("reset_peak_memory_stats")
-
-
-def set_device(device: object) -> None:
-    _record(f"set_device {threading.current_thread().name} {device}")
+empty_cache = reset_peak_memory_stats = set_device = synchronize
 
 
 def _lazy_call(callable: Any, **kwargs: Any) -> None:
