@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
 
 from megarl import platform
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
-from megarl.megatron.export import save_tensors
 from megarl.megatron.parallel import Place, reduce_scalars, start_control, start_parallel
 from megarl.megatron.role import Objective, Role, RoleSettings, Training, Update, over_context, share_results
 from megarl.megatron.weights import view_of
@@ -84,9 +84,7 @@ def engine(
 def save_weights(role: Role, folder: str) -> None:
     """Write the model that all ranks hold together."""
     place, layout = role.place, role.place.layout
-    boxes = rank_boxes(
-        role.shape, layout, place.tensor_rank, place.pipeline_rank, place.data_rank, context_rank=place.context_rank
-    )
+    boxes = rank_boxes(role.shape, layout, place.rank)
     shards = role.shards()
     sizes = {name: (len(shard), shard.numel() // len(shard)) for name, shard in shards.items()}
     assert sizes == parameter_sizes(role.shape, layout, place.rank), "megatron-core's parameters are not the table's"
@@ -103,7 +101,7 @@ def save_boxes(folder: Path, shape: ModelShape, boxes: Iterable[Box], shards: Ma
         for box, content in chain.from_iterable(gathered):
             tensors[box.name][box.row0 : box.row1, box.col0 : box.col1] = content
         whole = {name: tensor if tensor.shape[1] > 1 else tensor.squeeze(1) for name, tensor in tensors.items()}
-        save_tensors(folder, whole.items(), max_file_bytes=30_000)
+        save_torch_state_dict(whole, folder, max_shard_size=30_000)
     dist.barrier()
 
 

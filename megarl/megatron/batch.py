@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -220,33 +221,32 @@ def pack(
     """
     if micro_batch.sharing:
         assert layout.context == 1 and not ends_alone and choices is None, "refused in the recipe"
-        return _pack_shared(batch, micro_batch, device)
-    tokens, positions, heads, targets, lengths, start = [], [], [], [], [0], 0
-    for sample_id in micro_batch.samples:
-        sample = batch.samples[sample_id]
-        prompt, completion = sample.prompt_ids, sample.completion.token_ids
-        sampled = np.flatnonzero(sample.completion.own)
-        total = len(prompt) + len(completion)
-        (slots,) = padded([total], layout)
-        tokens += [prompt, completion, np.zeros(slots - total)]
-        positions.append(np.arange(slots))
-        heads.append(np.array([start + total - 1]) if ends_alone else start + len(prompt) - 1 + sampled)
-        targets.append(np.zeros(1) if ends_alone else completion[sampled])
-        start += slots
-        lengths.append(start)
+        rows = _shared_rows(batch, micro_batch)
+    else:
+        rows = Rows()
+        for sample_id in micro_batch.samples:
+            sample = batch.samples[sample_id]
+            prompt, completion = sample.prompt_ids, sample.completion.token_ids
+            sampled, start = np.flatnonzero(sample.completion.own), rows.lengths[-1]
+            total = len(prompt) + len(completion)
+            (slots,) = padded([total], layout)
+            rows.heads.append(np.array([start + total - 1]) if ends_alone else start + len(prompt) - 1 + sampled)
+            rows.targets.append(np.zeros(1) if ends_alone else completion[sampled])
+            rows.add([prompt, completion, np.zeros(slots - total)], 0)
 
-    if padding := micro_batch.slots - start:
+    if padding := micro_batch.slots - rows.lengths[-1]:
         assert layout.context == 1 or not micro_batch.samples, (
             "under context parallelism every sequence is padded to the whole alignment"
         )
-        tokens.append(np.zeros(padding))
-        positions.append(np.arange(padding))
-        lengths.append(micro_batch.slots)
+        rows.add([np.zeros(padding)], 0)
+        if micro_batch.sharing:
+            rows.continues.append((0, 0))
 
+    lengths, continues = rows.lengths, tuple(rows.continues)
     slots_here = own_slots(lengths, layout.context, context_rank)
     row = np.full(micro_batch.slots, -1)
     row[slots_here] = np.arange(len(slots_here))
-    rows = row[np.concatenate([np.zeros(0, int), *heads])]  # [own tokens], -1 for a row of another context rank
+    heads = row[np.concatenate([np.zeros(0, int), *rows.heads])]  # [own tokens], -1 for a row of another context rank
 
     routing = None
     if choices is not None:
@@ -260,22 +260,24 @@ def pack(
 
     placed = _on_device(
         device,
-        parts_of(lengths, (), layout.context, context_rank),
+        parts_of(lengths, continues, layout.context, context_rank),
         bounds=lengths,
-        input_ids=np.concatenate(tokens)[slots_here],
-        position_ids=np.concatenate(positions)[slots_here],
-        head_positions=rows[rows >= 0],
-        heads=np.flatnonzero(rows >= 0),
-        targets=np.concatenate([np.zeros(0, int), *targets]),
+        input_ids=np.concatenate(rows.tokens)[slots_here],
+        position_ids=np.concatenate(rows.positions)[slots_here],
+        head_positions=heads[heads >= 0],
+        heads=np.flatnonzero(heads >= 0),
+        targets=np.concatenate([np.zeros(0, int), *rows.targets]),
     )
+    prompts = (stop - start for start, stop in continues) if continues else repeat(0)
     return PackedMicroBatch(
         **placed,
         samples=micro_batch.samples,
-        padding=micro_batch.slots - micro_batch.tokens,
+        padding=padding if micro_batch.sharing else micro_batch.slots - micro_batch.tokens,
         context=layout.context,
-        longest=max(stop - begin for begin, stop in zip(lengths, lengths[1:], strict=False)),
-        own_lengths=tuple(len(part) for part in targets),
+        longest=max(stop - begin + prompt for begin, stop, prompt in zip(lengths, lengths[1:], prompts, strict=False)),
+        own_lengths=tuple(len(part) for part in rows.targets),
         routing=routing,
+        continues=continues,
     )
 
 
@@ -289,64 +291,51 @@ def _on_device(device: torch.device, parts: Parts, **columns: Any) -> dict[str, 
     return placed | {"parts": parts}
 
 
-def _pack_shared(batch: Batch, micro_batch: MicroBatch, device: torch.device) -> PackedMicroBatch:
-    """Pack each prompt once, before the completions that continue it. Raises ValueError if prompts of a group differ."""
-    tokens, positions, heads, targets, lengths, continues, start = [], [], [], [], [0], [], 0
-    samples, longest = iter(micro_batch.samples), 0
+@dataclass
+class Rows:
+    """The rows of a micro-batch so far, as lists of arrays that are laid end to end; fields as in `PackedMicroBatch`."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    heads: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=lambda: [0])
+    continues: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[np.ndarray], position: int) -> None:
+        """Add a part, whose first token has this position."""
+        count = sum(map(len, tokens))
+        self.tokens += tokens
+        self.positions.append(position + np.arange(count))
+        self.lengths.append(self.lengths[-1] + count)
+
+
+def _shared_rows(batch: Batch, micro_batch: MicroBatch) -> Rows:
+    """Lay out each prompt once, before the completions that continue it. Raises ValueError if prompts of a group differ."""
+    rows, samples = Rows(), iter(micro_batch.samples)
     for size in micro_batch.sharing:
         run = [next(samples) for _ in range(size)]
         # A sample that was masked since has only dummy tokens.
         known = next((number for number in run if number not in batch.masked), run[0])
-        prompt, first = batch.samples[known].prompt_ids, start
-        tokens.append(prompt)
-        positions.append(np.arange(len(prompt)))
-        start += len(prompt)
-        lengths.append(start)
-        continues.append((0, 0))
+        prompt, first = batch.samples[known].prompt_ids, rows.lengths[-1]
+        rows.add([prompt], 0)
+        rows.continues.append((0, 0))
         for number in run:
-            sample = batch.samples[number]
+            sample, start = batch.samples[number], rows.lengths[-1]
             if number not in batch.masked and not np.array_equal(sample.prompt_ids, prompt):
                 raise ValueError(
                     f"samples {known} and {number} of one group have different prompts, so phases.*.share_prompts cannot "
                     "run them as one; set it to false"
                 )
             completion, sampled = sample.completion.token_ids, np.flatnonzero(sample.completion.own)
-            tokens.append(completion)
-            positions.append(len(prompt) + np.arange(len(completion)))
             # The first token is predicted by the prompt's last row, the others by the rows before them.
-            rows = start - 1 + np.arange(len(completion))
-            rows[:1] = first + len(prompt) - 1
-            heads.append(rows[sampled])
-            targets.append(completion[sampled])
-            start += len(completion)
-            lengths.append(start)
-            continues.append((first, first + len(prompt)))
-            longest = max(longest, len(prompt) + len(completion))
-    if behind := micro_batch.slots - start:
-        tokens.append(np.zeros(behind))
-        positions.append(np.arange(behind))
-        lengths.append(micro_batch.slots)
-        continues.append((0, 0))
-
-    placed = _on_device(
-        device,
-        parts_of(lengths, continues),
-        bounds=lengths,
-        input_ids=np.concatenate(tokens),
-        position_ids=np.concatenate(positions),
-        head_positions=np.concatenate(heads),
-        heads=np.arange(sum(map(len, heads))),
-        targets=np.concatenate(targets),
-    )
-    return PackedMicroBatch(
-        **placed,
-        samples=micro_batch.samples,
-        padding=behind,
-        context=1,
-        longest=max(longest, behind),
-        own_lengths=tuple(len(part) for part in targets),
-        continues=tuple(continues),
-    )
+            predicting = start - 1 + np.arange(len(completion))
+            predicting[:1] = first + len(prompt) - 1
+            rows.heads.append(predicting[sampled])
+            rows.targets.append(completion[sampled])
+            rows.add([completion], len(prompt))
+            rows.continues.append((first, first + len(prompt)))
+    return rows
 
 
 def own_slots(bounds: Sequence[int], context: int, context_rank: int) -> np.ndarray:

@@ -34,6 +34,7 @@ from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory  # isort: skip
 
+_WITH_DATA = (ShardedTensor, ShardedTensorFactory)
 _DENSE, _EXPERTS = "dense", "experts"
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
@@ -74,7 +75,7 @@ def save_checkpoint(
                 num_bytes = sum(
                     part.data.nbytes
                     for part in nested_values(content)
-                    if isinstance(part, ShardedTensor | ShardedTensorFactory) and not np.any(part.replica_id)
+                    if isinstance(part, _WITH_DATA) and not np.any(part.replica_id)
                 )
                 sizes, free = zip(*gather_to_all((num_bytes, free_bytes(partial))), strict=True)
                 if sum(sizes) > min(free):
@@ -180,7 +181,8 @@ def _restore(role: Role, loaded: dict[str, Any]) -> None:
 class StoredRole:
     """The weights of one role in a checkpoint, read parameter by parameter.
 
-    megatron-core itself loads only a whole model (0.16 and 0.19). So torch's reader reads what megatron-core describes.
+    megatron-core itself loads a tensor only with all experts that share its key (0.16 and 0.19). So torch's reader reads
+    what megatron-core describes.
     """
 
     def __init__(self, checkpoint: str | Path, role: str, chunks: Sequence[DecoderModel]) -> None:
@@ -190,10 +192,6 @@ class StoredRole:
         self._reader = FileSystemReader(Path(checkpoint) / role)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-
-    def dtype(self, parameter: str) -> torch.dtype:
-        dtype: torch.dtype = self._parts[parameter].data.dtype
-        return dtype
 
     def read(self, parameter: str) -> torch.Tensor:
         """Read a parameter by its local name, with its padding. Raises ValueError if the checkpoint lacks a part of it."""
@@ -320,7 +318,7 @@ def _owned(optimizer: Any, model: Any) -> dict[int, Any]:
     """Return the shards by which megatron-core describes optimizer states, marked so that each is written by its owner."""
     owners, group = _owners(optimizer), optimizer.data_parallel_group
     size, rank = group.size(), group.rank()
-    shards = [part for part in nested_values(model) if isinstance(part, ShardedTensor | ShardedTensorFactory)]
+    shards = [part for part in nested_values(model) if isinstance(part, _WITH_DATA)]
     return {
         number: replace(part, replica_id=(*part.replica_id[:-1], (rank - owners[part.data]) % size))
         for number, part in enumerate(shards)

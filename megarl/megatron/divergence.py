@@ -10,7 +10,7 @@ A tensor rank holds the same tokens of both heads; one MAX and one SUM all-reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithm import divergence as formulas
-from megarl.megatron.logprobs import LogProbabilities, add_product, begin_weight_gradient, end_weight_gradient
+from megarl.megatron.logprobs import LogProbabilities
 
 _PARTS = 4  # blocks that are held at once: both sides' logits and two of what is computed from them
 _NO_LOGIT = -1e30
+# Hidden rows and head of the policy, and of the teacher.
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Divergence:
@@ -43,9 +45,17 @@ class Divergence:
         [width, hidden] of either. Differentiable in `hidden` and `weight`, as `LogProbabilities`."""
         return _OverVocabulary.apply(hidden, weight, rows, teacher_weight, self)
 
-    def blocks(self, hidden: Tensor, weight: Tensor, rows: Tensor, teacher_weight: Tensor) -> Iterator[_Block]:
-        for some_rows, columns in self.head.blocks(len(hidden), weight, _PARTS):
-            yield _Block(some_rows, columns, (hidden, rows), (weight, teacher_weight), self.head.temperature)
+    def logits(self, inputs: Inputs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Make some rows and columns of the logits of the policy and of the teacher."""
+        hidden, weight, teacher_hidden, teacher_weight = inputs
+        policy = _wide(hidden[rows] @ weight[columns].t(), self.head.temperature)
+        return policy, _wide(teacher_hidden[rows] @ teacher_weight[columns].t(), self.head.temperature)
+
+    def logs(self, inputs: Inputs, rows: slice, columns: slice, normalisers: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the log-probabilities; `normalisers` [2, n] are the log-sums of all exponentials."""
+        policy, teacher = self.logits(inputs, rows, columns)
+        local = normalisers[:, rows].unsqueeze(-1)
+        return policy.sub_(local[0]), teacher.sub_(local[1])
 
     def reduce(self, sums: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Join the sums of the tensor ranks in place."""
@@ -54,40 +64,16 @@ class Divergence:
         return sums
 
 
-class _Block:
-    """Some rows and columns of the logits; made anew by each call, so that a block is freed before the next one is made."""
-
-    def __init__(
-        self, rows: slice, columns: slice, hidden: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], temperature: float
-    ) -> None:
-        self.rows, self.columns, self._temperature = rows, columns, temperature
-        self._hidden, self._weights = hidden, weights
-
-    def logits(self) -> tuple[Tensor, Tensor]:
-        """Make the logits of the policy and of the teacher."""
-        policy, teacher = (
-            _wide(hidden[self.rows] @ weight[self.columns].t(), self._temperature)
-            for hidden, weight in zip(self._hidden, self._weights, strict=True)
-        )
-        return policy, teacher
-
-    def logs(self, normalisers: Tensor) -> tuple[Tensor, Tensor]:
-        """Make the log-probabilities; `normalisers` [2, n] are the log-sums of all exponentials."""
-        policy, teacher = self.logits()
-        own = normalisers[:, self.rows].unsqueeze(-1)
-        return policy.sub_(own[0]), teacher.sub_(own[1])
-
-
 class _OverVocabulary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, teacher_weight: Tensor, divergence: Divergence
     ) -> Tensor:
-        inputs = (hidden, weight, rows, teacher_weight)
+        inputs, head = (hidden, weight, rows, teacher_weight), divergence.head
         sums = _wide(hidden.new_zeros(3, 2, len(hidden)), 1.0)
         sums[0] = _NO_LOGIT
-        for block in divergence.blocks(*inputs):
-            own, more = sums[..., block.rows], divergence.sums(*block.logits())
+        for some_rows, columns in head.blocks(len(hidden), weight, _PARTS):
+            own, more = sums[..., some_rows], divergence.sums(*divergence.logits(inputs, some_rows, columns))
             highest = torch.maximum(own[0], more[0])
             own[1:] = own[1:] * (own[0] - highest).exp() + more[1:] * (more[0] - highest).exp()
             own[0] = highest
@@ -96,8 +82,8 @@ class _OverVocabulary(torch.autograd.Function):
         normalisers = highest + totals.log()
         if divergence.kind == "jensen_shannon":
             parts = torch.zeros_like(totals)
-            for block in divergence.blocks(*inputs):
-                parts[:, block.rows] += divergence.mixture_sums(*block.logs(normalisers))
+            for some_rows, columns in head.blocks(len(hidden), weight, _PARTS):
+                parts[:, some_rows] += divergence.mixture_sums(*divergence.logs(inputs, some_rows, columns, normalisers))
             policy, teacher = divergence.reduce(parts)
             value, slope_value = divergence.mixture * teacher + (1.0 - divergence.mixture) * policy, policy
         else:  # the weighted sum is of the differences of logits, not of log-probabilities
@@ -112,18 +98,14 @@ class _OverVocabulary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, rows, normalisers, value = ctx.saved_tensors
         weight, divergence = ctx.weight, ctx.divergence
-        slope = gradients[0] / divergence.head.temperature
-        grad_hidden = torch.zeros(hidden.shape, dtype=value.dtype, device=hidden.device)
-        grad_weight = begin_weight_gradient(weight, ctx.needs_input_grad[1], value.dtype)
-        for block in divergence.blocks(hidden, weight, rows, ctx.teacher_weight):
-            own, columns = block.rows, block.columns
-            slopes = divergence.slopes(*block.logs(normalisers), value[own]).mul_(slope[own].unsqueeze(-1)).to(hidden.dtype)
-            add_product(grad_hidden[own], slopes, weight[columns])
-            if grad_weight is not None:
-                add_product(grad_weight[columns], slopes.t(), hidden[own])
-            del slopes  # before the next block is made
-        grad_hidden = divergence.reduce(grad_hidden.to(hidden.dtype))
-        return grad_hidden, end_weight_gradient(weight, grad_weight), None, None, None
+        inputs, head = (hidden, weight, rows, ctx.teacher_weight), divergence.head
+        slope = gradients[0] / head.temperature
+
+        def slopes_of(some_rows: slice, columns: slice) -> Tensor:
+            slopes = divergence.slopes(*divergence.logs(inputs, some_rows, columns, normalisers), value[some_rows])
+            return slopes.mul_(slope[some_rows].unsqueeze(-1)).to(hidden.dtype)
+
+        return *head.gradients(ctx, hidden, value.dtype, slopes_of, _PARTS), None, None, None
 
 
 def _wide(logits: Tensor, temperature: float) -> Tensor:
@@ -206,21 +188,14 @@ class _Chosen(torch.autograd.Function):
         hidden, local, normaliser = ctx.saved_tensors
         weight, head = ctx.weight, ctx.head
         slopes = gradients[0] / head.temperature
-        grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device)
-        grad_weight = begin_weight_gradient(weight, ctx.needs_input_grad[1], normaliser.dtype)
-        for rows, columns in head.blocks(len(hidden), weight, _PARTS):
+
+        def slopes_of(rows: slice, columns: slice) -> Tensor:
             block = _wide(hidden[rows] @ weight[columns].t(), head.temperature)
             block.sub_(normaliser[rows].unsqueeze(-1)).exp_().mul_(-slopes[rows].sum(-1, keepdim=True))
             here, at = _inside(local[rows], columns)
-            block = block.scatter_add_(-1, at, torch.where(here, slopes[rows], 0.0)).to(hidden.dtype)
-            add_product(grad_hidden[rows], block, weight[columns])
-            if grad_weight is not None:
-                add_product(grad_weight[columns], block.t(), hidden[rows])
-            del block
-        grad_hidden = grad_hidden.to(hidden.dtype)
-        if head.group.size() > 1:
-            dist.all_reduce(grad_hidden, group=head.group)
-        return grad_hidden, end_weight_gradient(weight, grad_weight), None, None
+            return block.scatter_add_(-1, at, torch.where(here, slopes[rows], 0.0)).to(hidden.dtype)
+
+        return *head.gradients(ctx, hidden, normaliser.dtype, slopes_of, _PARTS), None, None
 
 
 def _inside(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:

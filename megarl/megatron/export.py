@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from megarl.megatron.checkpoint import StoredRole, load_adapters
 from megarl.megatron.lora import MODULES, Adapter
 from megarl.megatron.model import DTYPES, WithoutContent, build_model, named_shards
 from megarl.megatron.parallel import Place, start_parallel
-from megarl.megatron.weights import load_shards, view_of
+from megarl.megatron.weights import load_shards, score_box, view_of
 from megarl.models import ModelShape
 from megarl.models.layout import Box, Layout
 from megarl.models.megatron_weights import checkpoint_sizes, rank_boxes
@@ -137,63 +137,67 @@ def write_model(
     max_file_bytes: int = MAX_FILE_BYTES,
     role: str = "actor",
 ) -> None:
-    """Write the actor of a checkpoint as safetensors, parameter by parameter; call this in a process group of one.
+    """Write the actor of a checkpoint as safetensors files of at most `max_file_bytes` (or one parameter), one at a time,
+    and their index; call this in a process group of one.
 
     `base` is the model directory and the section of adapters, if the checkpoint holds adapters only. `role` is
     `reward_model` for a run that trained one.
     """
-    stored: StoredRole | MergedRole
+    scores = role == "reward_model"
+    boxes: dict[str, list[Box]] = defaultdict(list)  # by parameter
+    for box in rank_boxes(shape, Layout(), 0, critic=scores):
+        boxes[box.parameter].append(box)
+    sizes = checkpoint_sizes(shape, scores)
+    if scores:
+        sizes[SCORE] = 1, shape.hidden
+        boxes["output_layer.weight"] = [score_box(shape, Layout(), 0)]
     (place,) = start_parallel([Layout()], seed, 300.0, local_rank=0).values()
     with place.active():
         # A model on "meta" is enough to know where the checkpoint holds each parameter.
         with WithoutContent():
             chunks = build_model(shape, place.layout, precision, role, torch.device("meta"))
+        parameters = named_shards(chunks, place.layout)
+        read: Callable[[str], Tensor]  # a parameter, with its padding
         if base is None:
-            stored = StoredRole(checkpoint, role, chunks)
+            read = StoredRole(checkpoint, role, chunks).read
         else:
             source, lora = base
             adapters = stored_adapters(checkpoint, shape, lora, DTYPES[precision], place)
-            stored = MergedRole(source, shape, named_shards(chunks, place.layout), adapters)
-    boxes_of: dict[str, list[Box]] = defaultdict(list)
-    scores = role == "reward_model"
-    for box in rank_boxes(shape, place.layout, 0, 0, critic=scores):
-        boxes_of[box.parameter].append(box)
-    sizes = checkpoint_sizes(shape, scores)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for parameter, boxes in boxes_of.items():
-            content = stored.read(parameter)
-            # A tensor that the family keeps in fp32 stays in fp32 in a bf16 model.
-            held = {box.name: torch.empty(sizes[box.name], dtype=stored.dtype(parameter)) for box in boxes}
-            for box in boxes:
-                held[box.name][box.row0 : box.row1, box.col0 : box.col1] = view_of(content, box)
-            yield from ((name, tensor if sizes[name][1] > 1 else tensor.squeeze(1)) for name, tensor in held.items())
-        if scores:
-            yield SCORE, stored.read("output_layer.weight")
+            def merged(name: str) -> Tensor:
+                content = torch.empty_like(parameters[name], device="cpu")
+                load_shards(source, shape, boxes[name], {name: content})
+                return adapters[name].merged_into(content) if name in adapters else content
 
-    save_tensors(target, tensors(), max_file_bytes)
+            read = merged
 
-
-def save_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> None:
-    """Write safetensors files of at most `max_file_bytes` (or one tensor), held one at a time, and their index."""
     file_of: dict[str, str] = {}
-    total_bytes = held_bytes = 0
-    held: dict[str, Tensor] = {}
+    total_bytes = 0
+    for number, names in enumerate(_batches(boxes, parameters, max_file_bytes), 1):
+        file, held = f"model-{number:05d}.safetensors", dict[str, Tensor]()
+        for name in names:
+            content = read(name)
+            for box in boxes[name]:
+                if box.name not in held:  # a tensor that the family keeps in fp32 stays in fp32 in a bf16 model
+                    held[box.name] = torch.empty(sizes[box.name], dtype=content.dtype)
+                held[box.name][box.row0 : box.row1, box.col0 : box.col1] = view_of(content, box)
+        held = {name: tensor if sizes[name][1] > 1 else tensor.squeeze(1) for name, tensor in held.items()}
+        save_file(held, target / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(held, file)
+        total_bytes += sum(tensor.nbytes for tensor in held.values())
+    _write_json(target / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": file_of})
 
-    def flush() -> None:
-        file = f"model-{len(set(file_of.values())) + 1:05d}.safetensors"
-        save_file(held, directory / file, metadata={"format": "pt"})
-        file_of.update(dict.fromkeys(held, file))
-        held.clear()
 
-    for name, tensor in tensors:
-        if held and held_bytes + tensor.nbytes > max_file_bytes:
-            flush()
-            held_bytes = 0
-        held[name] = tensor
-        held_bytes, total_bytes = held_bytes + tensor.nbytes, total_bytes + tensor.nbytes
-    flush()
-    _write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": file_of})
+def _batches(names: Iterable[str], parameters: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
+    """Divide parameters into batches of at most `most_bytes`, or of one parameter."""
+    batch, num_bytes = list[str](), 0
+    for name in names:
+        if batch and num_bytes + parameters[name].nbytes > most_bytes:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(name)
+        num_bytes += parameters[name].nbytes
+    yield batch
 
 
 def stored_adapters(
@@ -209,29 +213,6 @@ def stored_adapters(
             )
     load_adapters(checkpoint, "actor", adapters)
     return {f"{name}.weight": adapter for name, adapter in adapters.items()}
-
-
-class MergedRole:
-    """The weights of a model directory with adapters merged in, read parameter by parameter as from a `StoredRole`."""
-
-    def __init__(
-        self, directory: str | Path, shape: ModelShape, parameters: Mapping[str, Tensor], adapters: Mapping[str, Adapter]
-    ) -> None:
-        """`parameters` belong to one rank that holds the whole model, by local name, and may be on "meta"."""
-        self._directory, self._shape, self._parameters, self._adapters = directory, shape, parameters, adapters
-        self._boxes: dict[str, list[Box]] = defaultdict(list)
-        for box in rank_boxes(shape, Layout(), 0, 0):
-            self._boxes[box.parameter].append(box)
-
-    def dtype(self, parameter: str) -> torch.dtype:
-        return self._parameters[parameter].dtype
-
-    def read(self, parameter: str) -> Tensor:
-        """Read a parameter by its local name, with its padding. Raises what `load_shards` raises."""
-        like = self._parameters[parameter]
-        content = torch.empty(like.shape, dtype=like.dtype)
-        load_shards(self._directory, self._shape, self._boxes[parameter], {parameter: content})
-        return self._adapters[parameter].merged_into(content) if parameter in self._adapters else content
 
 
 def export_adapter(run_dir: str | Path, target: str | Path) -> Path:
@@ -296,8 +277,7 @@ def peft_tensors(shape: ModelShape, layout: Layout, factors: Sequence[Factors]) 
     """
     sizes, tensors = checkpoint_sizes(shape), dict[str, Tensor]()
     for rank, held in enumerate(factors):
-        tensor_rank, pipeline_rank, _, _ = layout.coordinates(rank)
-        for part in rank_boxes(shape, layout, tensor_rank, pipeline_rank):
+        for part in rank_boxes(shape, layout, rank):
             if part.parameter not in held:
                 continue
             a, b = held[part.parameter]

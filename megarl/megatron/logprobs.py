@@ -14,7 +14,7 @@ backward pass are in the model's precision, as in any linear layer, and their su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,36 @@ class LogProbabilities:
         columns = max(0, min(len(weight), self.vocab - self.first_column(weight)))
         return blocks.cut(num_rows, columns, weight.device.type == "cpu", parts)
 
+    def gradients(
+        self, ctx: Any, hidden: Tensor, dtype: torch.dtype, slopes_of: Callable[[slice, slice], Tensor], parts: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the hidden rows and of the head's weight `ctx.weight`, summed in `dtype` over the blocks.
+        `slopes_of` makes the gradient of the logits of some rows and columns, in the type of `hidden`.
+
+        The weight's gradient goes to megatron-core's buffer if it has one. Then autograd gets a gradient by the rules of
+        megatron-core's linear layers with fused accumulation: none if the weight has `zero_out_wgrad`, because it still
+        gets the embedding's gradient; otherwise any, which the mark keeps from being added.
+        """
+        weight, has_buffer = ctx.weight, hasattr(ctx.weight, "main_grad")
+        grad_hidden, grad_weight = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight.main_grad if has_buffer else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        for rows, columns in self.blocks(len(hidden), weight, parts):
+            block = slopes_of(rows, columns)
+            add_product(grad_hidden[rows], block, weight[columns])
+            if grad_weight is not None:
+                add_product(grad_weight[columns], block.t(), hidden[rows])
+            del block  # before the next block is made
+        grad_hidden = grad_hidden.to(hidden.dtype)
+        if self.group.size() > 1:
+            dist.all_reduce(grad_hidden, group=self.group)
+        if grad_weight is None or (has_buffer and hasattr(weight, "zero_out_wgrad")):
+            return grad_hidden, None
+        if not has_buffer:
+            return grad_hidden, grad_weight.to(weight.dtype)
+        weight.grad_added_to_main_grad = True
+        return grad_hidden, torch.empty_like(weight)
+
 
 class _Head(torch.autograd.Function):
     """log p(target) = l_t - log Z and entropy H = log Z - sum p l of softmax(l), where l = hidden weight^T / temperature and
@@ -100,53 +130,20 @@ class _Head(torch.autograd.Function):
         return at_target - log_total, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> Any:
         hidden, local, normaliser, entropies = ctx.saved_tensors
         head, weight = ctx.head, ctx.weight
-        of_logprobs, of_entropy = gradients
         slope = (torch.zeros_like(normaliser) if of_logprobs is None else of_logprobs) / head.temperature
         bonus = None if of_entropy is None else of_entropy / head.temperature
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = begin_weight_gradient(weight, ctx.needs_input_grad[1], torch.float32)
 
-        def add_block(
-            rows: slice, columns: slice
-        ) -> None:  # a function, so that a block is freed before the next one is made
+        def slopes_of(rows: slice, columns: slice) -> Tensor:
             logits, targets = hidden[rows] @ weight[columns].t(), local[rows] - columns.start
             if bonus is None:
-                block = head.slopes(logits, targets, normaliser[rows], head.temperature, slope[rows])
-            else:
-                more = (entropies[rows], bonus[rows])
-                block = head.slopes_with_entropy(logits, targets, normaliser[rows], head.temperature, slope[rows], *more)
-            add_product(grad_hidden[rows], block, weight[columns])
-            if grad_weight is not None:
-                add_product(grad_weight[columns], block.t(), hidden[rows])
+                return head.slopes(logits, targets, normaliser[rows], head.temperature, slope[rows])
+            more = (entropies[rows], bonus[rows])
+            return head.slopes_with_entropy(logits, targets, normaliser[rows], head.temperature, slope[rows], *more)
 
-        for block in head.blocks(len(hidden), weight):
-            add_block(*block)
-        grad_hidden = grad_hidden.to(hidden.dtype)
-        if head.group.size() > 1:
-            dist.all_reduce(grad_hidden, group=head.group)
-        return grad_hidden, end_weight_gradient(weight, grad_weight), None, None, None
-
-
-def begin_weight_gradient(weight: Any, is_needed: bool, dtype: torch.dtype) -> Tensor | None:
-    """Return what the gradient of a head's weight is added to: megatron-core's buffer, or zeros; None if none is needed."""
-    if not is_needed:
-        return None
-    return weight.main_grad if hasattr(weight, "main_grad") else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-
-
-def end_weight_gradient(weight: Any, gradient: Tensor | None) -> Tensor | None:
-    """Return what autograd gets of it, by the rules of megatron-core's linear layers with fused accumulation: a weight with
-    `zero_out_wgrad` still gets the embedding's gradient; any other needs some gradient, which the mark keeps from being
-    added."""
-    if gradient is None or not hasattr(weight, "main_grad"):
-        return None if gradient is None else gradient.to(weight.dtype)
-    if hasattr(weight, "zero_out_wgrad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+        return *head.gradients(ctx, hidden, torch.float32, slopes_of), None, None, None
 
 
 def _over_blocks(hidden: Tensor, weight: Tensor, local: Tensor, head: LogProbabilities, entropy: bool) -> tuple[Tensor, ...]:

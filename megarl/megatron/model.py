@@ -270,11 +270,12 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, spec: str, chunk: i
     """Return the block spec of a chunk; `spec` is a `spec_name`."""
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
+    norm: Any = RMSNorm
     if spec == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm  # absent without Transformer Engine
 
-        return TransformerBlockSubmodules([_transformer_engine_layer(shape, layer, TENorm) for layer in layers], TENorm)
-    return TransformerBlockSubmodules([_local_layer(shape, layer) for layer in layers], RMSNorm)
+        norm = TENorm
+    return TransformerBlockSubmodules([_layer(shape, layer, spec, norm) for layer in layers], norm)
 
 
 # Norms that Transformer Engine fuses into the next linear layer have the local spec's keys in a checkpoint, so that both
@@ -285,54 +286,34 @@ _CHECKPOINT_KEYS = {
 }
 
 
-def _transformer_engine_layer(shape: ModelShape, layer: int, norm: Any) -> ModuleSpec:
-    """Return a layer of Transformer Engine's modules, with experts in one grouped matrix product. Families with windows or
-    latent attention use megarl's core attention."""
-    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=_count_experts(shape, layer),
-        moe_grouped_gemm=shape.has_experts(layer),
+def _layer(shape: ModelShape, number: int, spec: str, norm: Any) -> ModuleSpec:
+    """Return a layer of Transformer Engine's modules, with experts in one grouped matrix product; or one of megatron-core's
+    own modules, with megarl's norm and one expert after the other. The latter, and families with windows or latent
+    attention, use megarl's core attention. `norm` is the class of norms that are not fused into a linear layer."""
+    has_experts = shape.has_experts(number)
+    features = dict(
+        num_experts=shape.experts.count if shape.experts is not None and has_experts else None,
         qk_layernorm=shape.qk_norm,
         multi_latent_attention=shape.latent is not None,
     )
-    if shape.has_own_attention:
-        _adapt_layer(shape, spec, norm)
-    spec.submodules.sharded_state_dict_keys_map = _CHECKPOINT_KEYS
-    return spec
-
-
-def _local_layer(shape: ModelShape, layer: int) -> ModuleSpec:
-    """Return a layer of megatron-core's own modules, with megarl's norm and attention and one expert after the other."""
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=_count_experts(shape, layer),
-        qk_layernorm=shape.qk_norm,
-        multi_latent_attention=shape.latent is not None,
-        normalization="RMSNorm",
-    )
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention
-    if shape.qk_norm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    _adapt_layer(shape, spec, RMSNorm)
-    spec.submodules.sharded_state_dict_keys_map = _CHECKPOINT_KEYS
-    return spec
-
-
-def _count_experts(shape: ModelShape, layer: int) -> int | None:
-    """Return a layer's number of experts; None for a layer with one feed-forward network."""
-    return shape.experts.count if shape.experts is not None and shape.has_experts(layer) else None
-
-
-def _adapt_layer(shape: ModelShape, layer: ModuleSpec, norm: Any) -> None:
-    """Put megarl's core attention and the family's own modules into a layer's spec; `norm` is the class of norms that are
-    not fused into a linear layer."""
+    if spec == "transformer_engine":
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**features, moe_grouped_gemm=has_experts)
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(**features, normalization="RMSNorm")
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.sharded_state_dict_keys_map = _CHECKPOINT_KEYS
     attention = layer.submodules.self_attention
-    attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"windows": shape.windows})
+    if spec == "local" and shape.qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    if spec == "local" or shape.has_own_attention:
+        attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"windows": shape.windows})
     if shape.latent is not None:
         layer.submodules.self_attention = latent_attention(shape, attention.submodules, norm)
     elif shape.local_rope_theta is not None:
         attention.module, attention.params = WindowedSelfAttention, attention.params | {"windows": shape.windows}
     if shape.sandwich_norms:
         layer.module, layer.params = SandwichLayer, {"norm": norm}
+    return layer
 
 
 def build_model(
@@ -346,13 +327,44 @@ def build_model(
     options: Mapping[str, Any] | None = None,
     router_replay: bool = False,
 ) -> list[DecoderModel]:
-    """Build the model chunks of this rank's stage, without weights; call this inside the layout's place.
+    """Build the model chunks of this rank's stage, without weights; call this inside the layout's place. The last chunk of a
+    scalar role has a value head instead of the vocabulary.
 
     The chunks share one configuration, as megatron-core's schedules expect.
     """
     config = transformer_config(shape, layout, precision, fp8, memory, options, router_replay)
-    spec = spec_name(precision)
-    return [_build_chunk(shape, config, spec, chunk, role, device) for chunk in range(layout.virtual_pipeline)]
+    spec, is_scalar, chunks = spec_name(precision), role in SCALAR_ROLES, list[DecoderModel]()
+    for number in range(layout.virtual_pipeline) if layout.virtual_pipeline > 1 else (None,):
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
+        model = DecoderModel(
+            config=config,
+            transformer_layer_spec=layer_spec(shape, config, spec, number),
+            vocab_size=padded_vocab(shape, config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=first,
+            share_embeddings_and_output_weights=shape.tied and not is_scalar,
+            post_process=last,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            vp_stage=number,
+        )
+        if is_scalar and last:
+            model.output_layer = ValueHead(config)
+        if first and shape.embedding_scale != 1.0:
+            scale_embedding(model.embedding, shape.embedding_scale, config.params_dtype)
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+        model = model.to(device=device, dtype=config.params_dtype)
+        for layer in model.modules():
+            if isinstance(layer, TopKRouter) and layer.expert_bias is not None:
+                layer.expert_bias = layer.expert_bias.float()  # bf16 would round it
+            elif isinstance(layer, MoELayer) and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+                # megatron-core (0.16 and 0.19) marks experts only under expert parallelism; without the mark their gradients
+                # are reduced over ranks that hold other shards.
+                for parameter in layer.experts.parameters():
+                    parameter.allreduce = False
+        chunks.append(model)
+    return chunks
 
 
 class WithoutContent(TorchFunctionMode):
@@ -364,43 +376,6 @@ class WithoutContent(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         more = {"device": torch.device("meta")} if func is torch.empty else {}
         return func(*args, **{**(kwargs or {}), **more})
-
-
-def _build_chunk(
-    shape: ModelShape, config: TransformerConfig, spec: str, chunk: int, role: str, device: torch.device
-) -> DecoderModel:
-    """Build one chunk; the last chunk of a scalar role has a value head instead of the vocabulary."""
-    number = chunk if config.virtual_pipeline_model_parallel_size is not None else None
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
-    is_scalar = role in SCALAR_ROLES
-    model = DecoderModel(
-        config=config,
-        transformer_layer_spec=layer_spec(shape, config, spec, number),
-        vocab_size=padded_vocab(shape, config.tensor_model_parallel_size),
-        max_sequence_length=shape.max_positions,
-        pre_process=first,
-        share_embeddings_and_output_weights=shape.tied and not is_scalar,
-        post_process=last,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        vp_stage=number,
-    )
-    if is_scalar and last:
-        model.output_layer = ValueHead(config)
-    if first and shape.embedding_scale != 1.0:
-        scale_embedding(model.embedding, shape.embedding_scale, config.params_dtype)
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
-    model = model.to(device=device, dtype=config.params_dtype)
-    for layer in model.modules():
-        if isinstance(layer, TopKRouter) and layer.expert_bias is not None:
-            layer.expert_bias = layer.expert_bias.float()  # bf16 would round it
-        elif isinstance(layer, MoELayer) and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
-            # megatron-core (0.16 and 0.19) marks experts only under expert parallelism; without the mark their gradients
-            # are reduced over ranks that hold other shards.
-            for parameter in layer.experts.parameters():
-                parameter.allreduce = False
-    return model
 
 
 _TRANSFORMER_ENGINE_NAMES = (

@@ -31,37 +31,38 @@ class HostStorages:
     they are restored as zeros. `constant`: nothing writes to them, so that they are copied to the host once."""
 
     def __init__(self, keep: bool, constant: bool = False) -> None:
-        self.keep, self.constant = keep, constant
+        self.keep, self.constant, self.is_away = keep, constant, False
         self._away: list[tuple[Storage, int]] = []
         # Copies stay allocated: allocating pinned memory is slow.
-        self._copies: dict[int, Tensor] = {}
+        self._copies: list[Tensor] = []  # in the order of the storages, which come in the same order each time
 
     def offload(self, storages: Iterable[Storage]) -> None:
         """Free the storages' device memory."""
-        assert not self._away, "already offloaded"
-        for storage in storages:
+        assert not self.is_away, "already offloaded"
+        self.is_away = True
+        for number, storage in enumerate(storages):
             # torch (2.13) crashes when it resizes shared memory.
             assert storage.device.type != "cpu" or not storage.is_shared(), "shared memory cannot be offloaded"
             size = storage.nbytes()
-            copy = self._copies.get(storage._cdata)
-            is_copied = copy is not None and copy.numel() == size
+            is_copied = number < len(self._copies) and self._copies[number].numel() == size
             if self.keep and not (is_copied and self.constant):
-                if copy is None or not is_copied:
-                    copy = self._copies[storage._cdata] = platform.host_bytes(size)
-                copy.copy_(_bytes_of(storage), non_blocking=True)
+                if not is_copied:
+                    self._copies[number : number + 1] = [platform.host_bytes(size)]
+                self._copies[number].copy_(_bytes_of(storage), non_blocking=True)
             self._away.append((storage, size))
         platform.synchronize()  # the copies must end before the memory is freed
         for storage, _ in self._away:
             storage.resize_(0)
 
     def restore(self) -> None:
-        for storage, size in self._away:
+        """Fill the storages again, if they are offloaded."""
+        for number, (storage, size) in enumerate(self._away):
             storage.resize_(size)
             if self.keep:
-                _bytes_of(storage).copy_(self._copies[storage._cdata], non_blocking=True)
+                _bytes_of(storage).copy_(self._copies[number], non_blocking=True)
             else:
                 _bytes_of(storage).zero_()
-        self._away = []
+        self._away, self.is_away = [], False
 
 
 def _bytes_of(storage: Storage) -> Tensor:
@@ -71,9 +72,9 @@ def _bytes_of(storage: Storage) -> Tensor:
 
 def storages_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> list[Storage]:
     """Return the storages of tensors, each once, without the storages of `but`."""
-    left_out = {tensor.untyped_storage()._cdata for tensor in but}
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return [storage for key, storage in storages.items() if key not in left_out and storage.nbytes()]
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for address, storage in storages.items() if address not in left_out and storage.nbytes()]
 
 
 class RoleOffload:
@@ -89,26 +90,25 @@ class RoleOffload:
         self._models, self._chunks, self._optimizer = models, chunks, optimizer
         self._weights = HostStorages(keep=True, constant=constant)
         self._states, self._gradients = HostStorages(keep=True), HostStorages(keep=False)
-        self._weights_away = self._training_away = self._is_inside = False
+        self._is_inside = False
 
     def is_present(self, training: bool = False) -> bool:
-        return not self._weights_away and not (training and self._training_away)
+        return not self._weights.is_away and not (training and self._states.is_away)
 
     def offload(self) -> None:
         """Offload everything that `setting` names and that is on the device. The memory goes back to the driver: in the
         allocator, smaller tensors would fragment it."""
-        away = self._weights_away, self._training_away
+        moves_training = self._moves_training and not self._states.is_away
+        moves_weights = self.moves_weights and not self._weights.is_away
         # fp32 main parameters share the weights' memory.
         weights = [parameter.data for model in self._models for parameter in model.parameters()]
-        if self._moves_training and not self._training_away:
+        if moves_training:
             self._states.offload(storages_of(_optimizer_tensors(self._optimizer), but=weights))
             buffers = (buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
             self._gradients.offload(storages_of(buffer.grad_data for buffer in buffers))
-            self._training_away = True
-        if self.moves_weights and not self._weights_away:
+        if moves_weights:
             self._weights.offload(storages_of(weights))
-            self._weights_away = True
-        if away != (self._weights_away, self._training_away):
+        if moves_training or moves_weights:
             platform.empty_cache()
 
     @contextmanager
@@ -117,13 +117,8 @@ class RoleOffload:
         assert not self._is_inside, "a role runs one phase at a time"
         self._is_inside = True
         with span("offload"):
-            if self._weights_away:
-                self._weights.restore()
-                self._weights_away = False
-            if training and self._training_away:
-                self._states.restore()
-                self._gradients.restore()
-                self._training_away = False
+            for storages in (self._weights, self._states, self._gradients) if training else (self._weights,):
+                storages.restore()
         try:
             yield
         finally:
@@ -200,7 +195,7 @@ class ActivationOffload:
     def forward(self) -> Iterator[None]:
         """Send the saved tensors of the forward pass inside to the host."""
         kept = {
-            parameter.untyped_storage()._cdata
+            parameter.untyped_storage().data_ptr()
             for model in self._models
             for parameter in (*model.parameters(), *model.buffers())
         }
@@ -210,7 +205,7 @@ class ActivationOffload:
             storage = tensor.untyped_storage()
             # By the storage's size: a small view would keep all of it.
             small = storage.nbytes() < LEAST_ACTIVATION_BYTES
-            if small or storage._cdata in kept or tensor.device.type != platform.kind:
+            if small or storage.data_ptr() in kept or tensor.device.type != platform.kind:
                 return tensor
             # While the weak reference lives no other storage gets the same address. A tensor that was written to has
             # another version.

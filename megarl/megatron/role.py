@@ -51,10 +51,11 @@ from megarl.megatron.optimizer import (
 from megarl.megatron.parallel import Place
 from megarl.megatron.router_replay import RouterReplay
 from megarl.megatron.spans import MegatronTimers
-from megarl.megatron.weights import has_score_head, load_score_head, load_shards
+from megarl.megatron.weights import load_shards, score_box
 from megarl.models import ModelShape
 from megarl.models.attention import Packing
 from megarl.models.megatron_weights import rank_boxes
+from megarl.models.stored_weights import SCORE, stored_tensors
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
 from megarl.schedule import Executed, MiniBatch, Plan
 from megarl.telemetry.clock import span
@@ -185,24 +186,17 @@ class Role:
         self.chunks = list(self.models)
         self.config = self.models[0].config
         self.config.timers = MegatronTimers()
-        boxes = rank_boxes(
-            shape,
-            place.layout,
-            place.tensor_rank,
-            place.pipeline_rank,
-            place.data_rank,
-            role in SCALAR_ROLES,
-            place.context_rank,
-        )
-        load_shards(directory, shape, boxes, named_shards(self.models, place.layout), critic=role in SCALAR_ROLES)
-        if role in SCALAR_ROLES and self.models[-1].post_process:
-            head = self.models[-1].output_layer.weight
-            if role == "reward_model" and (not is_trained or has_score_head(directory)):
-                load_score_head(head, directory)
-            else:  # the same small head under every layout, so that values start near 0
-                generator = torch.Generator().manual_seed(settings.seed)
-                with torch.no_grad():
-                    head.copy_(torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range)
+        is_scalar, has_head = role in SCALAR_ROLES, self.models[-1].post_process
+        scores = role == "reward_model" and (not is_trained or SCORE in stored_tensors(directory))
+        boxes = [*rank_boxes(shape, place.layout, place.rank, critic=is_scalar)]
+        if scores and has_head:
+            boxes.append(score_box(shape, place.layout, place.rank))
+        load_shards(directory, shape, boxes, named_shards(self.models, place.layout), is_scalar, scores)
+        if is_scalar and has_head and not scores:  # the same small head under every layout, so that values start near 0
+            generator = torch.Generator().manual_seed(settings.seed)
+            with torch.no_grad():
+                weight = torch.randn(1, shape.hidden, generator=generator) * shape.initializer_range
+                self.models[-1].output_layer.weight.copy_(weight)
 
     def _make_trainable(self, training: Training, settings: RoleSettings) -> None:
         """Add adapters, freeze weights, and make gradient buffers, optimizer and learning-rate schedule."""
@@ -490,13 +484,9 @@ class Role:
 
     def _packing(self, micro: PackedMicroBatch) -> PackedSeqParams:
         """Describe a micro-batch for the attention of this role's layers."""
-        if micro.continues and not self._has_own_attention:
-            raise ValueError(
-                f"the {self.role} uses Transformer Engine's attention, which supports no shared prompts; set "
-                "phases.*.share_prompts to false"
-            )
         if self._has_own_attention:
             return Packing(parts=micro.parts, query_bounds=micro.query_bounds, key_bounds=micro.key_bounds)
+        assert not micro.continues, "refused before the start: Transformer Engine's attention supports no shared prompts"
         sizes: dict[str, Any] = dict(qkv_format="thd", cu_seqlens_q=micro.bounds, cu_seqlens_kv=micro.bounds)
         longest = max(self._max_sequence_tokens or 0, micro.longest)  # context parallelism pads sequences
         return PackedSeqParams(**sizes, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -12,53 +12,44 @@ from megarl.recipe.algorithm_section import EarlyStopSection
 from megarl.schedule import Cost, Executed, MiniBatch, Plan, PlanMismatch, compare, quality
 
 
-def schedule_metrics(
-    plan: Plan, ranks: Sequence[Sequence[Executed]], lengths: Sequence[int], cost: Cost, prompts: Sequence[int] | None = None
-) -> dict[str, float]:
-    """Return the planned and executed shapes of one phase, and the quality of its plan.
+def prove(
+    plan: Plan, place: Place, batch: Batch, cost: Cost, executed: list[Executed]
+) -> tuple[tuple[MiniBatch, ...], dict[str, float]]:
+    """Compare what every data-parallel rank executed with the plan. Return the mini-batches that ran; and as metrics the
+    planned and executed shapes, and the quality of the plan. Raises PlanMismatch. Collective.
 
-    `ranks` holds what each data-parallel rank executed, by mini-batch. Micro-batches are counted on one rank (all have as
-    many); tokens and slots are summed over the data-parallel ranks.
-    """
+    Micro-batches are counted on one rank (all have as many); tokens and slots are summed over the data-parallel ranks."""
+    everywhere = gather_to_all(executed)
+    ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
+    # An early stop skips the last mini-batches on every rank.
+    mini_batches = plan.mini_batches[: len(executed)]
+    for data_rank, ran in enumerate(ranks):
+        if len(ran) != len(mini_batches):
+            raise PlanMismatch(
+                f"phase {plan.phase}: data-parallel rank {data_rank} executed {len(ran)} of {len(plan.mini_batches)} "
+                f"mini-batches, and rank {place.rank} {len(mini_batches)}"
+            )
+        for mini_batch, shapes in zip(mini_batches, ran, strict=True):
+            compare(mini_batch, data_rank, shapes)
     planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
-    executed = [shapes for rank in ranks for shapes in rank]
-    worth = quality(plan, lengths, cost, prompts)
+    executed_shapes = [shapes for rank in ranks for shapes in rank]
+    worth = quality(plan, batch.lengths.tolist(), cost, batch.prompt_lengths.tolist())
     metrics: dict[str, float] = {
         "planned_micro_batches": len(planned) // plan.layout.data,
         "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),
         "planned_tokens": sum(micro.tokens for micro in planned),
-        "tokens": sum(sum(shapes.tokens) for shapes in executed),
+        "tokens": sum(sum(shapes.tokens) for shapes in executed_shapes),
         "planned_slots": sum(micro.slots for micro in planned),
-        "slots": sum(sum(shapes.slots) for shapes in executed),
+        "slots": sum(sum(shapes.slots) for shapes in executed_shapes),
         "planned_max_tokens": max(micro.slots for micro in planned),
-        "max_tokens": max(max(shapes.slots) for shapes in executed),
-        "sequences": max(max(shapes.sequences) for shapes in executed),
+        "max_tokens": max(max(shapes.slots) for shapes in executed_shapes),
+        "sequences": max(max(shapes.sequences) for shapes in executed_shapes),
         "useful_share": worth.useful_share,
         "imbalance": worth.imbalance,
         "bubble_share": worth.bubble_share,
         "efficiency": worth.efficiency,
     }
-    return {f"schedule/{plan.phase}/{name}": value for name, value in metrics.items()}
-
-
-def prove(
-    plan: Plan, place: Place, batch: Batch, cost: Cost, executed: list[Executed]
-) -> tuple[tuple[MiniBatch, ...], dict[str, float]]:
-    """Compare what every data-parallel rank executed with the plan; returns the mini-batches that ran, and
-    `schedule_metrics`. Raises PlanMismatch. Collective."""
-    everywhere = gather_to_all(executed)
-    ranks = [everywhere[place.source_of(data_rank)] for data_rank in range(place.layout.data)]
-    # An early stop skips the last mini-batches on every rank.
-    planned = plan.mini_batches[: len(executed)]
-    for data_rank, ran in enumerate(ranks):
-        if len(ran) != len(planned):
-            raise PlanMismatch(
-                f"phase {plan.phase}: data-parallel rank {data_rank} executed {len(ran)} of {len(plan.mini_batches)} "
-                f"mini-batches, and rank {place.rank} {len(planned)}"
-            )
-        for mini_batch, shapes in zip(planned, ran, strict=True):
-            compare(mini_batch, data_rank, shapes)
-    return planned, schedule_metrics(plan, ranks, batch.lengths.tolist(), cost, batch.prompt_lengths.tolist())
+    return mini_batches, {f"schedule/{plan.phase}/{name}": value for name, value in metrics.items()}
 
 
 def stops_early(section: EarlyStopSection | None, update: Update, place: Place) -> bool:

@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.models import ModelShape
-from megarl.models.layout import Box
-from megarl.models.stored_weights import SCORE, check_weights, stored_tensors
+from megarl.models.layout import Box, Layout
+from megarl.models.megatron_weights import chunk_prefix
+from megarl.models.stored_weights import SCORE, check_weights
 
 
 def load_shards(
@@ -21,13 +22,14 @@ def load_shards(
     boxes: Iterable[Box],
     shards: Mapping[str, Tensor],
     critic: bool = False,
+    score: bool = False,
 ) -> None:
     """Fill this rank's parameters.
 
     Padding rows become zero; the caller fills parameters that no box covers (a value head). Raises ValueError for a
-    checkpoint that does not fit `shape`, before reading any tensor.
+    checkpoint that does not fit `shape`, or with `score` has no head of one label, before reading any tensor.
     """
-    stored = check_weights(directory, shape, critic)
+    stored = check_weights(directory, shape, critic, score)
     by_file: dict[Path, list[Box]] = defaultdict(list)
     for box in boxes:
         by_file[stored[box.name].file].append(box)
@@ -53,18 +55,7 @@ def view_of(parameter: Tensor, box: Box) -> Tensor:
     return matrix[box.local_row : box.local_row + rows, box.local_col : box.local_col + columns]
 
 
-def has_score_head(directory: str | Path) -> bool:
-    """Return whether a checkpoint is a sequence classifier's."""
-    return SCORE in stored_tensors(directory)
-
-
-def load_score_head(weight: Tensor, directory: str | Path) -> None:
-    """Fill a reward model's head [1, hidden]. Raises ValueError for a checkpoint without one or with several labels."""
-    stored = stored_tensors(directory).get(SCORE)
-    if stored is None:
-        raise ValueError(f"{directory}: the checkpoint has no tensor {SCORE!r}; a reward model is a sequence classifier")
-    if stored.shape != tuple(weight.shape):
-        actual, expected = (" x ".join(map(str, shape)) for shape in (stored.shape, weight.shape))
-        raise ValueError(f"{stored.file}: {SCORE} is {actual}, expected {expected}: one label")
-    with torch.no_grad(), safe_open(stored.file, "pt") as handle:
-        weight.copy_(handle.get_tensor(SCORE))
+def score_box(shape: ModelShape, layout: Layout, rank: int) -> Box:
+    """Return the box of a sequence classifier's head on a rank of the last stage."""
+    parameter = chunk_prefix(layout, layout.virtual_pipeline - 1) + "output_layer.weight"
+    return Box(SCORE, 0, 1, 0, shape.hidden, rank, parameter, 0, 0)

@@ -19,9 +19,9 @@ from megarl.models.weight_table import (
     Replicated,
     Rows,
     Weight,
-    experts,
+    feed_forward,
     matrix,
-    router,
+    pre_norm_layer,
     swiglu,
     whole,
 )
@@ -121,12 +121,14 @@ def _yarn_scales(scaling: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def layer(shape: ModelShape, number: int) -> list[Weight]:
-    return [
-        whole("input_layernorm.weight", shape.hidden, "input_layernorm.weight"),
-        *_attention(shape),
-        whole("post_attention_layernorm.weight", shape.hidden, "pre_mlp_layernorm.weight"),
-        *_feed_forward(shape, number),
-    ]
+    experts, networks = shape.experts, feed_forward(shape, number)
+    if experts is not None and shape.has_experts(number):
+        bias = whole("mlp.gate.e_score_correction_bias", experts.count, "mlp.router.expert_bias")._replace(fixed=True)
+        networks.insert(1, bias)
+        if experts.shared_ffn:
+            shared = swiglu(shape.hidden, experts.shared_ffn, "mlp.shared_experts", "mlp.shared_experts")
+            networks += [weight._replace(shared=True) for weight in shared]
+    return pre_norm_layer(shape, _attention(shape), networks)
 
 
 def _attention(shape: ModelShape) -> list[Weight]:
@@ -165,21 +167,6 @@ def _down(name: str, rows: int, columns: int, megatron: str, vllm: str, before: 
 def _up(name: str, rows: int, columns: int, megatron: str) -> Weight:
     """Return a projection to all heads, sharded by heads."""
     return matrix(f"self_attn.{name}.weight", rows, columns, Rows(), f"self_attention.{megatron}.weight")
-
-
-def _feed_forward(shape: ModelShape, number: int) -> list[Weight]:
-    if shape.experts is None or not shape.has_experts(number):
-        return swiglu(shape.hidden, shape.ffn)
-    count, hidden = shape.experts.count, shape.hidden
-    weights = [
-        router("mlp.gate.weight", count, hidden),
-        whole("mlp.gate.e_score_correction_bias", count, "mlp.router.expert_bias")._replace(fixed=True),
-        *experts("mlp.experts", count, hidden, shape.experts.ffn),
-    ]
-    if shape.experts.shared_ffn:
-        shared = swiglu(hidden, shape.experts.shared_ffn, "mlp.shared_experts", "mlp.shared_experts")
-        weights += [weight._replace(shared=True) for weight in shared]
-    return weights
 
 
 FAMILY = Family("deepseek_v3", "DeepseekV3ForCausalLM", read, layer, harmless=(r"^model\.layers\.NUM_LAYERS\.",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,16 +25,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # iso
 EPSILON = 1e-6
 
 
-@dataclass
-class LatentAttentionSubmodules:
-    """The modules that differ between the local spec and Transformer Engine's."""
-
-    core_attention: ModuleSpec | type
-    column_parallel_linear: ModuleSpec | type
-    row_parallel_linear: ModuleSpec | type
-    norm: ModuleSpec | type
-
-
 class LatentSelfAttention(MegatronModule):
     """Attention whose keys and values (and queries, if `query_rank` is set) come from one short vector per token.
 
@@ -46,7 +35,7 @@ class LatentSelfAttention(MegatronModule):
     def __init__(
         self,
         config: Any,
-        submodules: LatentAttentionSubmodules,
+        submodules: MLASelfAttentionSubmodules,
         layer_number: int,
         latent: LatentAttention,
         pg_collection: Any,
@@ -61,14 +50,14 @@ class LatentSelfAttention(MegatronModule):
         queries = config.num_attention_heads * latent.key_dim
         if latent.query_rank:
             self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, latent.query_rank)
-            self.q_layernorm = build_module(submodules.norm, config, latent.query_rank, EPSILON)
-            self.linear_q_up_proj = build_module(submodules.column_parallel_linear, latent.query_rank, queries, **column)
+            self.q_layernorm = build_module(submodules.q_layernorm, config, latent.query_rank, EPSILON)
+            self.linear_q_up_proj = build_module(submodules.linear_q_up_proj, latent.query_rank, queries, **column)
         else:
-            self.linear_q_proj = build_module(submodules.column_parallel_linear, config.hidden_size, queries, **column)
+            self.linear_q_proj = build_module(submodules.linear_q_up_proj, config.hidden_size, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, latent.key_value_rank + latent.rotary_dim)
-        self.kv_layernorm = build_module(submodules.norm, config, latent.key_value_rank, EPSILON)
+        self.kv_layernorm = build_module(submodules.kv_layernorm, config, latent.key_value_rank, EPSILON)
         self.linear_kv_up_proj = build_module(
-            submodules.column_parallel_linear,
+            submodules.linear_q_up_proj,
             latent.key_value_rank,
             config.num_attention_heads * (latent.plain_dim + latent.value_dim),
             **column,
@@ -86,7 +75,7 @@ class LatentSelfAttention(MegatronModule):
             pg_collection=pg_collection,
         )
         self.linear_proj = build_module(
-            submodules.row_parallel_linear,
+            submodules.linear_proj,
             config.num_attention_heads * latent.value_dim,
             config.hidden_size,
             init_method=config.output_layer_init_method,
@@ -154,5 +143,5 @@ def latent_attention(shape: ModelShape, parts: MLASelfAttentionSubmodules, norm:
 
     megatron-core's MLASelfAttention cannot be built without Transformer Engine (0.16.1).
     """
-    submodules = LatentAttentionSubmodules(parts.core_attention, parts.linear_q_up_proj, parts.linear_proj, norm)
-    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=submodules)
+    parts.q_layernorm = parts.kv_layernorm = norm
+    return ModuleSpec(module=LatentSelfAttention, params={"latent": shape.latent}, submodules=parts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megarl.models import FAMILIES, ModelShape, Weight
 from megarl.models.layout import Box, Layout
-from megarl.models.weight_table import MEGATRON_VOCABULARY, embedding, final_norm, head
+from megarl.models.weight_table import MEGATRON_VOCABULARY, Share, boxes_of
 
 
 def padded_vocab(shape: ModelShape, tensor: int) -> int:
@@ -43,31 +43,14 @@ def megatron_boxes(shape: ModelShape, layout: Layout, critic: bool = False) -> l
     `critic=True` leaves out the language-model head. Parameter names are those of the rank's `GPTModel`, where layers count
     from 0, after the `chunk_prefix`.
     """
-    return [
-        box
-        for pipeline_rank in range(layout.pipeline)
-        for data_rank in range(layout.data)
-        for context_rank in range(layout.context)
-        for tensor_rank in range(layout.tensor)
-        for box in rank_boxes(shape, layout, tensor_rank, pipeline_rank, data_rank, critic, context_rank)
-    ]
+    return [box for rank in range(layout.ranks) for box in rank_boxes(shape, layout, rank, critic)]
 
 
-def rank_boxes(
-    shape: ModelShape,
-    layout: Layout,
-    tensor_rank: int,
-    pipeline_rank: int,
-    data_rank: int = 0,
-    critic: bool = False,
-    context_rank: int = 0,
-) -> Iterator[Box]:
+def rank_boxes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> Iterator[Box]:
     """Yield the boxes of a rank; ranks that differ only in data or context rank hold the same boxes."""
-    rank = layout.rank(tensor_rank, pipeline_rank, data_rank, context_rank)
     for chunk in range(layout.virtual_pipeline):
-        prefix = chunk_prefix(layout, chunk)
-        for name_prefix, parameter_prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-            yield from weight_boxes(layout, rank, name_prefix, prefix + parameter_prefix, weight)
+        for prefix, parameter_prefix, weight in chunk_weights(shape, layout, layout.coordinates(rank)[1], chunk, critic):
+            yield from weight_boxes(layout, rank, prefix, chunk_prefix(layout, chunk) + parameter_prefix, weight)
 
 
 def chunk_weights(
@@ -76,48 +59,36 @@ def chunk_weights(
     """Yield (prefix of the checkpoint's name, prefix of the parameter's name, row) for the rows that a chunk holds."""
     first = pipeline_rank == 0 and chunk == 0
     last = pipeline_rank == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
-    for local, layer in enumerate(chunk_layers(shape, layout, pipeline_rank, chunk)):
-        for weight in FAMILIES[shape.family].layer(shape, layer):
-            yield f"model.layers.{layer}.", f"decoder.layers.{local}.", weight
-    if first:
-        yield "", "", embedding(shape)
-    if last:
-        yield "", "", final_norm(shape)
-    # Under a pipeline the last stage keeps its own copy of the tied embedding.
-    if last and not critic and not (shape.tied and first):
-        yield "", "", head(shape)
+    layers = chunk_layers(shape, layout, pipeline_rank, chunk)
+    for layer, weight in FAMILIES[shape.family].weights(shape, layers, first, last, critic):
+        if layer is None:
+            yield "", "", weight
+        else:
+            yield f"model.layers.{layer}.", f"decoder.layers.{layer - layers.start}.", weight
+
+
+def weight_share(weight: Weight, layout: Layout, rank: int) -> Share:
+    """Return a rank's share of a weight of its stage."""
+    if not weight.experts:
+        return Share(layout.tensor, layout.coordinates(rank)[0], range(1))
+    tensor_rank, expert_rank, _ = layout.expert_coordinates(rank)
+    count = weight.experts // layout.expert
+    return Share(layout.expert_tensor_size, tensor_rank, range(expert_rank * count, (expert_rank + 1) * count))
 
 
 def weight_boxes(layout: Layout, rank: int, name_prefix: str, parameter_prefix: str, weight: Weight) -> Iterator[Box]:
     """Yield a rank's boxes of a row of the table, with the prefixes of its two names."""
-    parameter, sharding = weight.megatron
-    if not weight.experts:
-        t = layout.coordinates(rank)[0]
-        for row0, row1, col0, col1, local_row, local_col in sharding.pieces(weight.rows, weight.columns, layout.tensor, t):
-            yield Box(
-                name_prefix + weight.name, row0, row1, col0, col1, rank, parameter_prefix + parameter, local_row, local_col
-            )
-        return
-    tensor_rank, expert_rank, _ = layout.expert_coordinates(rank)
-    pieces = list(sharding.pieces(weight.rows, weight.columns, layout.expert_tensor_size, tensor_rank))
-    held = weight.experts // layout.expert
-    for local in range(held):
-        name = name_prefix + weight.name.format(expert=expert_rank * held + local)
-        local_parameter = parameter_prefix + parameter.format(expert=local)
-        for row0, row1, col0, col1, local_row, local_col in pieces:
-            yield Box(name, row0, row1, col0, col1, rank, local_parameter, local_row, local_col)
+    return boxes_of(weight, weight.megatron, weight_share(weight, layout, rank), rank, name_prefix, parameter_prefix)
 
 
 def parameter_sizes(shape: ModelShape, layout: Layout, rank: int, critic: bool = False) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) of every parameter of a rank, with padding, except the value head; a vector has one column."""
-    _, pipeline_rank, _, _ = layout.coordinates(rank)
     sizes: dict[str, tuple[int, int]] = {}
     for chunk in range(layout.virtual_pipeline):
-        for _, prefix, weight in chunk_weights(shape, layout, pipeline_rank, chunk, critic):
-            parameter, sharding = weight.megatron
-            ranks = layout.expert_tensor_size if weight.experts else layout.tensor
-            extent = sharding.extent(weight.rows, weight.columns, ranks)
-            for local in range(weight.experts // layout.expert if weight.experts else 1):
+        for _, prefix, weight in chunk_weights(shape, layout, layout.coordinates(rank)[1], chunk, critic):
+            (parameter, sharding), share = weight.megatron, weight_share(weight, layout, rank)
+            extent = sharding.extent(weight.rows, weight.columns, share.ranks)
+            for local in range(len(share.experts)):
                 sizes[chunk_prefix(layout, chunk) + prefix + parameter.format(expert=local)] = extent
     return sizes
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megarl.models.shape import Experts, ModelShape, read_decoder, read_expert_counts, refuse, whole_number
-from megarl.models.weight_table import Family, Weight, experts, llama_layer, router
+from megarl.models.weight_table import Family, llama_layer
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
@@ -19,11 +20,5 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
     return read_decoder(config, origin, experts=shape_of_experts, defaults=DEFAULTS)
 
 
-def layer(shape: ModelShape, number: int) -> list[Weight]:
-    assert shape.experts is not None, "every layer of Mixtral has experts"
-    count, hidden, name = shape.experts.count, shape.hidden, "block_sparse_moe"
-    feed_forward = experts(f"{name}.experts", count, hidden, shape.experts.ffn, ("w1", "w3", "w2"))
-    return llama_layer(shape, [router(f"{name}.gate.weight", count, hidden), *feed_forward])
-
-
-FAMILY = Family("mixtral", "MixtralForCausalLM", read, layer)
+LAYER = partial(llama_layer, name="block_sparse_moe", parts=("w1", "w3", "w2"))
+FAMILY = Family("mixtral", "MixtralForCausalLM", read, LAYER)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megarl.models import ModelShape, Weight
 from megarl.models.layout import Box, RolloutLayout
 from megarl.models.vllm_weights import held, parameter_sizes, stage_weights
+from megarl.models.weight_table import ROUTER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +17,6 @@ Count = TypeVar("Count", int, "np.ndarray")
 # DeepSeek-V3's format of FP8 weights (technical report, sec. 3.3.2): e4m3 and one scale for each 128 x 128 block.
 BLOCK = 128
 SCALE_BYTES = 4
-ROUTER = "mlp.router.weight"
 # vLLM 0.32 quantises the routers of these models only (`GateLinear` with a `quant_config`).
 QUANTISED_ROUTERS = ("qwen3_moe",)
 

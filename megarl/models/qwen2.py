@@ -3,12 +3,12 @@
 from functools import partial
 
 from megarl.models.shape import read_decoder
-from megarl.models.weight_table import Family, llama_layer, swiglu
+from megarl.models.weight_table import Family, llama_layer
 
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     read=partial(read_decoder, qkv_bias=True, defaults=DEFAULTS),
-    layer=lambda shape, layer: llama_layer(shape, swiglu(shape.hidden, shape.ffn)),
+    layer=llama_layer,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.shape import Experts, ModelShape, read_decoder, read_expert_counts, whole_number
-from megarl.models.weight_table import Family, Weight, experts, llama_layer, router, swiglu
+from megarl.models.weight_table import Family, llama_layer
 
 
 def read(config: Mapping[str, Any], origin: str) -> ModelShape:
@@ -34,12 +34,4 @@ def read(config: Mapping[str, Any], origin: str) -> ModelShape:
     )
 
 
-def layer(shape: ModelShape, number: int) -> list[Weight]:
-    if shape.experts is None or not shape.has_experts(number):
-        return llama_layer(shape, swiglu(shape.hidden, shape.ffn))
-    count, hidden = shape.experts.count, shape.hidden
-    feed_forward = [router("mlp.gate.weight", count, hidden), *experts("mlp.experts", count, hidden, shape.experts.ffn)]
-    return llama_layer(shape, feed_forward)
-
-
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read, layer)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", read, llama_layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,48 +87,35 @@ def check_weights(directory: str | Path, shape: ModelShape, critic: bool = False
     if not stored:
         raise ValueError(f"{str(directory)!r}: no *.safetensors there; save the model as safetensors")
     sizes = checkpoint_sizes(shape, critic) | ({SCORE: (1, shape.hidden)} if score else {})
-    faults = [*_missing(directory, stored, sizes), *_misshaped(stored, sizes), *_extra(stored, sizes, shape, critic)]
-    if faults:
-        raise ValueError("; ".join(faults))
-    return stored
-
-
-def _missing(directory: str | Path, stored: Mapping[str, Stored], sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-    missing = [name for name in sizes if name not in stored]
-    if missing:
+    faults = []
+    if missing := [name for name in sizes if name not in stored]:
         wanted = _shown(sizes[missing[0]])
-        yield f"{directory}: the checkpoint has no tensor {missing[0]!r}, expected {wanted} by config.json{_more(missing)}"
-
-
-def _misshaped(stored: Mapping[str, Stored], sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        faults.append(
+            f"{directory}: the checkpoint has no tensor {missing[0]!r}, expected {wanted} by config.json{_more(missing)}"
+        )
     present = {name: stored[name] for name in sizes if name in stored}
-    wrong = [name for name, tensor in present.items() if _size(tensor.shape) != sizes[name]]
-    if wrong:
+    if wrong := [name for name, tensor in present.items() if _size(tensor.shape) != sizes[name]]:
         tensor = present[wrong[0]]
-        yield (
+        faults.append(
             f"{tensor.file}: {wrong[0]} has shape {_shown(tensor.shape)}, expected {_shown(sizes[wrong[0]])} by config.json"
             f"{_more(wrong)}"
         )
-    odd = [name for name, tensor in present.items() if tensor.format not in FORMATS]
-    if odd:
+    if odd := [name for name, tensor in present.items() if tensor.format not in FORMATS]:
         tensor = present[odd[0]]
-        yield f"{tensor.file}: {odd[0]} is in {tensor.format}, expected one of {', '.join(FORMATS)}{_more(odd)}"
-
-
-def _extra(
-    stored: Mapping[str, Stored], sizes: Mapping[str, tuple[int, int]], shape: ModelShape, critic: bool
-) -> Iterator[str]:
+        faults.append(f"{tensor.file}: {odd[0]} is in {tensor.format}, expected one of {', '.join(FORMATS)}{_more(odd)}")
     # A tied model's file may hold the head as well.
     heads = _HEADS if critic else _HEADS[:1] if shape.tied else ()
     family = (pattern.replace("NUM_LAYERS", str(shape.num_layers)) for pattern in FAMILIES[shape.family].harmless)
     harmless = re.compile("|".join((*_NO_WEIGHTS, *heads, *family)))
-    extra = [name for name in stored if name not in sizes and not harmless.search(name)]
-    if extra:
+    if extra := [name for name in stored if name not in sizes and not harmless.search(name)]:
         tensor = stored[extra[0]]
-        yield (
-            f"{tensor.file}: holds {extra[0]!r}, {_shown(tensor.shape)}, which a {shape.family} of this config.json "
-            f"does not have{_more(extra)}"
+        faults.append(
+            f"{tensor.file}: holds {extra[0]!r}, {_shown(tensor.shape)}, which a {shape.family} of this config.json does "
+            f"not have{_more(extra)}"
         )
+    if faults:
+        raise ValueError("; ".join(faults))
+    return stored
 
 
 def _size(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -6,19 +6,10 @@ Stages are vLLM's (`vllm.distributed.utils.get_pp_indices`), and experts are sha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megarl.models import FAMILIES, Held, ModelShape, Weight
 from megarl.models.layout import Box, RolloutLayout
-from megarl.models.weight_table import VLLM_VOCABULARY, embedding, final_norm, head
-
-
-class Share(NamedTuple):
-    """A worker's share of a weight: shard `rank` of `ranks` of each of `experts` (one for other weights)."""
-
-    ranks: int
-    rank: int
-    experts: range
+from megarl.models.weight_table import VLLM_VOCABULARY, Share, boxes_of, embedding, final_norm, head
 
 
 def held(weight: Weight) -> Held:
@@ -67,15 +58,7 @@ def worker_boxes(shape: ModelShape, rollout: RolloutLayout, worker: int) -> Iter
 
 def weight_boxes(prefix: str, weight: Weight, rollout: RolloutLayout, worker: int) -> Iterator[Box]:
     """Yield a worker's boxes of a row of the table; `prefix` precedes both of its names."""
-    parameter, sharding = held(weight)
-    ranks, rank, experts = weight_share(weight, rollout, worker)
-    pieces = list(sharding.pieces(weight.rows, weight.columns, ranks, rank))
-    stride, _ = sharding.extent(weight.rows, weight.columns, ranks)
-    for local, expert in enumerate(experts):
-        name = prefix + weight.name.format(expert=expert)
-        for row0, row1, col0, col1, local_row, local_col in pieces:
-            local_row += local * stride
-            yield Box(name, row0, row1, col0, col1, worker, prefix + parameter, local_row, local_col)
+    return boxes_of(weight, held(weight), weight_share(weight, rollout, worker), worker, prefix, prefix)
 
 
 def idle_parameters(shape: ModelShape, rollout: RolloutLayout, worker: int) -> set[str]:
@@ -132,16 +115,9 @@ def weight_share(weight: Weight, rollout: RolloutLayout, worker: int) -> Share:
 def stage_weights(shape: ModelShape, rollout: RolloutLayout, pipeline_rank: int) -> Iterator[tuple[str, Weight]]:
     """Yield the rows of the table that a stage reads, after the prefix of their names."""
     first, last = pipeline_rank == 0, pipeline_rank == rollout.pipeline - 1
-    if first:
-        yield "", embedding(shape)
-    for layer in stage_layers(shape.num_layers, rollout.pipeline, pipeline_rank):
-        for weight in FAMILIES[shape.family].layer(shape, layer):
-            yield f"model.layers.{layer}.", weight
-    if last:
-        yield "", final_norm(shape)
-    # A tied head is the embedding; the last stage has a copy of the embedding.
-    if last and not (shape.tied and first):
-        yield "", head(shape)
+    layers = stage_layers(shape.num_layers, rollout.pipeline, pipeline_rank)
+    for layer, weight in FAMILIES[shape.family].weights(shape, layers, first, last):
+        yield "" if layer is None else f"model.layers.{layer}.", weight
 
 
 def check_layout(shape: ModelShape, rollout: RolloutLayout) -> None:

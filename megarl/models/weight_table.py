@@ -7,10 +7,11 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from megarl.models.layout import Box
 from megarl.models.shape import ModelShape
 
 
@@ -36,20 +37,6 @@ class Sharding(Protocol):
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """Every rank holds the whole tensor."""
-
-    before: int = 0
-    total: int = 0
-
-    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
-        yield Rectangle(0, rows, 0, columns, self.before, 0)
-
-    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
-        return self.total or rows, columns
-
-
-@dataclass(frozen=True)
 class Rows:
     """Equal intervals of rows. The parts of a fused parameter are sharded before they are stacked."""
 
@@ -62,6 +49,17 @@ class Rows:
 
     def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
         return (self.total or rows) // ranks, columns
+
+
+@dataclass(frozen=True)
+class Replicated(Rows):
+    """Every rank holds the whole tensor."""
+
+    def pieces(self, rows: int, columns: int, ranks: int, rank: int) -> Iterator[Rectangle]:
+        return super().pieces(rows, columns, 1, 0)
+
+    def extent(self, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+        return super().extent(rows, columns, 1)
 
 
 @dataclass(frozen=True)
@@ -175,6 +173,27 @@ class Weight(NamedTuple):
     shared: bool = False
 
 
+class Share(NamedTuple):
+    """A rank's share of a weight: shard `rank` of `ranks` of each of `experts` (one for other weights)."""
+
+    ranks: int
+    rank: int
+    experts: range
+
+
+def boxes_of(weight: Weight, held: Held, share: Share, owner: int, prefix: str, parameter_prefix: str) -> Iterator[Box]:
+    """Yield the boxes of a weight that the rank `owner` holds, with the prefixes of its two names. Experts that share a
+    parameter are stacked there."""
+    pieces = list(held.sharding.pieces(weight.rows, weight.columns, share.ranks, share.rank))
+    height, _ = held.sharding.extent(weight.rows, weight.columns, share.ranks)
+    stride = 0 if "{expert}" in held.parameter else height
+    for local, expert in enumerate(share.experts):
+        name = prefix + weight.name.format(expert=expert)
+        parameter = parameter_prefix + held.parameter.format(expert=local)
+        for row0, row1, col0, col1, local_row, local_col in pieces:
+            yield Box(name, row0, row1, col0, col1, owner, parameter, local_row + local * stride, local_col)
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of decoder.
@@ -190,12 +209,30 @@ class Family:
     # Regular expressions of checkpoint names to ignore; NUM_LAYERS stands for the number of layers.
     harmless: tuple[str, ...] = ()
 
+    def weights(
+        self, shape: ModelShape, layers: Iterable[int], first: bool, last: bool, critic: bool = False
+    ) -> Iterator[tuple[int | None, Weight]]:
+        """Yield the weights of these layers with the layer's number, and those before the first and after the last layer
+        with None, in the order of the forward pass. `critic` leaves out the language-model head."""
+        if first:
+            yield None, embedding(shape)
+        for number in layers:
+            for weight in self.layer(shape, number):
+                yield number, weight
+        if last:
+            yield None, final_norm(shape)
+        # A tied head is the embedding; under a pipeline the last stage has a copy of the embedding.
+        if last and not critic and not (shape.tied and first):
+            yield None, head(shape)
+
 
 # The weights of the parts of decoders, which families combine. Megatron's names come from megatron-core's local layer spec,
 # vLLM's names from vLLM's fused parameters (0.32). Both pad the vocabulary, so that tensor ranks hold the same number of
 # rows.
 MEGATRON_VOCABULARY = PaddedRows(8, each_rank=True)
 VLLM_VOCABULARY = PaddedRows(64, each_rank=False)
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")  # the usual names of gate, up and down
+ROUTER = "mlp.router.weight"  # scores the experts; by Megatron's name
 
 
 def whole(name: str, rows: int, megatron: str, columns: int = 1, vllm: str = "") -> Weight:
@@ -242,59 +279,53 @@ def _fused(shape: ModelShape, kind: str, columns: int) -> list[Weight]:
 
 def swiglu(hidden: int, ffn: int, name: str = "mlp", megatron: str = "mlp") -> list[Weight]:
     """Return the weights of a gated feed-forward network, [gate | up] and down; `name` and `megatron` are prefixes."""
-    return [
-        *(
-            Weight(
-                f"{name}.{part}_proj.weight",
-                ffn,
-                hidden,
-                Held(f"{megatron}.linear_fc1.weight", Rows(before, 2 * ffn)),
-                Held(f"{name}.gate_up_proj.weight", Rows(before, 2 * ffn)),
-            )
-            for part, before in (("gate", 0), ("up", ffn))
-        ),
-        matrix(f"{name}.down_proj.weight", hidden, ffn, Columns(), f"{megatron}.linear_fc2.weight"),
-    ]
+    names = [f"{name}.{part}.weight" for part in EXPERT_PARTS]
+    return _gated(names, megatron, (f"{name}.gate_up_proj.weight", names[-1]), hidden, ffn)
 
 
-def router(name: str, count: int, hidden: int) -> Weight:
-    """Return the weight that scores the experts, called `name` in the checkpoint and in vLLM."""
-    return whole(name, count, "mlp.router.weight", hidden)
-
-
-def experts(
-    name: str, count: int, hidden: int, ffn: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+def _gated(
+    names: Sequence[str], megatron: str, vllm: tuple[str, str], hidden: int, ffn: int, experts: int = 0
 ) -> list[Weight]:
-    """Return the weights of experts that are gated feed-forward networks. `parts` are the checkpoint's names of gate, up and
-    down; `name` is the prefix (`mlp.experts`) in the checkpoint and in vLLM."""
-    gate, up, down = (f"{name}.{{expert}}.{part}.weight" for part in parts)
-    megatron, vllm = "mlp.experts.local_experts.{expert}.", f"{name}.routed_experts."
+    """`names` are those of gate, up and down in the checkpoint, and `vllm` the parameters of [gate | up] and down."""
+    fused, down = vllm
+    weights = []
+    for name, before in zip(names, (0, ffn), strict=False):
+        rows = Rows(before, 2 * ffn)
+        weights.append(Weight(name, ffn, hidden, Held(f"{megatron}.linear_fc1.weight", rows), Held(fused, rows), experts))
+    columns = Columns()
+    held = Held(f"{megatron}.linear_fc2.weight", columns), Held(down, columns)
+    return [*weights, Weight(names[-1], hidden, ffn, *held, experts)]
+
+
+def feed_forward(shape: ModelShape, number: int, name: str = "mlp", parts: Sequence[str] = EXPERT_PARTS) -> list[Weight]:
+    """Return the weights of a layer's feed-forward network, or the router and the experts of a layer that has experts.
+
+    `parts` are the checkpoint's names of an expert's gate, up and down; `name` is the prefix there and in vLLM."""
+    hidden, experts = shape.hidden, shape.experts
+    if experts is None or not shape.has_experts(number):
+        return swiglu(hidden, shape.ffn)
+    names = [f"{name}.experts.{{expert}}.{part}.weight" for part in parts]
+    vllm = f"{name}.experts.routed_experts.w13_weight", f"{name}.experts.routed_experts.w2_weight"
+    megatron = "mlp.experts.local_experts.{expert}"
     return [
-        *(
-            Weight(
-                part,
-                ffn,
-                hidden,
-                Held(megatron + "linear_fc1.weight", Rows(before, 2 * ffn)),
-                Held(vllm + "w13_weight", Rows(before, 2 * ffn)),
-                count,
-            )
-            for part, before in ((gate, 0), (up, ffn))
-        ),
-        Weight(
-            down, hidden, ffn, Held(megatron + "linear_fc2.weight", Columns()), Held(vllm + "w2_weight", Columns()), count
-        ),
+        whole(f"{name}.gate.weight", experts.count, ROUTER, hidden),
+        *_gated(names, megatron, vllm, hidden, experts.ffn, experts.count),
     ]
 
 
-def llama_layer(shape: ModelShape, feed_forward: list[Weight]) -> list[Weight]:
+def pre_norm_layer(shape: ModelShape, attention: list[Weight], feed_forward: list[Weight]) -> list[Weight]:
     """Return the weights of a layer with norms only before attention and before the feed-forward network."""
     return [
         whole("input_layernorm.weight", shape.hidden, "input_layernorm.weight"),
-        *attention(shape),
+        *attention,
         whole("post_attention_layernorm.weight", shape.hidden, "pre_mlp_layernorm.weight"),
         *feed_forward,
     ]
+
+
+def llama_layer(shape: ModelShape, number: int, name: str = "mlp", parts: Sequence[str] = EXPERT_PARTS) -> list[Weight]:
+    """Return the weights of a layer of Llama's form, with experts if it has some; `name` and `parts` as `feed_forward`."""
+    return pre_norm_layer(shape, attention(shape), feed_forward(shape, number, name, parts))
 
 
 def embedding(shape: ModelShape) -> Weight:

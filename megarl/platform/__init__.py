@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
@@ -227,22 +228,16 @@ class Platform:
         activities = torch.profiler.ProfilerActivity
         return [activities.CPU, activities.CUDA] if self.kind == "cuda" else [activities.CPU]
 
-    def torch_ranges(self) -> diagnostics.TorchRanges:
-        """Return named ranges for torch's profiler."""
-        return diagnostics.TorchRanges()
-
-    def device_ranges(self) -> diagnostics.NvtxRanges:
-        """Return named ranges for Nsight Systems; GPU only."""
-        return diagnostics.NvtxRanges()
-
-    def start_capture(self) -> None:
-        """Start to record, if Nsight Systems waits for it (--capture-range=cudaProfilerApi); GPU only."""
+    @contextmanager
+    def capture(self) -> Iterator[diagnostics.NvtxRanges]:
+        """Record inside, if Nsight Systems waits for it (--capture-range=cudaProfilerApi), until all queued work has ended;
+        yield named ranges. GPU only."""
         torch.cuda.profiler.start()
-
-    def stop_capture(self) -> None:
-        """Stop the recording that `start_capture` started, after all queued work."""
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        try:
+            yield diagnostics.NvtxRanges()
+        finally:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
 
     def record_allocations(self) -> None:
         """Have the device's allocator keep its history with Python stacks."""
@@ -255,10 +250,6 @@ class Platform:
             return None
         torch.cuda.memory._dump_snapshot(str(path))
         return path
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error says that device or host memory ran out."""
-        return diagnostics.is_out_of_memory(error)
 
 
 def _detect() -> Platform:

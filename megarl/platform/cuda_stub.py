@@ -3,98 +3,37 @@
 The device is the CPU. Streams and events run in program order, so waiting does nothing. Reading a missing name adds the name
 to `missed`, which a test reads, and raises AttributeError.
 
-Tests replace `torch.cuda` by this module to see which calls a GPU would get: `recorded` and `HostWaits`.
+Tests replace `torch.cuda` by this module to see which calls a GPU would get.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import BFloat16Tensor, FloatTensor, HalfTensor, get_rng_state, manual_seed, set_rng_state  # type: ignore[attr-defined]  # noqa: F401
 
 missed: set[str] = set()
-_records: list[list[str]] = []
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Yield a list that gets the names of calls that wait for the device, choose a device, or return memory to the driver,
-    in order. `set_device` comes with the thread's name and the device."""
-    calls: list[str] = []
-    _records.append(calls)
-    try:
-        yield calls
-    finally:
-        _records[:] = [other for other in _records if other is not calls]
-
-
-def _record(call: str) -> None:
-    for calls in _records:
-        calls.append(call)
-
-
-class HostWaits(torch.overrides.TorchFunctionMode):
-    """Collects in `calls` the operations of this thread that would make the host wait for a GPU: operations that read values
-    (`item`, `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...) or copy pageable memory to a device."""
-
-    READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique",
-             "masked_select")  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        is_made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
-        is_moved = name == "to" and len(args) > 1 and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
-        if name in self.READS or is_made or is_moved:
-            self.calls.append(name)
-        return func(*args, **kwargs)
-
-
 # megatron-core reads these names by `hasattr` or behind a version test, so they may be absent.
 _ABSENT_IS_FINE = {"MemPool"}
 
 
-class Stream:
+class Stream(torch.cpu.Stream):
     """A stream in which everything has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
         return event or Event()
-
-    def synchronize(self) -> None:
-        _record("stream.synchronize")
-
-    def query(self) -> bool:
-        return True
-
-
-class Event:
-    """An event that has already happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def query(self) -> bool:
-        return True
+
+class Event(torch.cpu.Event):
+    """An event that has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def elapsed_time(self, end: Event) -> float:
         return 0.0
@@ -111,20 +50,14 @@ class CUDAPluggableAllocator:
 class nvtx:
     """Range markers without a profiler."""
 
-    @staticmethod
-    def range_push(message: str) -> None: ...
-
-    @staticmethod
-    def range_pop() -> None: ...
-
-    @staticmethod
-    def range(message: str) -> Any:
-        return contextlib.nullcontext()
+    range_push = range_pop = staticmethod(lambda message="": None)
+    range = contextlib.nullcontext
 
 
 class amp:
-    custom_fwd = staticmethod(lambda fwd=None, **_: fwd if fwd is not None else (lambda function: function))
-    custom_bwd = staticmethod(lambda bwd=None, **_: bwd if bwd is not None else (lambda function: function))
+    """Decorators of autograd functions, which keep the function as it is."""
+
+    custom_fwd = custom_bwd = staticmethod(lambda function=None, **_: function or (lambda function: function))
 
 
 class random:
@@ -133,10 +66,15 @@ class random:
 
 _STREAM = Stream()
 default_generators = {torch.device("cpu"): torch.default_generator}
+stream = device = contextlib.nullcontext  # a stream, or a device, inside a context
 
 
 def current_device() -> torch.device:
     return torch.device("cpu")
+
+
+def current_stream(device: object = None) -> Stream:
+    return _STREAM
 
 
 def device_count() -> int:
@@ -147,16 +85,12 @@ def is_available() -> bool:
     return False
 
 
-def is_initialized() -> bool:
-    return False
-
-
 def is_bf16_supported() -> bool:
     return True
 
 
-def is_current_stream_capturing() -> bool:
-    return False
+def can_device_access_peer(device: int, peer: int) -> bool:
+    return True
 
 
 def get_device_capability(device: object = None) -> tuple[int, int]:
@@ -167,49 +101,19 @@ def get_device_name(device: object = None) -> str:
     return "cpu"
 
 
-def synchronize(device: object = None) -> None:
-    _record("synchronize")
-
-
-def empty_cache() -> None:
-    _record("empty_cache")
-
-
-def set_device(device: object) -> None:
-    _record(f"set_device {threading.current_thread().name} {device}")
-
-
-def can_device_access_peer(device: int, peer: int) -> bool:
-    return True
-
-
-def reset_peak_memory_stats(device: object = None) -> None:
-    _record("reset_peak_memory_stats")
-
-
 def memory_allocated(device: object = None) -> int:
     return 0
 
 
+default_stream = current_stream
+is_initialized = is_current_stream_capturing = is_available
 max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
-def current_stream(device: object = None) -> Stream:
-    return _STREAM
+def synchronize(device: object = None) -> None: ...
 
 
-def default_stream(device: object = None) -> Stream:
-    return _STREAM
-
-
-@contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    yield
-
-
-@contextlib.contextmanager
-def device(device: object) -> Iterator[None]:
-    yield
+empty_cache = reset_peak_memory_stats = set_device = synchronize
 
 
 def _lazy_call(callable: Any, **kwargs: Any) -> None:

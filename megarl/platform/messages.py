@@ -26,6 +26,7 @@ LATE = re.compile("Timed out waiting|wait timeout after|has timed out after|coll
 LOST = re.compile("Connection closed by peer|Connection reset by peer|Broken pipe|Application timeout caused pair closure")
 LOOK_S = 0.0002
 EAGER_LOOKS = 20
+ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class GlooMessages:
@@ -94,10 +95,17 @@ class NcclMessages:
         options.config.blocking = 0
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout_s))))  # read at the first wait
         # By default torch's watchdog ends a process whose partner fails. This process must go on to serve other engines.
-        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+        # torch takes this setting in no other way.
+        before = os.environ.pop(ON_ERROR, None)
+        os.environ[ON_ERROR] = "0"
+        try:
             self._group: Any = dist.ProcessGroupNCCL(store, member, size, options)
             # One communicator for all members; by default torch makes one for each pair at its first message.
             self._group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        finally:
+            os.environ.pop(ON_ERROR)
+            if before is not None:
+                os.environ[ON_ERROR] = before
         self._together: list[Any] | None = None  # the work of the messages that start together, once there is one
 
     @contextmanager
@@ -142,21 +150,6 @@ class NcclMessages:
         if self._group is not None:
             self._group.abort()
             self._group = None
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables while torch creates a NCCL group, which takes some settings in no other way."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _address(store: dist.Store, member: int, size: int, host: str) -> str:

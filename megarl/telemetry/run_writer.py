@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from megarl.platform import current as platform
+from megarl.platform.diagnostics import TorchRanges, is_out_of_memory
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.telemetry_section import ProfileSection
@@ -53,15 +54,11 @@ class Profiler:
         if section is None or number not in section.steps:
             yield
         elif section.kind == "nsight":
-            self._platform.start_capture()
-            try:
-                with self._clock.showing(self._platform.device_ranges()):
-                    yield
-            finally:
-                self._platform.stop_capture()
+            with self._platform.capture() as ranges, self._clock.showing(ranges):
+                yield
         else:
             self._profile = torch.profiler.profile(activities=self._platform.profile_activities)
-            with self._profile, self._clock.showing(self._platform.torch_ranges()):
+            with self._profile, self._clock.showing(TorchRanges()):
                 yield
 
     def write(self, number: int) -> None:
@@ -80,7 +77,7 @@ def snapshot_on_out_of_memory(run: Path, rank: int, platform: Any) -> Iterator[N
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if platform.is_out_of_memory(error):
+        if is_out_of_memory(error):
             path = run / "memory" / f"rank-{rank:05d}.pickle"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,55 +17,48 @@ from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox
 
 Result = TypeVar("Result")
 MOST_THREADS = 4  # more threads gain little, because they share the memory's bandwidth
-HUGE_PAGE_BYTES = 2 << 20
 # Rows whose length is a multiple of SAME_PLACE_BYTES share few places of a CPU's nearest cache. The 64 rows that oneDNN
 # packs at a time then evict each other, and packing takes up to three times as long (bf16, 4096 columns, Zen 4).
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
 
 
 class SpareMemory:
-    """Memory for parameters that are packed right after they are written, lent to one module after another: the first touch
-    of fresh memory takes several times as long as later ones."""
+    """Memory for parameters that are packed right after they are written, lent to one module after another. On a CPU the
+    first touch of fresh memory takes several times as long as later ones; on a device torch's allocator reuses memory."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []  # uint8 [bytes], one for each parameter of a module
-        self.num_lent = 0  # of these blocks
+        self._blocks: list[mmap.mmap] = []  # one for each parameter of a module
+        self._loans: list[StorageWeakRef] = []  # of the first blocks
+        self.num_lent = 0
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, apart: bool = False) -> torch.Tensor:
         """Lend a tensor with unknown content until `take_back`. The rows of a matrix may lie `apart`."""
+        number, self.num_lent = self.num_lent, self.num_lent + 1
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
         stored = (size[0], apart_bytes(size[1] * dtype.itemsize) // dtype.itemsize) if apart else size
         num_bytes = math.prod(stored) * dtype.itemsize
-        if self.num_lent == len(self._blocks):
-            self._blocks.append(_block(0, device))
-        if len(self._blocks[self.num_lent]) < num_bytes:
-            self._blocks[self.num_lent] = _block(num_bytes, device)
-        block = self._blocks[self.num_lent]
-        self.num_lent += 1
-        whole = block[:num_bytes].view(dtype).view(stored)
+        if number == len(self._blocks) or len(self._blocks[number]) < num_bytes:
+            block = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # To make small pages takes several times as long as to write to them; the kernel makes large ones faster.
+            with contextlib.suppress(OSError):  # a kernel without large pages
+                block.madvise(mmap.MADV_HUGEPAGE)
+            self._blocks[number : number + 1] = [block]
+        whole = torch.frombuffer(self._blocks[number], dtype=dtype, count=math.prod(stored)).view(stored)
+        self._loans.append(StorageWeakRef(whole.untyped_storage()))
         return whole[:, : size[1]] if apart else whole
 
     def take_back(self) -> None:
         """End all loans. A block that is still referred to is not lent again: vLLM keeps its weights there."""
-        storages = [block.untyped_storage() for block in self._blocks]  # refers to each storage once more
-        counts = [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
-        self._blocks = [block for block, count in zip(self._blocks, counts, strict=True) if count == 2]
-        self.num_lent = 0
-
-
-def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return fresh memory, uint8 [bytes]."""
-    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    # To make small pages takes several times as long as to write to them; the kernel makes large pages four times faster.
-    mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+        lent, self._blocks = self._blocks[: len(self._loans)], self._blocks[len(self._loans) :]
+        self._blocks[:0] = [block for block, loan in zip(lent, self._loans, strict=True) if loan.expired()]
+        self._loans, self.num_lent = [], 0
 
 
 def apart_bytes(row_bytes: int) -> int:

@@ -12,7 +12,6 @@ import json
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -25,28 +24,22 @@ from megarl.weight_sync.manifest import SyncError
 FILES_SHARE = 4  # parameters may take a quarter of the files that a process may open
 
 
-class Needs(NamedTuple):
-    """What a rank needs before its parameters can be mapped: bytes of shared memory, and files."""
-
-    num_bytes: int
-    num_files: int
-
-
-def needs_of(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> Needs:
-    """Return what these parameters need: nothing on a GPU, and no bytes for those that are shared already."""
+def needs_of(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> tuple[int, int]:
+    """Return what a rank needs before these parameters can be mapped: bytes of shared memory, and files. Nothing on a GPU,
+    and no bytes for parameters that are shared already."""
     if not platform.shares_by_moving:
-        return Needs(0, 0)
+        return 0, 0
     storages = _storages(parameters, names).values()
-    return Needs(sum(storage.nbytes() for storage in storages if not storage.is_shared()), len(storages))
+    return sum(storage.nbytes() for storage in storages if not storage.is_shared()), len(storages)
 
 
-def obstacle_of(needs: Sequence[Needs]) -> str | None:
-    """Describe what this host lacks of what all ranks need; None if it has everything."""
+def obstacle_of(needs: Sequence[tuple[int, int]]) -> str | None:
+    """Describe what this host lacks of what all ranks need (`needs_of`); None if it has everything."""
     room = os.statvfs(SHARED_MEMORY)
-    num_bytes, free_bytes = sum(need.num_bytes for need in needs), room.f_bavail * room.f_frsize
+    num_bytes, num_files = map(sum, zip(*needs, strict=True))
+    free_bytes, most = room.f_bavail * room.f_frsize, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE
     if num_bytes > free_bytes:  # writing to a page that cannot be allocated would end the process
         return f"mapped weights need {num_bytes} bytes of shared memory, which has {free_bytes} free (docker run --shm-size)"
-    num_files, most = sum(need.num_files for need in needs), resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE
     if num_files > most:
         return f"{num_files} parameters have memory of their own, and a worker may open {most} files for them (ulimit -n)"
     return None
@@ -59,12 +52,12 @@ def share(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
     for the largest storage besides the weights: for all weights of the rank where megatron-core keeps them in one buffer.
     """
     storages = _storages(parameters, names)
-    numbers = {key: number for number, key in enumerate(storages)}
     handles = [platform.share_storage(storage) for storage in storages.values()]
+    numbers = {storage.data_ptr(): number for number, storage in enumerate(storages.values())}  # they may have moved
     places = {}
     for name in names:
         matrix = parameters[name].view(parameters[name].shape[0], -1)  # a vector is one column
-        number, dtype = numbers[matrix.untyped_storage()._cdata], str(matrix.dtype).removeprefix("torch.")
+        number, dtype = numbers[matrix.untyped_storage().data_ptr()], str(matrix.dtype).removeprefix("torch.")
         places[name] = (number, dtype, matrix.storage_offset(), matrix.shape, matrix.stride())
     return json.dumps({"handles": handles, "places": places})
 
@@ -96,5 +89,6 @@ def local_checksums(parameters: Mapping[str, torch.Tensor], pieces: Sequence[Pie
 
 
 def _storages(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of parameters by their address."""
     storages = (parameters[name].untyped_storage() for name in names)
-    return {storage._cdata: storage for storage in storages}
+    return {storage.data_ptr(): storage for storage in storages}

@@ -28,7 +28,7 @@ from megarl.weight_sync.checks import CHECKSUM_BYTES, checksum
 from megarl.weight_sync.codec import blocks_in, quantise_blocks
 from megarl.weight_sync.group import BucketSender, EngineGroups, open_store, present_engines
 from megarl.weight_sync.manifest import SyncAborted, SyncError, SyncLate, SyncSettings, WeightManifest
-from megarl.weight_sync.mapped import Needs, local_checksums, needs_of, obstacle_of, share
+from megarl.weight_sync.mapped import local_checksums, needs_of, obstacle_of, share
 from megarl.weight_sync.plan import sync_plan
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class WeightSync:
         """Ask the engines to pause. While they do, compare this rank's parameters with the plan, and share them if workers
         map them."""
 
-        def begin() -> Needs:
+        def begin() -> tuple[int, int]:
             """Return what this rank needs before its parameters can be mapped."""
             if self._engines is not None:
                 self._engines.ask(version, engines)
@@ -189,7 +189,7 @@ class WeightSync:
         needs = self._together("weight_sync: begin", begin)
         if self._settings.transport != "mapped":
             return
-        obstacle = self._from_first(lambda: obstacle_of(needs)) if any(need.num_bytes for need in needs) else None
+        obstacle = self._from_first(lambda: obstacle_of(needs)) if any(num_bytes for num_bytes, _ in needs) else None
         if obstacle is None:
             self._addresses = tuple(self._together("weight_sync: share", lambda: share(parameters, list(self._mapped))))
         elif self._settings.is_final:

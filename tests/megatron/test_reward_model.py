@@ -48,5 +48,5 @@ def test_scores_equal_hugging_face(tmp_path, family):
 
 def test_several_labels_are_no_reward(tmp_path):
     directory = save_tiny_reward_model(tmp_path, num_labels=2)
-    with pytest.raises(AssertionError, match=r"score.weight is 2 x 32, expected 1 x 32: one label"):
+    with pytest.raises(AssertionError, match=r"score.weight has shape 2 x 32, expected 1 x 32"):
         run_ranks(scores_of, 1, str(directory), Layout(), 64)

@@ -69,7 +69,7 @@ def test_a_rank_loads_its_shards_and_holds_one_tensor_more(tmp_path: Path, famil
     rank = layout.rank(1, 0, 1)
     shards = {name: nn.Parameter(torch.empty(size)) for name, size in parameter_sizes(shape, layout, rank).items()}
     with HeldBytes(shards.values()) as held:
-        load_shards(directory, shape, rank_boxes(shape, layout, 1, 0, 1), shards)
+        load_shards(directory, shape, rank_boxes(shape, layout, layout.rank(1, 0, 1)), shards)
     assert 0 < held.most <= largest_bytes(shape)
     assert all(bool(parameter.any()) for parameter in shards.values())
 
@@ -111,7 +111,7 @@ def test_an_export_holds_a_few_tensors_and_writes_the_trained_weights(tmp_path: 
     trained = torch.load(tmp_path / "weights.pt")
     assert before.keys() == after.keys() and not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     checked = 0
-    for box in rank_boxes(shape, Layout(), 0, 0):
+    for box in rank_boxes(shape, Layout(), 0):
         matrix = trained[box.parameter].view(trained[box.parameter].shape[0], -1)
         rows, columns = box.row1 - box.row0, box.col1 - box.col0
         held = matrix[box.local_row : box.local_row + rows, box.local_col : box.local_col + columns]

@@ -114,7 +114,7 @@ def test_weights_are_those_a_rank_loads(role: PlannedRole, data: st.DataObject) 
     tensor_rank = data.draw(st.integers(0, layout.tensor - 1))
     loaded = sum(
         (one.row1 - one.row0) * (one.col1 - one.col0)
-        for one in rank_boxes(role.shape, layout, tensor_rank, stage, critic=role.has_value_head)
+        for one in rank_boxes(role.shape, layout, layout.rank(tensor_rank, stage), critic=role.has_value_head)
     )
     rows = padded_vocab(role.shape, layout.tensor) // layout.tensor
     padding = rows - min(max(role.shape.vocab - tensor_rank * rows, 0), rows)

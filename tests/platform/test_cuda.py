@@ -10,8 +10,10 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,16 @@ from megarl.telemetry import run_writer
 from tests.recipe_cases import PPO
 
 GIVEN_BACK = ["synchronize", "empty_cache"]
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Yield a list that gets the names of the calls that return memory to the driver, in order."""
+    calls: list[str] = []
+    with ExitStack() as stack:
+        for name in GIVEN_BACK:
+            stack.enter_context(mock.patch.object(cuda_stub, name, partial(calls.append, name)))
+        yield calls
 
 
 class Pageable(Platform):
@@ -81,7 +93,7 @@ class Actor:
 def test_memory_returns_to_the_driver_before_engines_on_the_same_devices_wake(
     gpu: Platform, engines_sleep: bool, before: list[str]
 ) -> None:
-    with cuda_stub.recorded() as calls:
+    with recorded() as calls:
         weights = SimpleNamespace(publish=lambda *_: calls.append("publish"))
         trainer = object.__new__(pipeline.Trainer)
         trainer.parts = SimpleNamespace(
@@ -100,7 +112,7 @@ def test_memory_returns_to_the_driver_after_all_roles_are_built_and_before_engin
     recipe = Recipe.model_validate(copy.deepcopy(PPO))
     places: Any = {role: SimpleNamespace(rank=1, layout=recipe.layouts[role], is_leader=False) for role in recipe.layouts}
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with cuda_stub.recorded() as calls, ExitStack() as stack:
+    with recorded() as calls, ExitStack() as stack:
         monkeypatch.setattr(run, "takes_turns", lambda recipe: shared)
         monkeypatch.setattr(run, "model_directory", lambda path: path)
         monkeypatch.setattr(run.ModelShape, "from_directory", lambda path: None)

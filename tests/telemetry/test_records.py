@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.platform import diagnostics
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.disk import read_lines
@@ -25,20 +25,14 @@ class RecordingPlatform:
     def __init__(self):
         self.calls = []
 
-    def start_capture(self):
+    @contextmanager
+    def capture(self):
         self.calls.append("start")
-
-    def stop_capture(self):
+        yield SimpleNamespace(open=self.calls.append, close=lambda: self.calls.append("end"))
         self.calls.append("stop")
-
-    def device_ranges(self):
-        return SimpleNamespace(open=self.calls.append, close=lambda: self.calls.append("end"))
 
     def record_allocations(self):
         self.calls.append("record")
-
-    def is_out_of_memory(self, error):
-        return diagnostics.is_out_of_memory(error)
 
     def write_allocations(self, path):
         self.calls.append(path)

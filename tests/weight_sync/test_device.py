@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from megarl.cluster.engine_nodes import servers_of
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.planner.placement import EnginePlace, PlacementError, choose_transport
-from megarl.platform import Platform, cuda_stub
+from megarl.platform import Platform
 from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.weight_sync.buckets import LocalBox
 from megarl.weight_sync.checks import device_checksum
@@ -24,6 +24,28 @@ from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import BoxWriter, ThreadEngines
 
 pytestmark = pytest.mark.sync
+
+
+class HostWaits(torch.overrides.TorchFunctionMode):
+    """Collects in `calls` the operations of this thread that would make the host wait for a GPU: operations that read values
+    (`item`, `tolist`, `cpu`, `nonzero`, a tensor as a condition, ...) or copy pageable memory to a device."""
+
+    READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "unique",
+             "masked_select")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        is_made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
+        is_moved = name == "to" and len(args) > 1 and isinstance(args[1], torch.device) and not kwargs.get("non_blocking")
+        if name in self.READS or is_made or is_moved:
+            self.calls.append(name)
+        return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +137,14 @@ def test_neither_end_waits_for_its_device_more_often_where_there_are_more_bucket
     take, waits_of_workers = engines._take, dict[tuple[int, int], list[str]]()
 
     def take_and_count(engine: int, worker: int) -> dict[str, torch.Tensor]:
-        with cuda_stub.HostWaits() as waits:
+        with HostWaits() as waits:
             waits_of_workers[engine, worker] = waits.calls
             return take(engine, worker)
 
     monkeypatch.setattr(engines, "_take", take_and_count)
     shards = publisher.shards(model)
     for version in (1, 2):
-        with cuda_stub.HostWaits() as waits:
+        with HostWaits() as waits:
             publisher.publish_shards(version, shards, engines)
         assert waits.calls == ["cpu"] * of_rank
         for calls in waits_of_workers.values():

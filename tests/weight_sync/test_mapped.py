@@ -184,7 +184,7 @@ def test_too_many_files_and_too_little_memory_are_named(monkeypatch: pytest.Monk
     parameters = {"a": torch.zeros(4, 8), "b": torch.zeros(4)}
     needs = needs_of(parameters, ["a", "b"])
     assert needs == (4 * 36, 2) and obstacle_of([needs]) is None
-    assert "bytes of shared memory, which has" in str(obstacle_of([needs._replace(num_bytes=1 << 60)]))
+    assert "bytes of shared memory, which has" in str(obstacle_of([(1 << 60, 2)]))
     shared(parameters)
     assert needs_of(parameters, ["a", "b"]) == (0, 2)
     monkeypatch.setattr(mapped, "FILES_SHARE", 1 << 60)

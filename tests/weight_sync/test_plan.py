@@ -93,11 +93,7 @@ def cut(boxes: list[Box], tensors: dict[str, np.ndarray]) -> Parameters:
 
 def trainer_boxes(layout: Layout, shape: ModelShape, ranks: set[int]) -> list[Box]:
     """What some of the trainer's ranks hold."""
-    found: list[Box] = []
-    for rank in ranks:
-        tensor_rank, pipeline_rank, data_rank, context_rank = layout.coordinates(rank)
-        found += rank_boxes(shape, layout, tensor_rank, pipeline_rank, data_rank, context_rank=context_rank)
-    return found
+    return [box for rank in ranks for box in rank_boxes(shape, layout, rank)]
 
 
 def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Parameters:

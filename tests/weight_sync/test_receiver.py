@@ -233,7 +233,7 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
     def with_garbage(spare: SpareMemory, *arguments: Any, **options: Any) -> torch.Tensor:
         """What lies between the rows too."""
         taken = dirty(spare, *arguments, **options)
-        spare._blocks[spare.num_lent - 1].fill_(0xFF)
+        torch.frombuffer(spare._blocks[spare.num_lent - 1], dtype=torch.uint8).fill_(0xFF)
         return taken
 
     monkeypatch.setattr(SpareMemory, "take", with_garbage)
