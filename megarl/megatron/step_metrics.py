@@ -21,18 +21,18 @@ def schedule_metrics(
     many); tokens and slots are summed over the data-parallel ranks.
     """
     planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
-    executed = [shapes for rank in ranks for shapes in rank]
+    executed = [shape for rank in ranks for shapes in rank for shape in shapes]
     worth = quality(plan, lengths, cost, prompts)
     metrics: dict[str, float] = {
         "planned_micro_batches": len(planned) // plan.layout.data,
-        "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),
+        "micro_batches": max(sum(map(len, rank)) for rank in ranks),
         "planned_tokens": sum(micro.tokens for micro in planned),
-        "tokens": sum(sum(shapes.tokens) for shapes in executed),
+        "tokens": sum(shape.tokens for shape in executed),
         "planned_slots": sum(micro.slots for micro in planned),
-        "slots": sum(sum(shapes.slots) for shapes in executed),
+        "slots": sum(shape.slots for shape in executed),
         "planned_max_tokens": max(micro.slots for micro in planned),
-        "max_tokens": max(max(shapes.slots) for shapes in executed),
-        "sequences": max(max(shapes.sequences) for shapes in executed),
+        "max_tokens": max(shape.slots for shape in executed),
+        "sequences": max(shape.sequences for shape in executed),
         "useful_share": worth.useful_share,
         "imbalance": worth.imbalance,
         "bubble_share": worth.bubble_share,
