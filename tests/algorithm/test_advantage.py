@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithm import gae, group_advantages, token_rewards, whiten
+from megarl.algorithm.advantage import gae, group_advantages, token_rewards, whiten
 
 
 def test_a_masked_reward_changes_nothing_for_its_group():
