@@ -91,10 +91,10 @@ def test_executed_reports_tokens_and_slots(tmp_path):
     starts = range(0, len(TOTALS), 3)
     tokens = tuple(sum(TOTALS[start : start + 3]) for start in starts)
     for one in executed:
-        assert one.sequences == tuple(len(TOTALS[start : start + 3]) for start in starts)
-        assert one.tokens == tokens
-        assert one.slots == tuple(-(-count // 4) * 4 for count in tokens)
-    assert executed[0].slots != executed[0].tokens
+        assert [shape.sequences for shape in one] == [len(TOTALS[start : start + 3]) for start in starts]
+        assert tuple(shape.tokens for shape in one) == tokens
+        assert [shape.slots for shape in one] == [-(-count // 4) * 4 for count in tokens]
+        assert any(shape.slots != shape.tokens for shape in one)
 
 
 def test_transformer_engine_is_told_a_length_that_no_padded_sequence_exceeds() -> None:
