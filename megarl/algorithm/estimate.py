@@ -8,49 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from megarl.algorithm.advantage import gae, group_advantages, returns_to_go, token_rewards, whiten
 from megarl.algorithm.loss import kl
-from megarl.algorithm.preference import PairSlopes, implicit_rewards, pair_slopes
 from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GroupSection, OverlongSection
-from megarl.recipe.own_code import load_marked, mark
+from megarl.recipe.own_code import Marked, load_marked, mark
 
 ADVANTAGE = "megarl.algorithm.advantage"
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def advantage(function: Function) -> Function:
+def advantage(function: Marked) -> Marked:
     """Mark a user's advantage: f(rewards [n], groups [n] ids, valid [n] bool) -> advantages [n], one a rollout.
 
     Rewards that are not valid are 0, and their advantages are ignored. In the recipe: `advantage: "my_advantages:mine"`.
     """
     return mark(function, ADVANTAGE)
-
-
-class Scored(NamedTuple):
-    """The rewards of all rollouts of a step, and what an estimator may need besides."""
-
-    rewards: Tensor  # [rollouts], 0 where not valid
-    groups: Tensor  # [rollouts] ids
-    valid: Tensor  # [rollouts] bool
-    penalties: Sequence[Tensor]  # KL [own tokens] of each rollout; zeros unless the KL term is in the reward
-    values: Sequence[Tensor] | None = None  # the critic's, [own tokens] of each rollout
-    baselines: Tensor | None = None  # [rollouts], the reward of the prompt's greedy completion
-    results: Mapping[str, Sequence[Tensor]] = {}  # as in `StepRewards`
-
-
-class Estimated(NamedTuple):
-    """[own tokens] of each rollout; of a reward model one number each."""
-
-    advantages: list[Tensor]
-    returns: list[Tensor] | None = None  # the critic's targets
-    valid: Tensor | None = None  # [sequences] bool: those in whole pairs; None without pairs
-    metrics: dict[str, float] = {}
 
 
 class StepRewards(NamedTuple):
@@ -62,7 +40,8 @@ class StepRewards(NamedTuple):
     truncated: Tensor  # [rollouts] bool
     segments: Sequence[int]  # sequences of each rollout, which follow each other
     lengths: Tensor  # [sequences] own tokens
-    # By name, [own tokens] of each sequence: "logprobs" and "reference_logprobs" for a KL term in the reward, "values".
+    # By name, [own tokens] of each sequence: "logprobs" and "reference_logprobs" for a KL term in the reward, "values". An
+    # estimator also gets "penalties", the KL of each token, or zeros.
     results: Mapping[str, Sequence[Tensor]]
     baselines: Tensor | None  # [rollouts], the reward of the prompt's greedy completion
     longest: int  # the most own tokens that a rollout may have
@@ -72,10 +51,10 @@ class StepRewards(NamedTuple):
 class StepAdvantages(NamedTuple):
     """What the updates of a step learn from."""
 
-    advantages: list[Tensor]  # [own tokens] of each sequence
+    advantages: list[Tensor]  # [own tokens] of each sequence; of a reward model one number each
     returns: list[Tensor] | None  # [own tokens] of each sequence, for the critic
-    valid: Tensor  # [rollouts] bool, without the rollouts that algorithm.overlong masks
-    metrics: dict[str, float]
+    valid: Tensor  # [rollouts] bool, without the rollouts that algorithm.overlong masks; of pairs, those that are whole
+    metrics: dict[str, float] = {}
 
 
 def step_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAdvantages:
@@ -110,16 +89,16 @@ def _rollout_advantages(settings: AlgorithmSection, step: StepRewards) -> StepAd
         coefficient = settings.kl.coefficient
         pairs = zip(step.results["logprobs"], step.results["reference_logprobs"], strict=True)
         divergences = [kl(policy, reference, settings.kl.estimator) for policy, reference in pairs]
-    values = step.results.get("values")
-    scored = Scored(torch.where(valid, rewards, 0.0), step.groups, valid, divergences, values, step.baselines, step.results)
-    advantages, returns, counted_pairs, of_pairs = estimate(scored, coefficient, settings)
-    valid, metrics = valid if counted_pairs is None else counted_pairs, metrics | of_pairs
-    if returns is not None:
-        assert values is not None, "an estimator with returns needs values"
+    results = {**step.results, "penalties": divergences}
+    step = step._replace(rewards=torch.where(valid, rewards, 0.0), valid=valid, results=results)
+    learned = estimate(step, coefficient, settings)
+    metrics |= learned.metrics
+    if learned.returns is not None:
+        values = step.results["values"]
         counted = [value for value, counts in zip(values, valid.tolist(), strict=True) if counts]
         metrics["critic/value_mean"] = float(torch.cat(counted).mean())
-        metrics["critic/explained_variance"] = explained_variance(values, returns, valid)
-    return StepAdvantages(advantages, returns, valid, metrics)
+        metrics["critic/explained_variance"] = explained_variance(values, learned.returns, valid)
+    return learned._replace(metrics=metrics)
 
 
 def evaluation_loss(
@@ -194,113 +173,155 @@ def check_advantage(settings: AlgorithmSection) -> None:
         load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
 
 
-def estimate(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def estimate(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """Compute the advantages that `algorithm.advantage` names; `coefficient` weights the KL term in the reward.
 
     Raises ValueError where a user's function gives another number of advantages, or one that is not finite.
     """
     if settings.advantage in ADVANTAGES:
-        return ADVANTAGES[settings.advantage](scored, coefficient, settings)
+        return ADVANTAGES[settings.advantage](step, coefficient, settings)
     function = load_marked("algorithm.advantage", settings.advantage, ADVANTAGE, {})
-    scores = torch.where(scored.valid, _scores(scored, coefficient), 0.0)
-    advantages = function(scores, scored.groups, scored.valid)
-    if advantages.shape != scored.rewards.shape or not torch.isfinite(advantages[scored.valid]).all():
+    scores = torch.where(step.valid, _scores(step, coefficient), 0.0)
+    advantages = function(scores, step.groups, step.valid)
+    if advantages.shape != step.rewards.shape or not torch.isfinite(advantages[step.valid]).all():
         raise ValueError(
             f"algorithm.advantage = {settings.advantage} gave {tuple(advantages.shape)} advantages for "
-            f"{len(scored.rewards)} rollouts, or some that are not finite; return one finite number a rollout"
+            f"{len(step.rewards)} rollouts, or some that are not finite; return one finite number a rollout"
         )
-    return _spread(torch.where(scored.valid, advantages, 0.0), scored)
+    return _spread(torch.where(step.valid, advantages, 0.0), step)
 
 
-def _group_relative(scored: Scored, coefficient: float, deviation: bool, leave_one_out: bool) -> Estimated:
-    scores = _scores(scored, coefficient)
-    return _spread(group_advantages(scores, scored.groups, scored.valid, deviation, leave_one_out), scored)
+def _group_relative(step: StepRewards, coefficient: float, deviation: bool, leave_one_out: bool) -> StepAdvantages:
+    scores = _scores(step, coefficient)
+    return _spread(group_advantages(scores, step.groups, step.valid, deviation, leave_one_out), step)
 
 
-def _grpo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def _grpo(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     group = settings.group or GroupSection()
-    return _group_relative(scored, coefficient, group.deviation, group.leave_one_out)
+    return _group_relative(step, coefficient, group.deviation, group.leave_one_out)
 
 
-def _reinforce_plus_plus(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def _reinforce_plus_plus(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """The reward minus the KL from each token on, whitened over all tokens of the step.
 
     Source: Hu et al. 2025 (REINFORCE++, arXiv:2501.03262).
     """
-    rewards = _token_rewards(scored, scored.rewards, coefficient)
-    return Estimated(_whitened([returns_to_go(tokens) for tokens in rewards], scored.valid))
+    rewards = _token_rewards(step, step.rewards, coefficient)
+    return StepAdvantages(_whitened([returns_to_go(tokens) for tokens in rewards], step.valid), None, step.valid)
 
 
-def _reinforce_plus_plus_baseline(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def _reinforce_plus_plus_baseline(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """The reward minus the group's mean, whitened over all tokens of the step. Source: ibid., the form with a baseline."""
-    centered = _group_relative(scored, coefficient, deviation=False, leave_one_out=False).advantages
-    return Estimated(_whitened(centered, scored.valid))
+    centered = _group_relative(step, coefficient, deviation=False, leave_one_out=False).advantages
+    return StepAdvantages(_whitened(centered, step.valid), None, step.valid)
 
 
-def _remax(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def _remax(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """The reward minus that of the prompt's greedy completion, minus the KL from each token on.
 
     Source: Li et al. 2023 (ReMax, arXiv:2310.10505); the KL term is taken token by token, as in their code.
     """
-    assert scored.baselines is not None
-    rewards = _token_rewards(scored, scored.rewards - scored.baselines, coefficient)
-    return Estimated([returns_to_go(tokens) for tokens in rewards])
+    assert step.baselines is not None
+    rewards = _token_rewards(step, step.rewards - step.baselines, coefficient)
+    return StepAdvantages([returns_to_go(tokens) for tokens in rewards], None, step.valid)
 
 
-def _gae(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
-    assert settings.gae is not None and scored.values is not None
-    rewards = _token_rewards(scored, scored.rewards, coefficient)
-    advantages, returns = gae(rewards, scored.values, settings.gae.discount, settings.gae.smoothing)
-    return Estimated(_whitened(advantages, scored.valid) if settings.gae.whiten else advantages, returns)
+def _gae(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
+    assert settings.gae is not None
+    rewards = _token_rewards(step, step.rewards, coefficient)
+    advantages, returns = gae(rewards, step.results["values"], settings.gae.discount, settings.gae.smoothing)
+    advantages = _whitened(advantages, step.valid) if settings.gae.whiten else advantages
+    return StepAdvantages(advantages, returns, step.valid)
 
 
-def _dpo(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def _dpo(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """How much the mean loss of the pairs falls as each sequence's log-probability rises. Source: see `pair_slopes`."""
-    section, results = settings.dpo or DpoSection(), scored.results
+    section, results = settings.dpo or DpoSection(), step.results
     rewards = implicit_rewards(results["logprobs"], results["reference_logprobs"], section)
-    return _of_pairs(pair_slopes(rewards, scored.valid, section.beta, section.label_smoothing), scored)
+    return _of_pairs(pair_slopes(rewards, step.valid, section.beta, section.label_smoothing), step)
 
 
-def _bradley_terry(scored: Scored, coefficient: float, settings: AlgorithmSection) -> Estimated:
+def _bradley_terry(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """The same for the scores of a reward model, one a sequence, which stand in for its log-probabilities."""
-    return _of_pairs(pair_slopes(torch.cat(list(scored.results["logprobs"])), scored.valid), scored)
+    return _of_pairs(pair_slopes(torch.cat(list(step.results["logprobs"])), step.valid), step)
 
 
-def _of_pairs(slopes: PairSlopes, scored: Scored) -> Estimated:
-    pairs = zip(slopes.weights, scored.results["logprobs"], strict=True)
-    advantages = [weight.to(tokens.dtype).expand(len(tokens)) for weight, tokens in pairs]
-    return Estimated(advantages, None, slopes.valid, slopes.metrics)
+PairSlopes = tuple[Tensor, Tensor, dict[str, float]]  # weights and marks [sequences], and metrics
 
 
-ADVANTAGES: dict[str, Callable[[Scored, float, AlgorithmSection], Estimated]] = {
+def _of_pairs(slopes: PairSlopes, step: StepRewards) -> StepAdvantages:
+    weights, valid, metrics = slopes
+    pairs = zip(weights, step.results["logprobs"], strict=True)
+    return StepAdvantages([weight.to(tokens.dtype).expand(len(tokens)) for weight, tokens in pairs], None, valid, metrics)
+
+
+def implicit_rewards(logprobs: Sequence[Tensor], reference: Sequence[Tensor], section: DpoSection) -> Tensor:
+    """Return beta * log(policy / reference) of each sequence, [sequences] fp64, from [own tokens] of each.
+
+    Source: Rafailov et al. 2023 (DPO, arXiv:2305.18290), section 4.
+    """
+    ratios = [(new.double() - old.double()).sum() for new, old in zip(logprobs, reference, strict=True)]
+    return section.beta * torch.stack(ratios)
+
+
+def pair_slopes(scores: Tensor, valid: Tensor, scale: float = 1.0, label_smoothing: float = 0.0) -> PairSlopes:
+    """Return the weight of each sequence in the update (fp64), which sequences count, and metrics of the loss.
+
+    A batch has the pairs one after the other, the chosen sequence first. A pair counts if both of its sequences are valid.
+    With the weights w_i the loss sum_i -w_i x_i / (sequences that count) has the gradient of the pairs' mean loss, where
+    score i rises by `scale` with x_i: by beta with the log-probability of DPO, by 1 with a reward model's score.
+
+        m    = score of the chosen - score of the rejected
+        loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m), e = label_smoothing
+        -d loss / d score of the chosen = sigmoid(-m) - e, and the opposite for the rejected
+
+    scores [sequences], valid [sequences] bool.
+    Sources: Bradley and Terry 1952, as in Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), equation 1; Rafailov et al.
+    2023 (DPO, arXiv:2305.18290), equation 7 and the gradient below it; label smoothing: Mitchell 2023, "A note on DPO with
+    noisy preferences".
+    """
+    pairs, counted = scores.double().view(-1, 2), valid.view(-1, 2).all(1)
+    margin = pairs[:, 0] - pairs[:, 1]
+    losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    slope = torch.where(counted, torch.sigmoid(-margin) - label_smoothing, 0.0)
+    weights = 2.0 * scale * torch.stack([slope, -slope], 1).flatten()  # each pair is two of the sequences that count
+    metrics: dict[str, float] = {}
+    if counted.any():
+        known = {"loss": losses, "accuracy": (margin > 0).double(), "margin": margin}
+        known |= {"chosen": pairs[:, 0], "rejected": pairs[:, 1]}
+        metrics = {f"preference/{name}": float(values[counted].mean()) for name, values in known.items()}
+    return weights, counted.repeat_interleave(2), metrics
+
+
+ADVANTAGES: dict[str, Callable[[StepRewards, float, AlgorithmSection], StepAdvantages]] = {
     "gae": _gae,
     "grpo": _grpo,
-    "dr_grpo": lambda scored, coefficient, _: _group_relative(scored, coefficient, deviation=False, leave_one_out=False),
-    "rloo": lambda scored, coefficient, _: _group_relative(scored, coefficient, deviation=False, leave_one_out=True),
+    "dr_grpo": lambda step, coefficient, _: _group_relative(step, coefficient, deviation=False, leave_one_out=False),
+    "rloo": lambda step, coefficient, _: _group_relative(step, coefficient, deviation=False, leave_one_out=True),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
-    "supervised": lambda scored, *_: _spread(torch.ones_like(scored.rewards), scored),
+    "supervised": lambda step, *_: _spread(torch.ones_like(step.rewards), step),
     "dpo": _dpo,
     "bradley_terry": _bradley_terry,
-    "none": lambda scored, coefficient, _: _spread(torch.zeros_like(scored.rewards), scored),
+    "none": lambda step, coefficient, _: _spread(torch.zeros_like(step.rewards), step),
 }
 
 
-def _scores(scored: Scored, coefficient: float) -> Tensor:
+def _scores(step: StepRewards, coefficient: float) -> Tensor:
     """The reward of each rollout minus the KL of its tokens: [rollouts]."""
-    return scored.rewards - coefficient * torch.stack([penalty.sum() for penalty in scored.penalties])
+    return step.rewards - coefficient * torch.stack([penalty.sum() for penalty in step.results["penalties"]])
 
 
-def _token_rewards(scored: Scored, rewards: Tensor, coefficient: float) -> list[Tensor]:
-    pairs = zip(rewards.tolist(), scored.penalties, strict=True)
+def _token_rewards(step: StepRewards, rewards: Tensor, coefficient: float) -> list[Tensor]:
+    pairs = zip(rewards.tolist(), step.results["penalties"], strict=True)
     return [token_rewards(reward, penalty, coefficient) for reward, penalty in pairs]
 
 
-def _spread(advantages: Tensor, scored: Scored) -> Estimated:
+def _spread(advantages: Tensor, step: StepRewards) -> StepAdvantages:
     """Give every token the advantage of its rollout."""
-    pairs = zip(advantages, scored.penalties, strict=True)
-    return Estimated([advantage.expand(len(tokens)) for advantage, tokens in pairs])
+    pairs = zip(advantages, step.results["penalties"], strict=True)
+    return StepAdvantages([advantage.expand(len(tokens)) for advantage, tokens in pairs], None, step.valid)
 
 
 def _whitened(advantages: Sequence[Tensor], valid: Tensor) -> list[Tensor]:

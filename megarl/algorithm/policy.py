@@ -10,25 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithm.loss import MAX_LOG_RATIO
-from megarl.recipe.algorithm_section import (
-    FunctionLossSection,
-    MismatchSection,
-    PolicyLossSection,
-)
-from megarl.recipe.own_code import load_marked, mark
+from megarl.recipe.algorithm_section import FunctionLossSection, MismatchSection, PolicyLossSection
+from megarl.recipe.own_code import Marked, load_marked, mark
 
 POLICY_LOSS = "megarl.algorithm.policy_loss"
-Function = TypeVar("Function", bound=Callable[..., Any])
 Loss = tuple[Tensor, Tensor]
 
 
-def policy_loss(function: Function) -> Function:
+def policy_loss(function: Marked) -> Marked:
     """Mark a user's policy loss: f(tokens: PolicyTokens, **options) -> (loss [tokens], clipped [tokens] bool).
 
     In the recipe: `policy_loss: {kind: function, target: "my_losses:mine", options: {...}}`.

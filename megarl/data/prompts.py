@@ -35,6 +35,7 @@ class PromptStream:
         key: str = "data.prompts",
         answer: Callable[[Row], Example] | None = None,
     ) -> None:
+        self.data, self.tokenizer, self.num_tokens, self.judge, self.answer = data, tokenizer, num_tokens, judge, answer
         if data.prompts.kind == "mixture":
             self._weights = data.prompts.weights
             # The last number makes these orders differ from the order of a single source, whose seed is (seed, epoch).
@@ -48,7 +49,7 @@ class PromptStream:
         for source, seeds, place in sources:
             bad = BadRows(data.on_bad_row)
             rows = load_rows(source, seed, data, place, bad)
-            self._parts.append(_Part(data, rows, seeds, tokenizer, num_tokens, judge, bad, place, answer))
+            self._parts.append(_Part(self, rows, seeds, bad, place))
         self.position = 0
 
     @property
@@ -168,18 +169,8 @@ class Curriculum:
 class _Part:
     """The usable rows of one source, in shuffled order. `walked` counts rows so far, `taken` those that became prompts."""
 
-    def __init__(
-        self,
-        data: DataSection,
-        rows: list[Row],
-        seeds: list[int],
-        tokenizer: Any,
-        num_tokens: int | None,
-        judge: Callable[[Prompt], None],
-        bad: BadRows,
-        key: str,
-        answer: Callable[[Row], Example] | None,
-    ) -> None:
+    def __init__(self, stream: PromptStream, rows: list[Row], seeds: list[int], bad: BadRows, key: str) -> None:
+        data, tokenizer = stream.data, stream.tokenizer
         self.rows: list[Row] = []
         self._token_ids: list[np.ndarray] = []
         self._examples: list[tuple[Example, ...]] = []
@@ -202,12 +193,12 @@ class _Part:
                 self.num_dropped += 1
                 continue
             try:
-                _check_vocabulary(row, token_ids, num_tokens)
-                if answer is not None:
-                    examples = (answer(row),)
-                    _check_vocabulary(row, examples[0].token_ids.tolist(), num_tokens)
+                _check_vocabulary(row, token_ids, stream.num_tokens)
+                if stream.answer is not None:
+                    examples = (stream.answer(row),)
+                    _check_vocabulary(row, examples[0].token_ids.tolist(), stream.num_tokens)
                 try:
-                    judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
+                    stream.judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
                 except ValueError as error:
                     raise ValueError(f"{row.where}: field {row.answer_field!r}: {error}") from error
             except ValueError as error:

@@ -68,14 +68,9 @@ class Completion:
     def __post_init__(self) -> None:
         if self.own is None:
             object.__setattr__(self, "own", np.ones(len(self.token_ids), dtype=bool))
-        if len(self.own) != len(self.token_ids):
-            raise ValueError(f"completion: {len(self.token_ids)} token ids, and {len(self.own)} marks of the policy's own")
-        if len(self.token_ids) != len(self.logprobs):
-            counts = f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities"
-            raise ValueError(f"completion: {counts}; one log-probability for each token is needed")
-        if len(self.token_ids) != len(self.versions):
-            counts = f"{len(self.token_ids)} token ids but {len(self.versions)} weight versions"
-            raise ValueError(f"completion: {counts}; one version for each token is needed")
+        for name in ("own", "logprobs", "versions"):
+            if (count := len(getattr(self, name))) != len(self.token_ids):
+                raise ValueError(f"completion: {len(self.token_ids)} token ids but {count} {name}; each token needs one")
 
     @classmethod
     def empty(cls) -> Completion:

@@ -26,6 +26,7 @@ from megarl.data.generated import generate
 from megarl.data.tokenizer import ANSWERERS
 from megarl.models.model_files import check_fetched
 from megarl.recipe.data_section import DataSection, HuggingFacePromptsSection, SourceSection
+from megarl.recipe.violation import shown
 
 logger = logging.getLogger(__name__)
 NUM_SHOWN = 3  # skipped rows that are logged
@@ -77,49 +78,37 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Form:
-    """The formats of prompt and answer; `key` is the source's recipe key."""
+    """Checks rows by the formats of `data`. `key` is the source's recipe key; `rejected_field` is given for pairs of a
+    chosen and a rejected answer."""
 
-    prompt_format: str
-    answer_format: str
+    data: DataSection
     key: str
+    rejected_field: str | None = None
 
-    def row(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
-        """Check a row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
+    def question(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
+        """Check a row of a run with rollouts; `where` names its file and position. Raises ValueError with the row, the field
+        and its value."""
         assert answer_field is not None, "refused in the recipe"
-        if not isinstance(fields, dict):
-            raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
-        prompt = _value(fields, where, prompt_field, f"{self.key}.prompt_field")
-        place = _place(where, prompt_field)
-        if self.prompt_format == "messages":
+        prompt, place = self._prompt(fields, where, prompt_field)
+        if self.data.prompt_format == "messages":
             prompt = _messages(prompt, place)
             question = prompt[-1]["content"]
-        elif self.prompt_format == "token_ids":
+        elif self.data.prompt_format == "token_ids":
             if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
-                raise ValueError(f"{place} is {_shown(prompt)}; data.prompt_format: token_ids needs a list of whole numbers")
+                raise ValueError(f"{place} is {shown(prompt)}; data.prompt_format: token_ids needs a list of whole numbers")
             question = ""
         else:
             question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
         answer = _value(fields, where, answer_field, f"{self.key}.answer_field")
-        if self.answer_format == "json" and isinstance(answer, list | dict):
+        if self.data.answer_format == "json" and isinstance(answer, list | dict):
             text = json.dumps(answer, default=_plain)
         else:
             text = _text(answer, _place(where, answer_field), f"{self.key}.answer_field")
         return Row(question, text, fields, prompt, where, prompt_field, answer_field)
 
-
-@dataclass(frozen=True)
-class ExampleForm:
-    """The formats of a supervised run's rows; `rejected_field` is given for pairs of a chosen and a rejected answer."""
-
-    data: DataSection
-    key: str
-    rejected_field: str | None
-
-    def row(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
-        """Check a row; `where` names its file and position. Raises ValueError with the row, the field and its value."""
-        if not isinstance(fields, dict):
-            raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
-        given, place = _value(fields, where, prompt_field, f"{self.key}.prompt_field"), _place(where, prompt_field)
+    def examples(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
+        """Check a row of a supervised run, as `question`."""
+        given, place = self._prompt(fields, where, prompt_field)
         if self.data.prompt_format == "messages":
             chat = _messages(given, place)
         else:
@@ -132,6 +121,12 @@ class ExampleForm:
             answers.append(self._answer(fields, where, self.rejected_field, "rejected_field"))
         examples = [self._example(chat, answer, place) for answer in answers]
         return Row(chat[-1]["content"], "", fields, tuple(examples), where, prompt_field, answer_field or prompt_field)
+
+    def _prompt(self, fields: Any, where: str, name: str) -> tuple[Any, str]:
+        """Return the prompt of a row, and its place for errors."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
+        return _value(fields, where, name, f"{self.key}.prompt_field"), _place(where, name)
 
     def _answer(self, fields: dict, where: str, name: str, key: str) -> list[Message]:
         """Return an answer as messages: a text is one of the assistant."""
@@ -157,15 +152,14 @@ def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad
 
     Raises ValueError naming file, row and field for bad data that is not skipped, or the recipe key for a bad request.
     """
-    form: Form | ExampleForm = Form(data.prompt_format, data.answer_format, key)
-    if data.max_tokens is not None:
-        form = ExampleForm(data, key, None if source.kind == "reasoning_gym" else source.rejected_field)
+    form = Form(data, key, None if source.kind == "reasoning_gym" else source.rejected_field)
+    check = form.question if data.max_tokens is None else form.examples
     rows: list[Row] = []
     for where, fields, prompt_field, answer_field in _read(source, seed, key):
         try:
             if isinstance(fields, ValueError):
                 raise fields
-            rows.append(form.row(fields, where, prompt_field, answer_field))
+            rows.append(check(fields, where, prompt_field, answer_field))
         except ValueError as error:
             bad.add(error)
     if not rows:
@@ -207,7 +201,7 @@ def _value(fields: dict, where: str, field: str, key: str) -> Any:
             holder = value if isinstance(value, dict) else {}
             near = difflib.get_close_matches(part, holder, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            has = f"it has {sorted(value)}" if isinstance(value, dict) else f"what is before {part!r} is {_shown(value)}"
+            has = f"it has {sorted(value)}" if isinstance(value, dict) else f"what is before {part!r} is {shown(value)}"
             raise ValueError(f"{where}: no field {field!r} ({key}), {has}{hint}")
         value = value[part]
     return value
@@ -218,7 +212,7 @@ def _text(value: Any, place: str, key: str) -> str:
     finite = isinstance(value, str | int) or (isinstance(value, float | Decimal) and math.isfinite(value))
     if not finite or isinstance(value, bool):
         wanted = "a text or a number is needed" + ("; for lists data.answer_format: json" if "answer" in key else "")
-        raise ValueError(f"{place} is {_shown(value)}; {wanted} ({key})")
+        raise ValueError(f"{place} is {shown(value)}; {wanted} ({key})")
     text = _digits(value) if isinstance(value, Decimal) else str(value)
     if not text.strip():
         raise ValueError(f"{place} is empty; a text or a number is needed ({key})")
@@ -243,7 +237,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     """Return a chat with texts as contents: join text parts and drop nulls, with which tables fill missing fields."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         rule = "data.prompt_format: messages needs a list of objects with a role and a content"
-        raise ValueError(f"{place} is {_shown(value)}; {rule}")
+        raise ValueError(f"{place} is {shown(value)}; {rule}")
     messages = []
     for number, given in enumerate(value):
         message = {name: field for name, field in given.items() if field is not None}
@@ -251,19 +245,12 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
         if isinstance(content, list):
             for part in content:
                 if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-                    raise ValueError(
-                        f"{where} has the part {_shown(part)}; megarl trains on text: remove such rows or parts"
-                    )
+                    raise ValueError(f"{where} has the part {shown(part)}; megarl trains on text: remove such rows or parts")
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{where} is {_shown(given)}; it needs a role and a content, a text or a list of parts of text")
+            raise ValueError(f"{where} is {shown(given)}; it needs a role and a content, a text or a list of parts of text")
         messages.append(message | {"content": content})
     return messages
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Example
-from megarl.data.sources import BadRows, ExampleForm, Message, Pair, Row
-from megarl.data.tokenizer import ANSWERERS, check_template, render_questions, rendering_errors
+from megarl.data.sources import BadRows, Form, Message, Pair, Row
+from megarl.data.tokenizer import ANSWERERS, apply_template, render_questions
 from megarl.recipe.data_section import DataSection
 
 # Stand for the content of a turn: no template changes them, and they share neither first nor last character.
@@ -49,8 +49,8 @@ def _examples(data: DataSection, row: Row, tokenizer: Any) -> tuple[Example, ...
 def answer_of(row: Row, data: DataSection, tokenizer: Any, stop_token_ids: Sequence[int], max_new_tokens: int) -> Example:
     """Return a row's answer as the policy might have sampled it for the row's prompt: up to the first token that ends a
     completion. Raises ValueError for an answer that cannot be rendered, or is longer than `max_new_tokens`."""
-    form = ExampleForm(data, "data.prompts", None)
-    (example,) = _examples(data, form.row(row.fields, row.where, row.prompt_field, row.answer_field), tokenizer)
+    form = Form(data, "data.prompts")
+    (example,) = _examples(data, form.examples(row.fields, row.where, row.prompt_field, row.answer_field), tokenizer)
     ids, trained = example.token_ids, example.trained
     end = int(np.flatnonzero(trained)[-1]) + 1
     start = int(np.flatnonzero(~trained[:end])[-1]) + 1  # earlier turns of a chat are a part of the prompt
@@ -75,13 +75,11 @@ def _text(tokenizer: Any, pair: Pair, system_prompt: str | None) -> Example:
 
 def _conversations(tokenizer: Any, chats: Sequence[list[Message]], system_prompt: str | None) -> tuple[Example, ...]:
     """Render the chats of a row; of a pair only the turns after the messages that both share are trained."""
-    check_template(tokenizer)
     same = zip(*chats, strict=False) if len(chats) > 1 else ()
     num_shared = len(list(takewhile(lambda messages: messages[0] == messages[1], same)))
 
     def render(messages: list[Message], generation: bool = False) -> str:
-        with rendering_errors(system_prompt):
-            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False))
+        return str(apply_template(tokenizer, messages, generation, system_prompt))
 
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     examples = []

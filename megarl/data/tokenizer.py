@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -74,13 +73,8 @@ def render_questions(
 
     `prompt_template` has `{question}` in it (other braces stay, LaTeX needs them). With `chat_template` the tokenizer's
     template writes all special tokens; without it the text is tokenized as it is, after the system prompt and an empty line.
-    Raises ValueError naming `data.prompt_template`, or `data.chat_template` and a system prompt that the template refuses.
+    Raises ValueError naming `data.chat_template` and a system prompt that the template refuses.
     """
-    if prompt_template is not None and "{question}" not in prompt_template:
-        raise ValueError(
-            f"data.prompt_template is {prompt_template!r}, which has no {{question}}; "
-            "write {question} where the question belongs"
-        )
     if prompt_template is not None:
         questions = [prompt_template.replace("{question}", question) for question in questions]
     if not chat_template:
@@ -89,7 +83,6 @@ def render_questions(
         # A text that was rendered before has a start token already.
         start = [tokenizer.bos_token_id] * 2
         return [row[1:] if row[:2] == start else row for row in rows]
-    check_template(tokenizer)
     conversations = [_chat([{"role": "user", "content": question}], system_prompt) for question in questions]
     return _render(tokenizer, conversations, system_prompt)
 
@@ -97,24 +90,8 @@ def render_questions(
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], system_prompt: str | None) -> list[int]:
     """Return the token ids of a chat as a prompt. Raises ValueError if the chat template refuses it, if it ends with an
     answer, and for a second system message."""
-    check_template(tokenizer)
     (ids,) = _render(tokenizer, [_chat(messages, system_prompt)], system_prompt)
     return ids
-
-
-@contextmanager
-def rendering_errors(system_prompt: str | None = None) -> Iterator[None]:
-    """Turn an error of a chat template into a ValueError. Use it around the template only, since it catches TypeError and
-    KeyError."""
-    import jinja2
-
-    try:
-        yield
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
-        way_out = "see data.prompt_format and data.chat_template"
-        if system_prompt is not None:
-            way_out += f", or leave data.system_prompt ({system_prompt[:40]!r}) out: its role is system"
-        raise ValueError(f"the model's chat template refuses these messages: {error}; {way_out}") from error
 
 
 ANSWERERS = ("assistant", "model")  # roles whose messages are answers
@@ -142,11 +119,25 @@ def check_template(tokenizer: Any) -> None:
         )
 
 
+def apply_template(tokenizer: Any, messages: Any, generate: bool, system_prompt: str | None = None, **options: Any) -> Any:
+    """Return the text of a chat, or of each chat in a list; with `generate`, up to where the answer begins.
+
+    Raises ValueError without a chat template, and for messages that the template refuses."""
+    import jinja2
+
+    check_template(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=generate, tokenize=False, **options)
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        way_out = "see data.prompt_format and data.chat_template"
+        if system_prompt is not None:
+            way_out += f", or leave data.system_prompt ({system_prompt[:40]!r}) out: its role is system"
+        raise ValueError(f"the model's chat template refuses these messages: {error}; {way_out}") from error
+
+
 def _render(tokenizer: Any, conversations: list[list[dict[str, str]]], system_prompt: str | None) -> list[list[int]]:
-    with rendering_errors(system_prompt):
-        texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
     # The template has written the special tokens already.
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return tokenizer(apply_template(tokenizer, conversations, True, system_prompt), add_special_tokens=False)["input_ids"]
 
 
 def stop_token_ids(path: str, tokenizer: Any, num_tokens: int | None = None) -> tuple[int, ...]:
@@ -189,9 +180,7 @@ def _chat_end(tokenizer: Any) -> list[int]:
     """Return the special token directly after an assistant's turn in the chat template, if there is one."""
     if not tokenizer.chat_template:
         return []
-    with rendering_errors():
-        text = tokenizer.apply_chat_template(_conversation([]), tokenize=False)
-    _, answer, tail = text.rpartition(TURN)
+    _, answer, tail = apply_template(tokenizer, _conversation([]), False).rpartition(TURN)
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if answer else []
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return ids[:1] if ids and ids[0] in special else []
@@ -212,10 +201,8 @@ class ChatRenderer:
     def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, generate: bool = True) -> str:
         """Return the text of messages; with `generate`, up to where the policy's next turn begins. Raises ValueError for
         messages that the template refuses."""
-        check_template(self.tokenizer)
-        given = {} if tools is None else {"tools": tools}  # `data.template_options` may hold some
-        with rendering_errors():
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=generate, tokenize=False, **given)
+        given: dict[str, Any] = {} if tools is None else {"tools": tools}  # `data.template_options` may hold some
+        return str(apply_template(self.tokenizer, messages, generate, **given))
 
     @cached_property
     def turn_end(self) -> str:

@@ -57,7 +57,7 @@ from megarl.models.attention import Packing
 from megarl.models.megatron_weights import rank_boxes
 from megarl.models.stored_weights import SCORE, stored_tensors
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection, ReferenceMemorySection
-from megarl.schedule import Executed, MiniBatch, Plan
+from megarl.schedule import Executed, MiniBatch, Plan, Shape
 from megarl.telemetry.clock import span
 from megarl.telemetry.progress import begin_work
 
@@ -439,12 +439,7 @@ class Role:
         if replay is not None:
             replay.finish()
         # From the tensors that ran, not from the plan.
-        executed = Executed(
-            sequences=tuple(micro.num_sequences for micro in ran),
-            tokens=tuple(micro.num_tokens for micro in ran),
-            slots=tuple(micro.num_slots for micro in ran),
-        )
-        return stored, executed
+        return stored, tuple(Shape(micro.num_sequences, micro.num_tokens, micro.num_slots) for micro in ran)
 
     def _step(
         self,

@@ -29,21 +29,21 @@ def prove(
                 f"phase {plan.phase}: data-parallel rank {data_rank} executed {len(ran)} of {len(plan.mini_batches)} "
                 f"mini-batches, and rank {place.rank} {len(mini_batches)}"
             )
-        for mini_batch, shapes in zip(mini_batches, ran, strict=True):
-            compare(mini_batch, data_rank, shapes)
+        for mini_batch, of_batch in zip(mini_batches, ran, strict=True):
+            compare(mini_batch, data_rank, of_batch)
     planned = [micro for mini_batch in plan.mini_batches for rank in mini_batch.micro_batches for micro in rank]
-    executed_shapes = [shapes for rank in ranks for shapes in rank]
+    shapes = [shape for rank in ranks for ran in rank for shape in ran]
     worth = quality(plan, batch.lengths.tolist(), cost, batch.prompt_lengths.tolist())
     metrics: dict[str, float] = {
         "planned_micro_batches": len(planned) // plan.layout.data,
-        "micro_batches": max(sum(len(shapes.sequences) for shapes in rank) for rank in ranks),
+        "micro_batches": max(sum(map(len, rank)) for rank in ranks),
         "planned_tokens": sum(micro.tokens for micro in planned),
-        "tokens": sum(sum(shapes.tokens) for shapes in executed_shapes),
+        "tokens": sum(shape.tokens for shape in shapes),
         "planned_slots": sum(micro.slots for micro in planned),
-        "slots": sum(sum(shapes.slots) for shapes in executed_shapes),
+        "slots": sum(shape.slots for shape in shapes),
         "planned_max_tokens": max(micro.slots for micro in planned),
-        "max_tokens": max(max(shapes.slots) for shapes in executed_shapes),
-        "sequences": max(max(shapes.sequences) for shapes in executed_shapes),
+        "max_tokens": max(shape.slots for shape in shapes),
+        "sequences": max(shape.sequences for shape in shapes),
         "useful_share": worth.useful_share,
         "imbalance": worth.imbalance,
         "bubble_share": worth.bubble_share,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
@@ -16,16 +16,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megarl.models.layout import Layout, RolloutLayout
 from megarl.planner.forecast import DEFAULT_LENGTHS, Forecast, Job, PhaseForecast, forecast, job_of
 from megarl.planner.lengths import LengthsError, ReadMetrics
 from megarl.planner.memory_estimate import RESERVE, DeviceMemory, gib
 from megarl.planner.placement import PlacementError, document, find_placement, placement_lines
 from megarl.planner.staleness import balanced_devices, sleeps, staleness_rows
 from megarl.planner.suggest import NoDevice, NothingFits, Suggestion, suggest
-from megarl.recipe import Recipe, RecipeError, load_recipe
+from megarl.recipe import UPDATE_PHASES, Recipe, RecipeError, load_recipe, role_of
+from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.load import load_unfitted, not_checked
 from megarl.recipe.model_section import fetch_config
-from megarl.recipe.phase_table import engine_lines, engine_name, phase_table, stream_line
+from megarl.recipe.rollout_section import known_engine_args
+from megarl.recipe.weight_sync_section import obstacle_to_mapping
+from megarl.schedule import bubble_share, worst_case_micro_batches
 
 # Exit statuses.
 NOTHING_FITS, BAD_INPUT = 1, 2
@@ -194,31 +198,25 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     totals = plan.job.lengths.totals
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
-    console.print(_phase_table(recipe, plan))
+    console.print(_table([*PHASE_COLUMNS, *NUMBER_COLUMNS], _planned_rows(recipe, plan), num_texts=len(PHASE_COLUMNS)))
     for line in first_steps_lines(recipe, plan.warmup):
         show(line)
     show(NOTES, style="dim")
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title="memory of one device at worst", title_justify="left", title_style=""
-    )
-    kinds = [field.name for field in fields(DeviceMemory)]
-    for title in ("phase", *kinds, "total"):
-        table.add_column(title, justify="left" if title == "phase" else "right")
-    for phase, memory in plan.worst_memory.items():
-        table.add_row(phase, *(gib(getattr(memory, kind)) for kind in (*kinds, "total")))
-    console.print(table)
+    kinds = [*(field.name for field in fields(DeviceMemory)), "total"]
+    memories = [[phase, *(gib(getattr(memory, kind)) for kind in kinds)] for phase, memory in plan.worst_memory.items()]
+    console.print(_table(["phase", *kinds], memories, title="memory of one device at worst"))
     for line in memory_lines(plan):
         show(line)
     if plan.job.engines is None:
         return
     show(stream_line(recipe))
     if rows := staleness_rows(plan, recipe.rollout.window):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps by staleness", title_justify="left", title_style="")
-        for title in ("max_staleness", "seconds a step", "engines", "trainer"):
-            table.add_column(title, justify="right")
-        for row in rows:
-            table.add_row(str(row.max_staleness), _short(row.step_s), f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}")
-        console.print(table)
+        shown = [
+            [str(row.max_staleness), _short(row.step_s), f"{row.engines_share:.0%}", f"{row.trainer_share:.0%}"]
+            for row in rows
+        ]
+        heads = ["max_staleness", "seconds a step", "engines", "trainer"]
+        console.print(_table(heads, shown, num_texts=0, title="steps by staleness"))
         show(STALENESS_NOTES, style="dim")
     show(_balance(plan))
 
@@ -290,12 +288,19 @@ def _of_worker(memory: DeviceMemory) -> str:
     )
 
 
-def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in PHASE_COLUMNS:
-        table.add_column(title, no_wrap=True)
-    for title in NUMBER_COLUMNS:
-        table.add_column(title, justify="right", no_wrap=True)
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1, title: str | None = None) -> Table:
+    """A table whose first columns are texts; the other columns are numbers."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style=""
+    )
+    for at, head in enumerate(heads):
+        table.add_column(head, justify="left" if at < num_texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _planned_rows(recipe: Recipe, plan: Forecast) -> Iterator[list[str]]:
     phases = {phase.phase: phase for phase in plan.phases}
     for row in phase_table(recipe):
         layout = f"{row.layout} x DP{row.data_parallel}" if row.data_parallel else row.layout
@@ -306,8 +311,7 @@ def _phase_table(recipe: Recipe, plan: Forecast) -> Table:
         if name in plan.job.teachers:  # an engine serves it
             numbers[NUMBER_COLUMNS.index("TFLOP")] = _short(plan.job.teacher_flops(name) / 1e12)
             numbers[NUMBER_COLUMNS.index("seconds")] = "" if (spent := plan.job.teacher_s(name)) is None else _short(spent)
-        table.add_row(row.phase, layout, "" if row.phase == "weight_sync" else row.micro_batch, *numbers)
-    return table
+        yield [row.phase, layout, "" if row.phase == "weight_sync" else row.micro_batch, *numbers]
 
 
 def _numbers(phase: PhaseForecast) -> list[str]:
@@ -381,3 +385,131 @@ def _phase_document(job: Job, phase: PhaseForecast) -> dict[str, Any]:
         "flops": phase.flops,
         "seconds": phase.seconds,
     }
+
+
+# The phases of a recipe --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """One phase; '' where a column does not apply to it.
+
+    `worst_case` counts micro-batches of one data-parallel rank (for an update: of one mini-batch) with every sequence at
+    its longest, `bubble_share` is the idle share of the pipeline at that count.
+    """
+
+    phase: str
+    role: str
+    layout: str = ""
+    micro_batch: str = ""
+    mini_batch: str = ""
+    data_parallel: str = ""
+    worst_case: str = ""
+    bubble_share: str = ""
+
+
+def phase_table(recipe: Recipe) -> list[PhaseRow]:
+    """A row for each phase that runs, in order."""
+    return [
+        _engine_row(recipe, phase) if phase in recipe.engine_phases else _other_row(recipe, phase)
+        for phase in recipe.running_phases
+    ]
+
+
+def _engine_row(recipe: Recipe, phase: str) -> PhaseRow:
+    role = role_of(phase)
+    schedule, layout = recipe.schedule(phase), recipe.layout(role)
+    longest, segments = recipe.max_sequence_tokens, recipe.max_segments
+    count = worst_case_micro_batches(schedule, recipe.num_rollouts, layout, longest, segments)
+    rule = f"sequences {schedule.sequences}" if schedule.sequences else f"max_tokens {schedule.max_tokens}"
+    rule += ", prompts shared" if schedule.share_prompts else ""
+    mini_batch = f"{recipe.num_rollouts} (whole batch)"
+    if phase in UPDATE_PHASES:
+        assert schedule.mini_batch is not None, "an update phase has a mini-batch"
+        updates = recipe.num_rollouts // schedule.mini_batch * schedule.epochs
+        mini_batch = f"{schedule.mini_batch} ({updates} update{'s' if updates > 1 else ''})"
+    bubble = f"{bubble_share(count, layout.pipeline, layout.virtual_pipeline):.0%}"
+    return PhaseRow(phase, role, layout_name(layout), rule, mini_batch, str(layout.data), str(count), bubble)
+
+
+def concurrency(recipe: Recipe) -> str:
+    """How many sequences an engine decodes at a time."""
+    count = recipe.phases.rollout.max_concurrent
+    return "all that fit" if count is None else f"{count} at a time"
+
+
+def engine_lines(recipe: Recipe) -> list[str]:
+    """The bounds of the stream, the sizes of the engines, and whether `rollout.engine_args` could be checked here."""
+    rollout = recipe.rollout
+    if not recipe.has_engines:
+        return []
+    if rollout.kv_cache_bytes is None or recipe.phases.rollout.max_concurrent is None:
+        sizes = "a run takes what its GPUs leave; device: {memory_gib: ...} shows it here"
+        lines = [f"rollout.kv_cache_bytes, phases.rollout.max_concurrent: null, {sizes}"]
+    else:
+        cache = f"{rollout.kv_cache_bytes / 2**30:.3g} GiB of KV cache"
+        lines = [f"engines: {cache} a worker, {recipe.phases.rollout.max_concurrent} sequences at a time"]
+    lines.insert(0, stream_line(recipe))
+    if rollout.engine_args and known_engine_args() is None:
+        lines.append("rollout.engine_args: not checked, as vLLM is not installed here")
+    return lines
+
+
+def stream_line(recipe: Recipe) -> str:
+    """How far engines sample ahead of the trainer, and how far groups may overtake each other."""
+    staleness, prompts = recipe.rollout.max_staleness, recipe.phases.rollout.prompts
+    ahead = "engines wait while the trainer works" if staleness == 0 else "engines sample while the trainer works"
+    return (
+        f"stream: rollout.max_staleness = {staleness}, {ahead}: at most {(1 + staleness) * prompts} groups under way; a "
+        f"step takes {prompts} of the oldest {recipe.window} (rollout.window)"
+    )
+
+
+def layout_name(layout: Layout) -> str:
+    """Name a layout in short, without the data-parallel size: TP2+SP x CP2 x PP2xVP2(1+3+2+2) x EP4xETP1. Sizes of 1 are
+    left out, but for tensor and pipeline."""
+    context = f" x CP{layout.context}" if layout.context > 1 else ""
+    chunks = f"xVP{layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
+    layers = f"({'+'.join(map(str, layout.stages))})" if layout.stages else ""
+    expert = f" x EP{layout.expert}" if layout.expert > 1 or layout.expert_tensor_size != layout.tensor else ""
+    expert += f"xETP{layout.expert_tensor}" if expert and layout.expert_tensor_size != layout.tensor else ""
+    tensor = f"TP{layout.tensor}{'+SP' if layout.sequence_parallel else ''}"
+    return f"{tensor}{context} x PP{layout.pipeline}{chunks}{layers}{expert}"
+
+
+def engine_name(layout: RolloutLayout) -> str:
+    """Name an engine's layout in short: TP2 x PP2 x DP2 x EP. Sizes of 1 are left out, but for tensor."""
+    pipeline = f" x PP{layout.pipeline}" if layout.pipeline > 1 else ""
+    data = f" x DP{layout.data}" if layout.data > 1 else ""
+    return f"TP{layout.tensor}{pipeline}{data}{' x EP' if layout.expert_parallel else ''}"
+
+
+def _other_row(recipe: Recipe, phase: str) -> PhaseRow:
+    rollout = recipe.rollout
+    engines = f"{rollout.engines} engine{'s' if rollout.engines > 1 else ''} x {engine_name(rollout.layout)}"
+    if phase == "rollout":
+        source = "replay" if rollout.replay else "rollout engines"
+        section = recipe.phases.rollout
+        batch = f"{section.prompts} prompts x {recipe.algorithm.group_size}"
+        if recipe.algorithm.dynamic_sampling is not None:
+            batch += f", up to {recipe.algorithm.dynamic_sampling.max_rounds} times"
+        return PhaseRow(phase, source, engines, concurrency(recipe), batch)
+    if phase == "reward":
+        tasks, batch = f"{recipe.phases.reward.sequences} a task", f"{recipe.num_rollouts} (whole batch)"
+        return PhaseRow(phase, "reward workers", "", tasks, batch)
+    if phase == "weight_sync":
+        transport: str = recipe.weight_sync.transport
+        obstacle = obstacle_to_mapping(recipe, is_for_cpus(recipe))
+        if recipe.sent_adapter is not None:
+            transport = "adapters alone"
+        elif transport == "auto":
+            transport = "mapped on one host, else group" if obstacle is None else f"group: {obstacle}"
+        canary, batch = recipe.weight_sync.canary, ""
+        if canary is not None and recipe.has_engines:
+            batch = f"canary: {canary.sequences} x {canary.length(recipe.max_sequence_tokens)} tokens"
+        return PhaseRow(phase, "actor to engines", engines, transport, batch)
+    if phase.startswith("teacher_logprob."):
+        engine = recipe.served[phase.removeprefix("teacher_logprob.")]
+        rule, batch = f"max_tokens {engine.max_tokens}", f"{recipe.num_rollouts} (whole batch)"
+        return PhaseRow(phase, "an engine of its own", engine_name(engine.layout), rule, batch)
+    return PhaseRow(phase, "", "", "", f"{recipe.num_rollouts} (whole batch)")

@@ -54,12 +54,25 @@ def update_flops(
     critic: bool = False,
     lora: LoraSection | None = None,
     freeze: FreezeSection | None = None,
+    num_passed_over: int | None = None,
 ) -> float:
     """Operations that an update of one sequence needs, however it is computed: recomputed operations do not count (PaLM,
     appendix B). A weight that is not trained, as all but adapters with `lora`, takes 4 operations a token instead of 6.
-    Frozen layers behind a frozen embedding have no backward pass."""
-    without_backward = min(freeze.layers, shape.num_layers) if freeze is not None and freeze.embedding else 0
-    return _update_flops(shape, length, head_tokens, critic, lora, freeze, without_backward)
+    The first `num_passed_over` layers have no backward pass; by default frozen layers behind a frozen embedding."""
+    forward, head = forward_flops(shape, length, head_tokens, critic), _head_flops(shape, head_tokens, critic)
+    weights = _passed_weights(shape, 0)
+    if lora is not None:
+        added = shape.num_layers * layer_adapters(shape, lora, tensor=1)
+        return 3 * forward - 2 * length * weights - head + 3 * 2 * length * added
+    if freeze is None:
+        return 3 * forward
+    if num_passed_over is None:
+        num_passed_over = min(freeze.layers, shape.num_layers) if freeze.embedding else 0
+    spared = 2 * length * (weights - _passed_weights(shape, freeze.layers))
+    spared += 2 * length * (weights - _passed_weights(shape, num_passed_over))
+    spared += 2 * sum(product_flops(shape, layer, length) for layer in range(num_passed_over))
+    frozen_head = freeze.embedding if shape.tied else freeze.head
+    return 3 * forward - spared - (head if frozen_head and not critic else 0)
 
 
 def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
@@ -71,8 +84,8 @@ def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
         head *= -2 if role.trains_head else -1
     weights, windows = _computed_again(role)
     again = 2 * length * weights + sum(count * pair_flops(shape) * pairs(length, window) for window, count in windows)
-    without_backward = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))
-    needed = _update_flops(shape, length, head_tokens, critic, role.lora, role.freeze, without_backward)
+    num_passed_over = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))
+    needed = update_flops(shape, length, head_tokens, critic, role.lora, role.freeze, num_passed_over)
     return needed + again + head + _divergence_flops(role, head_tokens)
 
 
@@ -87,30 +100,6 @@ def _divergence_flops(role: PlannedRole, tokens: int) -> float:
     # As if all teachers judged as many tokens; 0 where their likeliest tokens travel.
     teacher = sum(role.teacher_widths) / max(1, len(role.teacher_widths))
     return 2 * role.shape.vocab * tokens * ((made + gradients) * role.shape.hidden + made * teacher)
-
-
-def _update_flops(
-    shape: ModelShape,
-    length: int,
-    head_tokens: int,
-    critic: bool,
-    lora: LoraSection | None,
-    freeze: FreezeSection | None,
-    without_backward: int,
-) -> float:
-    """`without_backward`: how many of the first layers have no backward pass."""
-    forward, head = forward_flops(shape, length, head_tokens, critic), _head_flops(shape, head_tokens, critic)
-    weights = _passed_weights(shape, 0)
-    if lora is not None:
-        added = shape.num_layers * layer_adapters(shape, lora, tensor=1)
-        return 3 * forward - 2 * length * weights - head + 3 * 2 * length * added
-    if freeze is None:
-        return 3 * forward
-    spared = 2 * length * (weights - _passed_weights(shape, freeze.layers))
-    spared += 2 * length * (weights - _passed_weights(shape, without_backward))
-    spared += 2 * sum(product_flops(shape, layer, length) for layer in range(without_backward))
-    frozen_head = freeze.embedding if shape.tied else freeze.head
-    return 3 * forward - spared - (head if frozen_head and not critic else 0)
 
 
 @lru_cache

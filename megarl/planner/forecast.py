@@ -330,12 +330,9 @@ def worst_memory(job: Job, schedule: Schedule) -> DeviceMemory:
     return peak(job.roles, role, worst_load(role, schedule, job.limits))
 
 
-def cap_that_fits(job: Job, schedule: Schedule, budget_bytes: int | None = None) -> int | None:
-    """The largest `max_tokens` whose worst case fits `budget_bytes`, by default what the device leaves the trainer.
-
-    None without a budget, 0 where no cap fits.
-    """
-    budget_bytes = job.budget_bytes if budget_bytes is None else budget_bytes
-    if budget_bytes is None:
+def cap_that_fits(job: Job, schedule: Schedule) -> int | None:
+    """The largest `max_tokens` whose worst case fits what the device leaves the trainer; None without a device, 0 where no
+    cap fits."""
+    if job.budget_bytes is None:
         return None
-    return largest_cap(job.roles, job.role(schedule.phase), schedule, job.limits, budget_bytes) or 0
+    return largest_cap(job.roles, job.role(schedule.phase), schedule, job.limits, job.budget_bytes) or 0

@@ -152,19 +152,24 @@ def expert_weights(shape: ModelShape, layer: int, expert: int, tensor: int) -> i
     return 0 if experts is None else experts.count // expert * 3 * shape.hidden * experts.ffn // tensor
 
 
-def stage_weights(role: PlannedRole, pipeline_rank: int) -> int:
-    """Weights of one pipeline stage on one rank, with routed experts and the padding of the vocabulary."""
+def stage_weights(role: PlannedRole, pipeline_rank: int, not_frozen: bool = False) -> int:
+    """Weights of one pipeline stage on one rank, with routed experts and the padding of the vocabulary; all, or those that a
+    trained role does not freeze."""
     shape, layout, weights = role.shape, role.layout, 0
+    has_norms = not (not_frozen and role.freeze.norms)
+    layer_norms = (4 if shape.sandwich_norms else 2) * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
     for layer in stage_layers(shape, layout, pipeline_rank):
-        weights += layer_weights(shape, layer, layout.tensor)
+        if not_frozen and layer < role.freeze.layers:
+            continue
+        weights += layer_weights(shape, layer, layout.tensor) - (0 if has_norms else layer_norms)
         weights += expert_weights(shape, layer, layout.expert, layout.expert_tensor_size)
-    if role.has_embedding(pipeline_rank):
+    if role.has_embedding(pipeline_rank) and (role.trains_embedding or not not_frozen):
         weights += role.vocab_width * shape.hidden
     if role.has_head(pipeline_rank):
-        weights += shape.hidden  # the final norm
+        weights += shape.hidden if has_norms else 0  # the final norm
         if role.has_value_head:
             weights += shape.hidden
-        elif not role.shares_embedding:
+        elif (role.trains_head or not not_frozen) and not role.shares_embedding:
             weights += role.vocab_width * shape.hidden
     return weights
 
@@ -173,22 +178,7 @@ def trained_weights(role: PlannedRole, pipeline_rank: int) -> int:
     """Weights of one pipeline stage on one tensor rank that have gradients and optimizer states."""
     if not role.trained:
         return 0
-    if role.lora is not None:
-        return adapter_weights(role, pipeline_rank)
-    shape, layout, freeze = role.shape, role.layout, role.freeze
-    layer_norms = (4 if shape.sandwich_norms else 2) * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
-    layers = [layer for layer in stage_layers(shape, layout, pipeline_rank) if layer >= freeze.layers]
-    weights = sum(layer_weights(shape, layer, layout.tensor) - layer_norms * freeze.norms for layer in layers)
-    weights += trained_expert_weights(role, pipeline_rank)
-    if role.has_embedding(pipeline_rank) and role.trains_embedding:
-        weights += role.vocab_width * shape.hidden
-    if role.has_head(pipeline_rank):
-        weights += 0 if freeze.norms else shape.hidden
-        if role.has_value_head:
-            weights += shape.hidden
-        elif role.trains_head and not role.shares_embedding:
-            weights += role.vocab_width * shape.hidden
-    return weights
+    return adapter_weights(role, pipeline_rank) if role.lora is not None else stage_weights(role, pipeline_rank, True)
 
 
 def trained_expert_weights(role: PlannedRole, pipeline_rank: int) -> int:

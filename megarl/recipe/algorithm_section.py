@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from megarl.recipe.section import Above, Below, Positive, Section, Share, Target, Weight, broken_rule
+from megarl.recipe.section import Above, Below, BrokenRules, Positive, Section, Share, Target, Weight
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
 if TYPE_CHECKING:
@@ -115,15 +115,10 @@ class KlSection(Section):
     adaptive: AdaptiveKlSection | None = None
     """Adapt the coefficient to a target KL; null for a fixed coefficient."""
 
-    @field_validator("adaptive")
-    @classmethod
-    def _multiplies_the_coefficient(
-        cls, section: AdaptiveKlSection | None, info: ValidationInfo
-    ) -> AdaptiveKlSection | None:
-        if section is not None and info.data.get("coefficient") == 0:
+    def broken_rules(self) -> BrokenRules:
+        if self.adaptive is not None and self.coefficient == 0:
             rule = "multiplies algorithm.kl.coefficient, which is 0 and stays 0"
-            raise broken_rule(rule, "algorithm.kl.coefficient: 0.001")
-        return section
+            yield "adaptive", rule, "algorithm.kl.coefficient: 0.001"
 
 
 class DistillationSection(Section):
@@ -148,37 +143,28 @@ class DistillationSection(Section):
     """The share of prompts, drawn by `run.seed`, whose completions are not sampled: each is the row's own answer
     (`data.prompts.answer_field`). With `over: top_k` or `vocabulary` only."""
 
-    @field_validator("data_share")
-    @classmethod
-    def _compares_more_than_sampled_tokens(cls, share: float, info: ValidationInfo) -> float:
-        if share and info.data.get("over") == "sampled":
-            raise broken_rule("the policy has not sampled the data's tokens, which estimate nothing", "0, or over: top_k")
-        return share
-
     route: Annotated[str, Field(min_length=1)] | None = None
     """With several teachers, the field of a data row that names the teacher of its completions; null draws a teacher for
     each prompt, by `teachers.NAME.weight`."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> DistillationSection:
+    def broken_rules(self) -> BrokenRules:
+        if self.data_share and self.over == "sampled":
+            rule = "the policy has not sampled the data's tokens, which estimate nothing"
+            yield "data_share", rule, "0, or over: top_k"
         if self.over == "sampled" and self.divergence != "reverse_kl":
-            raise broken_rule(
-                "the policy's own tokens estimate the reverse KL alone", "divergence: reverse_kl, or over: top_k"
-            )
+            yield "", "the policy's own tokens estimate the reverse KL alone", "divergence: reverse_kl, or over: top_k"
         if self.over != "sampled" and self.place == "advantage":
-            raise broken_rule("a divergence over several tokens is no advantage of one", "place: loss, or over: sampled")
+            yield "", "a divergence over several tokens is no advantage of one", "place: loss, or over: sampled"
         needed = {
             "estimator": self.over == "sampled" and self.place == "loss",
             "top_k": self.over == "top_k",
             "mixture": self.divergence == "jensen_shannon",
         }
-        values = {"estimator": self.estimator, "top_k": self.top_k, "mixture": self.mixture}
         for name, is_read in needed.items():
-            if values[name] is not None and not is_read:
-                raise broken_rule(f"nothing reads {name} here", f"remove {name}")
-            if values[name] is None and is_read and name != "mixture":
-                raise broken_rule(f"needs {name}", "estimator: k2" if name == "estimator" else "top_k: 64")
-        return self
+            if getattr(self, name) is not None and not is_read:
+                yield "", f"nothing reads {name} here", f"remove {name}"
+            if getattr(self, name) is None and is_read and name != "mixture":
+                yield "", f"needs {name}", "estimator: k2" if name == "estimator" else "top_k: 64"
 
 
 class GroupSection(Section):
@@ -210,11 +196,9 @@ class OverlongSection(Section):
     penalty: Above = 1.0
     """Penalty of a completion of rollout.max_new_tokens."""
 
-    @model_validator(mode="after")
-    def _does_something(self) -> OverlongSection:
+    def broken_rules(self) -> BrokenRules:
         if not self.buffer and not self.mask:
-            raise broken_rule("neither masks nor penalises anything", "mask: true, or a buffer above 0")
-        return self
+            yield "", "neither masks nor penalises anything", "mask: true, or a buffer above 0"
 
 
 class DynamicSamplingSection(Section):
@@ -241,14 +225,9 @@ class MismatchSection(Section):
     floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The smallest weight; 0 for no such bound."""
 
-    @field_validator("floor")
-    @classmethod
-    def _bounds_weights(cls, floor: float, info: ValidationInfo) -> float:
-        if floor and info.data.get("correction") == "truncate":
-            raise broken_rule(
-                "algorithm.mismatch.correction = truncate has no lower bound", "0, or correction: clip or mask"
-            )
-        return floor
+    def broken_rules(self) -> BrokenRules:
+        if self.floor and self.correction == "truncate":
+            yield "floor", "algorithm.mismatch.correction = truncate has no lower bound", "0, or correction: clip or mask"
 
 
 class DpoSection(Section):

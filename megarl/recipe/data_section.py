@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from megarl.recipe.section import Count, FilePath, Positive, Section, Share, broken_rule
+from megarl.recipe.section import BrokenRules, Count, FilePath, Positive, Section, Share
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_text
 
 if TYPE_CHECKING:
@@ -32,12 +32,10 @@ class PromptColumns(PromptSource):
     rejected_field: Annotated[str, Field(min_length=1)] | None = None
     """Column that holds the answer that lost against `answer_field`'s, for `run.kind: dpo` and `reward_model`."""
 
-    @field_validator("answer_field", "rejected_field")
-    @classmethod
-    def _is_not_asked(cls, answer: str | None, info: ValidationInfo) -> str | None:
-        if answer is not None and answer == info.data.get("prompt_field"):
-            raise broken_rule("is prompt_field too, so that the prompt is the answer", "the field that holds the answer")
-        return answer
+    def broken_rules(self) -> BrokenRules:
+        for name in ("answer_field", "rejected_field"):
+            if getattr(self, name) == self.prompt_field:
+                yield name, "is prompt_field too, so that the prompt is the answer", "the field that holds the answer"
 
 
 class FilePromptsSection(PromptColumns):
@@ -96,18 +94,14 @@ class CurriculumSection(Section):
     high: Share
     """Skip prompts whose last pass rate was above this. Prompts without a rate are used."""
 
-    @field_validator("high")
-    @classmethod
-    def _is_above_low(cls, high: float, info: ValidationInfo) -> float:
-        low = info.data.get("low", high)
-        if low > high:
-            raise broken_rule(f"must not be below data.curriculum.low = {low:g}", f"{low:g}")
-        return high
-
     pass_reward: float = 1.0
     """A completion passes if its reward, without the reward model's part, is at least this."""
     revisit: Positive = 4
     """Skip a prompt for this many epochs; in the next epoch it is used again and gets a new rate."""
+
+    def broken_rules(self) -> BrokenRules:
+        if self.low > self.high:
+            yield "high", f"must not be below data.curriculum.low = {self.low:g}", f"{self.low:g}"
 
 
 # Options that megarl sets when it renders a chat, and options that change the type of the result.
@@ -132,27 +126,10 @@ class DataSection(Section):
     """System message of the chat; null leaves it to the chat template. Agents send their own."""
     prompt_template: str | None = None
     """Text around the question, with `{question}` in it; null gives the question alone. Agents send their own."""
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _holds_the_question(cls, template: str | None) -> str | None:
-        if template is not None and "{question}" not in template:
-            raise broken_rule("must contain {question}", f"{template} {{question}}".strip())
-        return template
-
     chat_template: bool = True
     """Render the prompt as a chat with the model's own template."""
     template_options: dict[str, Any] = {}
     """Options of the chat template, as `{enable_thinking: false}`; see the model's card."""
-
-    @field_validator("template_options")
-    @classmethod
-    def _are_the_template_s(cls, options: dict[str, Any]) -> dict[str, Any]:
-        reserved = [name for name in options if name in _RESERVED]
-        if reserved:
-            raise broken_rule(f"megarl sets {', '.join(reserved)} itself", f"remove {', '.join(reserved)}")
-        return options
-
     shuffle: bool = True
     """A new order of the prompts in each epoch."""
     prompt_format: Literal["text", "messages", "token_ids"] = "text"
@@ -166,6 +143,12 @@ class DataSection(Section):
     outside the vocabulary ends the run before it starts, or is skipped and counted in `data/num_bad_rows`."""
     curriculum: CurriculumSection | None = None
     """Skip prompts that are now too easy or too hard; null uses each once an epoch."""
+
+    def broken_rules(self) -> BrokenRules:
+        if self.prompt_template is not None and "{question}" not in self.prompt_template:
+            yield "prompt_template", "must contain {question}", f"{self.prompt_template} {{question}}".strip()
+        if reserved := ", ".join(name for name in self.template_options if name in _RESERVED):
+            yield "template_options", f"megarl sets {reserved} itself", f"remove {reserved}"
 
 
 def data_rules(recipe: Recipe) -> Violations:

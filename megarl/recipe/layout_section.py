@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from megarl.models import ModelShape
-from megarl.recipe.section import Positive, Section, broken_rule
+from megarl.recipe.section import BrokenRules, Positive, Section
 from megarl.recipe.violation import Violation, Violations, closest_number
 
 if TYPE_CHECKING:
@@ -37,33 +37,17 @@ class LayoutSection(Section):
     """Layers of each pipeline stage, first to last, for uneven stages; with `virtual_pipeline` the first chunk of every
     stage, then the second of every stage, and so on. Empty for even stages."""
 
-    @field_validator("virtual_pipeline")
-    @classmethod
-    def _chunks_need_stages(cls, chunks: int, info: ValidationInfo) -> int:
-        if chunks > 1 and info.data.get("pipeline") == 1:
-            raise broken_rule("divides the stages of a pipeline, and layout.pipeline is 1", "1")
-        return chunks
-
-    @field_validator("sequence_parallel")
-    @classmethod
-    def _sequences_need_tensor_ranks(cls, given: bool, info: ValidationInfo) -> bool:
-        if given and info.data.get("tensor") == 1:
-            raise broken_rule("shards activations over the tensor ranks, and layout.tensor is 1", "false")
-        return given
-
-    @field_validator("stages")
-    @classmethod
-    def _stages_need_a_pipeline(cls, stages: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        pipeline, chunks = info.data.get("pipeline"), info.data.get("virtual_pipeline")
-        if not stages or pipeline is None or chunks is None:
-            return stages
-        if pipeline == 1:
-            raise broken_rule("gives the layers of each stage of a pipeline, and layout.pipeline is 1", "[]")
-        if len(stages) != pipeline * chunks:
-            needed = f"pipeline {pipeline} x virtual_pipeline {chunks} = {pipeline * chunks} chunks"
-            rule = f"has {len(stages)} numbers; {needed} need one each"
-            raise broken_rule(rule, f"{pipeline * chunks} numbers that sum to the model's layers")
-        return stages
+    def broken_rules(self) -> BrokenRules:
+        pipeline, chunks = self.pipeline, self.pipeline * self.virtual_pipeline
+        if self.sequence_parallel and self.tensor == 1:
+            yield "sequence_parallel", "shards activations over the tensor ranks, and layout.tensor is 1", "false"
+        if self.virtual_pipeline > 1 and pipeline == 1:
+            yield "virtual_pipeline", "divides the stages of a pipeline, and layout.pipeline is 1", "1"
+        elif self.stages and pipeline == 1:
+            yield "stages", "gives the layers of each stage of a pipeline, and layout.pipeline is 1", "[]"
+        elif self.stages and len(self.stages) != chunks:
+            needed = f"pipeline {pipeline} x virtual_pipeline {self.virtual_pipeline} = {chunks} chunks need one each"
+            yield "stages", f"has {len(self.stages)} numbers; {needed}", f"{chunks} numbers that sum to the model's layers"
 
     @property
     def ranks(self) -> int:

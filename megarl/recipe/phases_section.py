@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from megarl.recipe.layout_section import layout_owner
 from megarl.recipe.reward_section import CodeRewardSection
-from megarl.recipe.section import Positive, Seconds, Section, broken_rule
+from megarl.recipe.section import BrokenRules, Positive, Seconds, Section
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_number
 from megarl.schedule.schedule import in_micro_batch, violations
 
@@ -31,11 +31,9 @@ class MicroBatchSection(Section):
     """As many sequences as fit under this cap with padding, on each data-parallel rank. `auto` takes the largest cap that
     fits `device.memory_gib`; the resolved recipe shows it."""
 
-    @model_validator(mode="after")
-    def _one_rule(self) -> MicroBatchSection:
+    def broken_rules(self) -> BrokenRules:
         if (self.sequences is None) == (self.max_tokens is None):
-            raise broken_rule("exactly one of sequences and max_tokens", "{max_tokens: ...} or {sequences: ...}")
-        return self
+            yield "", "exactly one of sequences and max_tokens", "{max_tokens: ...} or {sequences: ...}"
 
 
 class RolloutPhaseSection(Section):
@@ -105,22 +103,6 @@ class PhasesSection(Section):
     """Updates of the actor."""
 
 
-# Every phase, in the order of a step. A recipe runs `teacher_logprob` once for each teacher, as `teacher_logprob.NAME`.
-PHASES = (
-    "rollout",
-    "reward",
-    "reward_model",
-    "actor_logprob",
-    "reference_logprob",
-    "teacher_logprob",
-    "critic_value",
-    "advantage",
-    "critic_update",
-    "actor_update",
-    "weight_sync",
-)
-
-
 # Phases that a Megatron role runs by micro-batches; each has a section under `phases`.
 FORWARD_PHASES = ("reward_model", "actor_logprob", "reference_logprob", "teacher_logprob", "critic_value")
 
@@ -131,15 +113,8 @@ UPDATE_PHASES = ("critic_update", "actor_update")
 ENGINE_PHASES = (*FORWARD_PHASES, *UPDATE_PHASES)
 
 
-# Which role runs an engine phase; `role_of` knows the phases of teachers, too.
-ROLE_OF = {
-    "reward_model": "reward_model",
-    "actor_logprob": "actor",
-    "reference_logprob": "reference",
-    "critic_value": "critic",
-    "critic_update": "critic",
-    "actor_update": "actor",
-}
+# Every phase, in the order of a step. A recipe runs `teacher_logprob` once for each teacher, as `teacher_logprob.NAME`.
+PHASES = ("rollout", "reward", *FORWARD_PHASES, "advantage", *UPDATE_PHASES, "weight_sync")
 
 
 def kind_of(phase: str) -> str:
@@ -150,7 +125,9 @@ def kind_of(phase: str) -> str:
 def role_of(phase: str) -> str:
     """The role that runs an engine phase: `teachers.math` for `teacher_logprob.math`."""
     kind, _, teacher = phase.partition(".")
-    return f"teachers.{teacher}" if teacher else ROLE_OF[kind]
+    if teacher:
+        return f"teachers.{teacher}"
+    return kind if kind == "reward_model" else kind.rpartition("_")[0]
 
 
 SANDBOX_S = 1.0  # for each completion; 0.15 s where nothing else runs

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
@@ -16,7 +16,7 @@ from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.layout_section import LayoutSection
 from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.reward_section import ModelRewardSection
-from megarl.recipe.section import Above, Count, FilePath, Positive, Section, Share, Weight, broken_rule, refuse_repeats
+from megarl.recipe.section import Above, BrokenRules, Count, FilePath, Positive, Section, Share, Weight, refuse_repeats
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
 if TYPE_CHECKING:
@@ -40,12 +40,10 @@ class LearningRateSection(Section):
     min_lr_share: Share = 0.0
     """The final learning rate of `decay`, as a share of `lr`."""
 
-    @field_validator("min_lr_share")
-    @classmethod
-    def _a_decay_ends_there(cls, share: float, info: ValidationInfo) -> float:
-        if share and info.data.get("decay") == "constant":
-            raise broken_rule("is where a decay ends, and optimizer.decay is constant", "0, or optimizer.decay: cosine")
-        return share
+    def broken_rules(self) -> BrokenRules:
+        if self.min_lr_share and self.decay == "constant":
+            rule = "is where a decay ends, and optimizer.decay is constant"
+            yield "min_lr_share", rule, "0, or optimizer.decay: cosine"
 
 
 class OptimizerSection(LearningRateSection):
@@ -66,13 +64,11 @@ class OptimizerSection(LearningRateSection):
     overlap_parameters: bool = False
     """All-gather updated weights during the next forward pass, one bucket ahead; with `overlap_gradients` only."""
 
-    @field_validator("overlap_parameters")
-    @classmethod
-    def _gathers_buckets(cls, given: bool, info: ValidationInfo) -> bool:
-        if given and info.data.get("overlap_gradients") is False:
+    def broken_rules(self) -> BrokenRules:
+        yield from super().broken_rules()
+        if self.overlap_parameters and not self.overlap_gradients:
             rule = "gathers weights by the buckets of optimizer.overlap_gradients, which is false"
-            raise broken_rule(rule, "optimizer.overlap_gradients: true")
-        return given
+            yield "overlap_parameters", rule, "optimizer.overlap_gradients: true"
 
 
 class MemorySection(Section):
@@ -84,21 +80,16 @@ class MemorySection(Section):
     ] = ("core_attn",)
     """With `recompute: selective`, the parts of each layer that run again, under Megatron's names. `core_attn` saves little
     with a fused attention kernel; `layernorm` and `moe_act` need Transformer Engine."""
-
-    @field_validator("recompute_modules")
-    @classmethod
-    def _selective_recompute_reads_it(cls, modules: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        recompute = info.data.get("recompute", "selective")
-        if recompute != "selective" and modules != cls.model_fields["recompute_modules"].default:
-            rule = f"only memory.recompute: selective reads it, and it is {recompute}"
-            raise broken_rule(rule, "memory.recompute: selective, or remove recompute_modules")
-        return modules
-
     offload_activations: bool = False
     """Keep activations for the backward pass in the host's memory. On a GPU the copies overlap with the computation."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What moves to the host's memory while no phase needs it: `optimizer` fp32 weights, moments and gradient buffers
     outside of updates, `all` also the weights outside of the role's phases."""
+
+    def broken_rules(self) -> BrokenRules:
+        if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
+            rule = f"only memory.recompute: selective reads it, and it is {self.recompute}"
+            yield "recompute_modules", rule, "memory.recompute: selective, or remove recompute_modules"
 
 
 class ReferenceMemorySection(Section):
@@ -132,30 +123,40 @@ class LoraSection(Section):
     applies at each request; engines keep the weights of `model.path` that they loaded."""
 
 
-class ActorSection(Section):
-    layout: LayoutSection = LayoutSection()
-    """How the model is sharded over the trainer ranks."""
+class TrainedSection(Section):
+    """What both trained roles have."""
+
     optimizer: OptimizerSection
-    """The actor's optimizer."""
-    lora: LoraSection | None = None
-    """Train low-rank adapters instead of the weights; null trains the weights. A reference with the actor's layout is then
-    the actor without its adapters, not a second model."""
+    """The role's optimizer."""
     memory: MemorySection = MemorySection()
     """Ways to need less of the device's memory."""
     freeze: FreezeSection = FreezeSection()
     """Frozen weights: no gradient, no gradient buffer, no optimizer state."""
+
+
+class OtherRoleSection(Section):
+    """What every role but the actor has."""
+
+    layout: LayoutSection | None = None
+    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
+
+
+class ActorSection(TrainedSection):
+    layout: LayoutSection = LayoutSection()
+    """How the model is sharded over the trainer ranks."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters instead of the weights; null trains the weights. A reference with the actor's layout is then
+    the actor without its adapters, not a second model."""
     router_replay: bool = False
     """Route each token of a mixture-of-experts model, in `actor_logprob` and `actor_update`, to the experts that the rollout
     engine chose; the trainer computes the experts' weights and the router's gradient. The recorded choice takes one byte
     (two above 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU use vLLM's recording."""
 
 
-class ReferenceSection(Section):
+class ReferenceSection(OtherRoleSection):
     path: FilePath | None = None
     """Hugging Face directory or hub name of another reference, of any size and family with the same tokens; null takes
     `model.path`."""
-    layout: LayoutSection | None = None
-    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
     refresh_every: Positive | None = None
     """Copy the actor's weights every this many steps; null never. Path and layout must then be the actor's, and checkpoints
     hold the reference's weights too."""
@@ -175,11 +176,9 @@ class TeacherEngineSection(Section):
         return RolloutLayout(self.tensor)
 
 
-class TeacherSection(Section):
+class TeacherSection(OtherRoleSection):
     path: FilePath
     """Hugging Face directory or hub name of the teacher, of any size and family with the actor's tokens."""
-    layout: LayoutSection | None = None
-    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
     memory: ReferenceMemorySection = ReferenceMemorySection()
     """Ways to need less of the device's memory."""
     engine: TeacherEngineSection | None = None
@@ -189,28 +188,18 @@ class TeacherSection(Section):
     """Share of the prompts whose completions this teacher judges, in proportion to the weights of the other teachers."""
 
 
-class CriticSection(Section):
+class CriticSection(OtherRoleSection, TrainedSection):
     path: FilePath | None = None
     """Hugging Face directory or hub name the critic starts from, of any size and family with the same tokens; null takes
     `model.path`."""
-    layout: LayoutSection | None = None
-    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
-    optimizer: OptimizerSection
-    """The critic's optimizer."""
     warmup_steps: Count = 0
     """Update only the critic in the first this many steps; the actor and its learning-rate schedule wait."""
-    memory: MemorySection = MemorySection()
-    """Ways to need less of the device's memory."""
-    freeze: FreezeSection = FreezeSection()
-    """Frozen weights: no gradient, no gradient buffer, no optimizer state."""
 
 
-class RewardModelSection(Section):
+class RewardModelSection(OtherRoleSection):
     path: FilePath
     """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
     It reads the tokens of prompt and completion, without a chat template, and scores at the last token."""
-    layout: LayoutSection | None = None
-    """How the model is sharded over the trainer ranks; null takes the actor's layout."""
 
 
 def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | CriticSection]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -34,8 +35,8 @@ def expand_path(path: str) -> str:
     return expanded
 
 
-def broken_rule(rule: str, nearest: str = "") -> PydanticCustomError:
-    """Make the error that a validator of a section raises: the rule that a value breaks, and the nearest legal value."""
+def broken_rule(rule: str, nearest: str) -> PydanticCustomError:
+    """Make the error for a value that breaks a rule, with the nearest legal value."""
     return PydanticCustomError("broken_rule", "{rule}", {"rule": rule, "nearest": nearest})
 
 
@@ -49,7 +50,26 @@ def refuse_repeats(words: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
+# Of each broken rule: the field, or "" for the section as a whole; the rule; and the nearest legal value.
+BrokenRules = Iterator[tuple[str, str, str]]
+
+
 class Section(BaseModel):
     """Base of every section: frozen, strict, no unknown keys, no infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def broken_rules(self) -> BrokenRules:
+        """Yield the rules that the section breaks by itself, once each of its fields has a legal type and size."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _breaks_no_rule(self) -> Self:
+        faults = []
+        for field, rule, nearest in self.broken_rules():
+            given = self.model_dump(mode="json", exclude_unset=True)
+            value, loc = (given[field], (field,)) if field else (given, ())
+            faults.append(InitErrorDetails(type=broken_rule(rule, nearest), loc=loc, input=value))
+        if faults:
+            raise ValidationError.from_exception_data(type(self).__name__, faults)
+        return self

@@ -26,21 +26,11 @@ if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
 # The section `algorithm` of each kind, and the keys of it that a user may set.
+_OF_PAIRS = {"group_size": 2, "policy_loss": {"kind": "policy_gradient"}, "aggregation": "sequence_sum"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "sft": {"advantage": "supervised", "group_size": 1, "policy_loss": {"kind": "policy_gradient"}},
-    "dpo": {
-        "advantage": "dpo",
-        "group_size": 2,
-        "policy_loss": {"kind": "policy_gradient"},
-        "aggregation": "sequence_sum",
-        "dpo": {},
-    },
-    "reward_model": {
-        "advantage": "bradley_terry",
-        "group_size": 2,
-        "policy_loss": {"kind": "policy_gradient"},
-        "aggregation": "sequence_sum",
-    },
+    "dpo": {"advantage": "dpo", **_OF_PAIRS, "dpo": {}},
+    "reward_model": {"advantage": "bradley_terry", **_OF_PAIRS},
 }
 FREE = {"sft": ("aggregation", "entropy_coefficient"), "dpo": ("dpo",), "reward_model": ()}
 FREE_OF_EVALUATION = ("prompts", "max_prompts", "every", "micro_batch")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from megarl.models import ModelShape
 from megarl.recipe.device_section import is_for_cpus
 from megarl.recipe.foreign_fields import dataclass_fields, option_rules
 from megarl.recipe.layout_section import layout_owner
-from megarl.recipe.section import Positive, Seconds, Section, broken_rule
+from megarl.recipe.section import BrokenRules, Positive, Seconds, Section
 from megarl.recipe.violation import Violation, Violations
 
 if TYPE_CHECKING:
@@ -26,29 +26,9 @@ class TrainerSection(Section):
     `fp16` scales the loss; an update that overflows is skipped and counted (`actor/skipped_updates`)."""
     initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     """First loss scale of `precision: fp16`; overflows lower it, good updates raise it."""
-
-    @field_validator("initial_loss_scale")
-    @classmethod
-    def _fp16_scales_the_loss(cls, scale: float, info: ValidationInfo) -> float:
-        precision = info.data.get("precision", "fp16")
-        # The default may stand: a resolved recipe writes it out.
-        if precision != "fp16" and scale != cls.model_fields["initial_loss_scale"].default:
-            raise broken_rule(f"only fp16 scales the loss, and trainer.precision is {precision}", "remove it")
-        return scale
-
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = None
     """Transformer Engine's FP8 recipe for the layers' matrix products, with `precision: bf16`; null for none. Needs a GPU
     with FP8."""
-
-    @field_validator("fp8")
-    @classmethod
-    def _fp8_is_over_bf16(cls, name: str | None, info: ValidationInfo) -> str | None:
-        precision = info.data.get("precision", "bf16")
-        if name is not None and precision != "bf16":
-            rule = f"FP8 products work on bf16 weights, and trainer.precision is {precision}"
-            raise broken_rule(rule, "trainer.precision: bf16, or remove trainer.fp8")
-        return name
-
     collective_timeout_s: Seconds = 600.0
     """Deadline of every collective; half of it is the deadline of a machine that cannot be reached."""
     megatron: dict[str, Any] = {}
@@ -59,6 +39,14 @@ class TrainerSection(Section):
     compile: bool = False
     """Compile log-probabilities and entropy with torch.compile. A rank whose compiler fails logs the error and runs eagerly.
     Other ranks wait for a compiling rank at most `watchdog.first_step_s`."""
+
+    def broken_rules(self) -> BrokenRules:
+        # The default may stand: a resolved recipe writes it out.
+        if self.precision != "fp16" and self.initial_loss_scale != TrainerSection.model_fields["initial_loss_scale"].default:
+            yield "initial_loss_scale", f"only fp16 scales the loss, and trainer.precision is {self.precision}", "remove it"
+        if self.fp8 is not None and self.precision != "bf16":
+            rule = f"FP8 products work on bf16 weights, and trainer.precision is {self.precision}"
+            yield "fp8", rule, "trainer.precision: bf16, or remove trainer.fp8"
 
     @property
     def token_multiple(self) -> int:

@@ -11,6 +11,12 @@ from typing import Any
 from megarl.schedule.schedule import nearest_legal
 
 
+def shown(value: Any) -> str:
+    """Return a value as errors show it: on one line, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 @dataclass(frozen=True)
 class Violation:
     """One fault: the dotted key, its value, the rule that it breaks, and the nearest legal value or key."""
@@ -23,8 +29,7 @@ class Violation:
     @property
     def shown_value(self) -> str:
         """The value on one line, cut where it is long."""
-        shown = repr(self.value)
-        return shown if len(shown) <= 80 else shown[:77] + "..."
+        return shown(self.value)
 
     def __str__(self) -> str:
         way_out = f"; nearest: {self.nearest}" if self.nearest else ""

@@ -2,7 +2,7 @@
 
 from megarl.schedule.compare import Executed, PhaseStart, PlanMismatch, Summary, compare, refuse_unlike
 from megarl.schedule.cost import Cost
-from megarl.schedule.phase_plan import MicroBatch, MiniBatch, Plan, Quality, most_rows_behind_prompts, plan_phase, quality
+from megarl.schedule.phase_plan import MicroBatch, MiniBatch, Plan, Quality, Shape, plan_phase, quality
 from megarl.schedule.schedule import Schedule, bubble_share, violations, worst_case_micro_batches
 
 __all__ = [
@@ -14,11 +14,11 @@ __all__ = [
     "PlanMismatch",
     "Quality",
     "Schedule",
+    "Shape",
     "Summary",
     "PhaseStart",
     "bubble_share",
     "compare",
-    "most_rows_behind_prompts",
     "plan_phase",
     "quality",
     "refuse_unlike",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.schedule.phase_plan import MiniBatch, Plan
+from megarl.schedule.phase_plan import MiniBatch, Plan, Shape
 
 
 class PlanMismatch(AssertionError):
@@ -59,37 +58,16 @@ def refuse_unlike(starts: Sequence[PhaseStart]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Executed:
-    """The shapes that one data-parallel rank executed, in order: sequences, tokens and slots (tokens with alignment padding)
-    of each micro-batch."""
-
-    sequences: tuple[int, ...]
-    tokens: tuple[int, ...]
-    slots: tuple[int, ...]
-
-    def __add__(self, more: Executed) -> Executed:
-        return Executed(self.sequences + more.sequences, self.tokens + more.tokens, self.slots + more.slots)
+# What one data-parallel rank executed, in order.
+Executed = tuple[Shape, ...]
 
 
 def compare(mini_batch: MiniBatch, data_rank: int, executed: Executed) -> None:
     """Raise PlanMismatch, with both shapes, for the first micro-batch of `data_rank` that differs from the plan."""
     where = f"phase {mini_batch.phase or '(unnamed)'}, data-parallel rank {data_rank}"
-    if len({len(executed.sequences), len(executed.tokens), len(executed.slots)}) > 1:
-        raise PlanMismatch(
-            f"{where}: executed reports {len(executed.sequences)} sequence counts, {len(executed.tokens)} token counts and "
-            f"{len(executed.slots)} slot counts"
-        )
-    rank = mini_batch.micro_batches[data_rank]
-    planned = [(len(micro_batch.samples), micro_batch.tokens, micro_batch.slots) for micro_batch in rank]
-    ran = list(zip(executed.sequences, executed.tokens, executed.slots, strict=True))
-    for number, (expected, actual) in enumerate(zip(planned, ran, strict=False)):
+    planned = [micro_batch.shape for micro_batch in mini_batch.micro_batches[data_rank]]
+    for number, (expected, actual) in enumerate(zip(planned, executed, strict=False)):
         if expected != actual:
-            raise PlanMismatch(f"{where}, micro-batch {number}: planned {_shape(expected)}, executed {_shape(actual)}")
-    if len(planned) != len(ran):
-        raise PlanMismatch(f"{where}: planned {len(planned)} micro-batches, executed {len(ran)}")
-
-
-def _shape(micro_batch: tuple[int, int, int]) -> str:
-    sequences, tokens, slots = micro_batch
-    return f"{sequences} sequences with {tokens} tokens in {slots} slots"
+            raise PlanMismatch(f"{where}, micro-batch {number}: planned {expected}, executed {actual}")
+    if len(planned) != len(executed):
+        raise PlanMismatch(f"{where}: planned {len(planned)} micro-batches, executed {len(executed)}")

@@ -13,11 +13,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 from megarl.models.layout import Layout
 from megarl.schedule.balance import Ranks, SequenceCosts, balance
 from megarl.schedule.cost import Cost, in_step, run_times
 from megarl.schedule.schedule import Schedule, ceil, in_micro_batch, padded, violations
+
+
+class Shape(NamedTuple):
+    """The shape of a micro-batch; its slots are the tokens with alignment padding."""
+
+    sequences: int
+    tokens: int
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences with {self.tokens} tokens in {self.slots} slots"
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,10 @@ class MicroBatch:
     tokens: int
     slots: int
     sharing: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(len(self.samples), self.tokens, self.slots)
 
     def spared(self, prompts: Sequence[int]) -> list[int]:
         """Lengths of the prompts that samples leave out because another sample of the micro-batch has them; `prompts` are
@@ -70,12 +86,6 @@ class MiniBatch:
     def order(self) -> tuple[int, ...]:
         """Samples as they run: data-parallel rank by rank, micro-batch by micro-batch."""
         return tuple(sample for rank in self.micro_batches for micro_batch in rank for sample in micro_batch.samples)
-
-    @property
-    def inverse(self) -> tuple[int, ...]:
-        """Results in `order` back to sample order: `results[inverse[i]]` belongs to `samples[i]`."""
-        position = {sample: number for number, sample in enumerate(self.order)}
-        return tuple(position[sample] for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -118,25 +128,6 @@ class SharedPrompts:
     lengths: Sequence[int]
     prefixes: Sequence[int]
     prompts: Sequence[int]
-
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        lengths: Sequence[int],
-        layout: Layout,
-        prefixes: Sequence[int] | None,
-        prompts: Sequence[int] | None,
-    ) -> SharedPrompts | None:
-        """None for a schedule that shares no prompts. Raises ValueError without prefixes, prompts, or with context ranks."""
-        if not schedule.share_prompts:
-            return None
-        if prefixes is None or prompts is None or layout.context > 1:
-            raise ValueError(
-                f"phases.{schedule.phase}.share_prompts needs the groups of a batch, the lengths of its prompts, and a "
-                "layout without context parallelism; set it to false"
-            )
-        return cls(lengths, [int(prefix) for prefix in prefixes], [int(prompt) for prompt in prompts])
 
     def runs(self, samples: Sequence[int]) -> list[list[int]]:
         """Samples by prompt, prompts and samples in the order they come."""
@@ -204,7 +195,11 @@ def plan_phase(
     units = [whole.get(sample, ()) for sample in range(len(lengths))]
     work = SequenceCosts([sum(slots[s] for s in unit) for unit in units], [sum(costs[s] for s in unit) for unit in units])
     _refuse_impossible(schedule, lengths, work.slots, layout, len(segments))
-    shared = SharedPrompts.of(schedule, lengths, layout, groups if prefixes is None else prefixes, prompts)
+    shared = None
+    if schedule.share_prompts:
+        prefixes = groups if prefixes is None else prefixes
+        assert prefixes is not None and prompts is not None and layout.context == 1, "as `phase_rules` allow"
+        shared = SharedPrompts(lengths, [int(prefix) for prefix in prefixes], [int(prompt) for prompt in prompts])
     by_rollout = None if groups is None else [groups[held[0]] for held in segments]
     mini_batches = []
     for epoch in range(schedule.epochs):

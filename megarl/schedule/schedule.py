@@ -28,15 +28,7 @@ class Schedule:
     together: int = 1
 
     def __post_init__(self) -> None:
-        if (self.sequences is None) == (self.max_tokens is None):
-            raise ValueError(
-                f"phases.{self.phase}.micro_batch: exactly one of sequences and max_tokens, "
-                f"not sequences={self.sequences} and max_tokens={self.max_tokens}"
-            )
-        for name in ("sequences", "max_tokens", "mini_batch", "epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"phases.{self.phase}: {name} = {value} must be at least 1")
+        assert (self.sequences is None) != (self.max_tokens is None), f"phases.{self.phase}: one rule, as the recipe has it"
 
     @property
     def is_update(self) -> bool:

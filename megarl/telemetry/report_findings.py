@@ -37,7 +37,8 @@ class Advice:
 
     `metric` is a key of metrics.jsonl, with `<phase>` or `<role>` as placeholders; `says` may contain `{value}` and
     `{phase}`; `do` is what to change. For advice on time, `lost` turns a value into the lost part of the phase, or of the
-    step where the metric names no phase. The value is the mean over the last steps, or with `any_step` the largest one.
+    step where the metric names no phase; None where the value is that part. The value is the mean over the last steps, or
+    with `any_step` the largest one.
     """
 
     metric: str
@@ -50,29 +51,24 @@ class Advice:
     form: str = ".0%"
 
 
-def _itself(share: float) -> float:
-    return share
-
-
 ADVICE = (
     Advice("idle/engines_share", 0.15, "time", "ranks wait {value} of their time for rollout engines",
-           "more `rollout.engines`, a larger `max_concurrent`, a smaller `max_new_tokens`", _itself),
+           "more `rollout.engines`, a larger `max_concurrent`, a smaller `max_new_tokens`"),
     Advice("idle/rewards_share", 0.05, "time", "ranks wait {value} of their time for rewards",
-           "fewer `phases.reward.sequences` a task: more tasks run at a time", _itself),
+           "fewer `phases.reward.sequences` a task: more tasks run at a time"),
     Advice("idle/data_share", 0.05, "time", "ranks wait {value} of their time for the tokens of a step",
-           "a faster network between the nodes", _itself),
+           "a faster network between the nodes"),
     Advice("idle/layers_share", 0.20, "time", "ranks wait {value} of their time for each other inside of layers",
-           "a smaller `tensor`, `context` or `expert`; on CPUs: not more ranks than cores", _itself),
+           "a smaller `tensor`, `context` or `expert`; on CPUs: not more ranks than cores"),
     Advice("idle/pipeline_share", 0.10, "time", "pipeline stages wait {value} of their time for each other",
            "more micro-batches a mini-batch, a smaller `pipeline`, `virtual_pipeline`; `bubble_share` of the phase is what "
-           "the plan expects", _itself),
+           "the plan expects"),
     Advice("idle/gradients_share", 0.08, "time", "ranks spend {value} of their time on reducing gradients and waiting there",
-           "`imbalance` of the phase: a `max_tokens` rule balances work better than `sequences`; `overlap_gradients`",
-           _itself),
+           "`imbalance` of the phase: a `max_tokens` rule balances work better than `sequences`; `overlap_gradients`"),
     Advice("idle/ranks_share", 0.10, "time", "ranks wait {value} of their time for other ranks outside the pipeline",
-           "`idle/straggler_rank` says which: always one is a slow device or link, another each time uneven work", _itself),
+           "`idle/straggler_rank` says which: always one is a slow device or link, another each time uneven work"),
     Advice("idle/unaccounted_share", 0.10, "time", "{value} of the ranks' time is in no span",
-           "`run.trace: spans`, and look at the phase that is longer than its spans", _itself),
+           "`run.trace: spans`, and look at the phase that is longer than its spans"),
     Advice("schedule/<phase>/useful_share", 0.10, "time", "{value} of the slots of {phase} are padding",
            "a `max_tokens` micro-batch in place of `sequences`, and one that the lengths fill: `megarl check --plan`",
            lambda share: 1 - share),
@@ -173,8 +169,8 @@ def find(run: Run) -> list[Finding]:
 
 def _judge(advice: Advice, key: str, phase: str, value: float, recent: Mapping[str, float]) -> list[Finding]:
     lost = 0.0
-    if advice.lost is not None:
-        value = lost = advice.lost(value)
+    if advice.kind == "time":
+        value = lost = value if advice.lost is None else advice.lost(value)
         if phase:
             lost *= recent.get(f"time/{phase}", 0.0) / recent.get("time/step", 1.0)
         if lost < LEAST_LOST:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithm import group_advantages, whiten
+from megarl.algorithm.advantage import group_advantages, whiten
 
 
 def test_a_valid_reward_that_is_not_finite_is_refused_by_name():

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from megarl.algorithm import advantage
-from megarl.algorithm.estimate import ADVANTAGES, Scored, check_advantage, estimate, explained_variance, overlong_penalties
+from megarl.algorithm.estimate import (
+    ADVANTAGES,
+    StepRewards,
+    check_advantage,
+    estimate,
+    explained_variance,
+    overlong_penalties,
+)
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GaeSection, GroupSection
 
@@ -26,7 +33,7 @@ BASELINES = [0.5, 0.5, 0.5, -1.0, -1.0, 0.0, 2.0, 2.0]  # one of each group
 MEMBERS = {one: [at for at, group in enumerate(GROUPS) if group == one and VALID[at]] for one in GROUPS}
 
 
-def scored(scores: bool = False) -> Scored:
+def scored(scores: bool = False) -> StepRewards:
     """The sequences of this file; with `scores` a reward model's take the place of log-probabilities."""
     penalties = [torch.tensor(each, dtype=torch.float64) for each in PENALTIES]
     values = [torch.tensor(each, dtype=torch.float64) for each in VALUES]
@@ -34,7 +41,11 @@ def scored(scores: bool = False) -> Scored:
     baselines = torch.tensor(BASELINES, dtype=torch.float64)
     reference = [torch.tensor(each, dtype=torch.float64) for each in REFERENCE]
     results = {"logprobs": [reward[None] for reward in rewards] if scores else values, "reference_logprobs": reference}
-    return Scored(rewards, torch.tensor(GROUPS), torch.tensor(VALID), penalties, values, baselines, results)
+    results |= {"penalties": penalties, "values": values}
+    return StepRewards(
+        rewards, torch.tensor(VALID), torch.tensor(GROUPS), torch.zeros(len(GROUPS), dtype=torch.bool), [1] * len(GROUPS),
+        torch.tensor(LENGTHS), results, baselines, max(LENGTHS), "",
+    )  # fmt: skip
 
 
 def score(sample: int) -> float:
@@ -141,7 +152,7 @@ def test_returns_are_what_values_should_have_been_and_explained_variance_says_ho
     settings = AlgorithmSection(advantage="gae", group_size=1, gae=GaeSection(discount=0.9, smoothing=0.8, whiten=True))
     given = scored()
     found = estimate(given, COEFFICIENT, settings)
-    assert found.returns is not None and given.values is not None
+    assert found.returns is not None
     plain, white = generalized(0.9, 0.8), whitened(generalized(0.9, 0.8))
     for sample in (at for at, ok in enumerate(VALID) if ok):
         assert found.advantages[sample].tolist() == pytest.approx(white[sample], abs=1e-9)
@@ -151,7 +162,7 @@ def test_returns_are_what_values_should_have_been_and_explained_variance_says_ho
     errors = [one for at in kept for one in plain[at]]
     targets = [one for at in kept for one in found.returns[at].tolist()]
     expected = 1 - statistics.pvariance(errors) / statistics.pvariance(targets)
-    assert explained_variance(given.values, found.returns, given.valid) == pytest.approx(expected)
+    assert explained_variance(given.results["values"], found.returns, given.valid) == pytest.approx(expected)
     assert explained_variance(found.returns, found.returns, given.valid) == 1.0
     flat = [torch.zeros(length) for length in LENGTHS]
     assert explained_variance(flat, flat, given.valid) == 0.0

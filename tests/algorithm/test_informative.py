@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithm import group_advantages
-from megarl.algorithm.advantage import informative_groups
+from megarl.algorithm.advantage import group_advantages, informative_groups
 from megarl.data.sample import Prompt
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithm import kl, loss_weights, value_loss
 from megarl.algorithm.control import adapted
+from megarl.algorithm.loss import kl, loss_weights, value_loss
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 LONGEST = 9

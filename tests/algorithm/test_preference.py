@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
+from megarl.algorithm.estimate import implicit_rewards, pair_slopes
 from megarl.algorithm.loss import loss_weights
-from megarl.algorithm.preference import implicit_rewards, pair_slopes
 from megarl.recipe.algorithm_section import DpoSection
 
 
@@ -20,18 +20,18 @@ def test_the_update_has_the_gradient_of_the_mean_loss(pairs, beta, smoothing):
     margin = beta * (values[0::2] - values[1::2])
     whole = valid[0::2] & valid[1::2]
     losses = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
-    slopes = pair_slopes(beta * values.detach(), valid, beta, smoothing)
-    assert torch.equal(slopes.valid, whole.repeat_interleave(2))
+    slopes, counted, metrics = pair_slopes(beta * values.detach(), valid, beta, smoothing)
+    assert torch.equal(counted, whole.repeat_interleave(2))
     if not whole.any():
-        assert not slopes.metrics and not slopes.weights.any()
+        assert not metrics and not slopes.any()
         return
     losses[whole].mean().backward()
     assert values.grad is not None
     # As the objective reduces it: the policy gradient under `sequence_sum`.
-    weights = loss_weights(torch.ones(len(valid)), slopes.valid, "sequence_sum").double()
-    assert torch.allclose(-weights * slopes.weights, values.grad, rtol=1e-6, atol=1e-12)
-    assert slopes.metrics["preference/loss"] == pytest.approx(float(losses[whole].mean().detach()), rel=1e-12)
-    assert slopes.metrics["preference/accuracy"] == pytest.approx(float((margin[whole] > 0).double().mean()))
+    weights = loss_weights(torch.ones(len(valid)), counted, "sequence_sum").double()
+    assert torch.allclose(-weights * slopes, values.grad, rtol=1e-6, atol=1e-12)
+    assert metrics["preference/loss"] == pytest.approx(float(losses[whole].mean().detach()), rel=1e-12)
+    assert metrics["preference/accuracy"] == pytest.approx(float((margin[whole] > 0).double().mean()))
 
 
 def test_an_implicit_reward_sums_the_tokens_of_its_sequence():

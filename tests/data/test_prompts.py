@@ -144,8 +144,6 @@ def test_templates_render_the_text_that_the_model_expects():
     assert text("Be short.", r"Put {question} in \boxed{}", False) == "Be short.\n\nPut 1+1 in \\boxed{}"
     assert text(None, None, True) == "<|user|>1+1<|turn_end|><|assistant|>"
     assert text("S", "{question}=", True) == "<|system|>S<|turn_end|><|user|>1+1=<|turn_end|><|assistant|>"
-    with pytest.raises(ValueError, match="data.prompt_template is 'What'"):
-        text(None, "What", False)
     with pytest.raises(ValueError, match="data.chat_template is true"):
         render_questions(byte_tokenizer(chat_template=None), ["1+1"], None, None, True)
 

@@ -17,9 +17,9 @@ def test_records_need_only_numpy():
 
 def test_a_completion_has_one_log_probability_and_one_version_per_token():
     ids = np.arange(3, dtype=np.int32)
-    with pytest.raises(ValueError, match="3 token ids but 2 log-probabilities"):
+    with pytest.raises(ValueError, match="3 token ids but 2 logprobs"):
         Completion(ids, np.zeros(2, dtype=np.float32), "stop", np.zeros(3, dtype=np.int64))
-    with pytest.raises(ValueError, match="3 token ids but 1 weight versions"):
+    with pytest.raises(ValueError, match="3 token ids but 1 versions"):
         Completion(ids, np.zeros(3, dtype=np.float32), "stop", np.zeros(1, dtype=np.int64))
     completion = Completion(ids, np.zeros(3, dtype=np.float32), "stop", np.array([4, 5, 5]))
     assert (completion.first_version, completion.last_version) == (4, 5)

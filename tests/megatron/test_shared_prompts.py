@@ -42,7 +42,7 @@ def run(directory, layout, role, share, cut):
     compare(mini_batch, place.data_rank, update.executed)
     numbers = results.get("values" if role == "critic" else "logprobs", {})
     found = {sample: part.numpy() for sample, part in numbers.items()}
-    return found, total_loss(update, place), update.grad_norm, sum(executed.tokens)
+    return found, total_loss(update, place), update.grad_norm, sum(shape.tokens for shape in executed)
 
 
 @pytest.mark.parametrize(

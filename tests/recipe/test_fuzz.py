@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megarl.planner.check import phase_table
 from megarl.recipe import RecipeError, parse_recipe
-from megarl.recipe.phase_table import phase_table
 from megarl.recipe.yaml_text import apply_overrides
 from tests.recipe_cases import PPO, make_folder
 

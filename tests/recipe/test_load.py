@@ -12,9 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.planner.check import phase_table
 from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
-from megarl.recipe.phase_table import phase_table
-from megarl.recipe.phases_section import ROLE_OF
+from megarl.recipe.phases_section import role_of
 from megarl.recipe.section import Section
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.schedule import plan_phase
@@ -207,6 +207,6 @@ def test_the_nearest_count_is_one_that_the_virtual_pipeline_runs(name: str, fold
     recipe = load_recipe(file, [f"{one.key}={one.nearest}" for one in caught.value.violations])
     for phase in (phase for phase in ENGINE_PHASES if recipe.runs(phase)):
         lengths = [recipe.max_sequence_tokens] * recipe.num_sequences
-        layout = recipe.layout(ROLE_OF[phase])
+        layout = recipe.layout(role_of(phase))
         for mini_batch in plan_phase(recipe.schedule(phase), lengths, layout, seed=0).mini_batches:
             assert mini_batch.num_micro_batches % layout.micro_batch_step == 0

@@ -13,9 +13,9 @@ import pytest
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import check_layout, vllm_boxes
+from megarl.planner.check import engine_name, stream_line
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.device_section import DeviceSection
-from megarl.recipe.phase_table import engine_name, stream_line
 from megarl.recipe.phases_section import rollout_and_reward_phases
 from megarl.recipe.role_sections import LoraSection
 from megarl.recipe.rollout_section import engines_fit_model, rollout_rules

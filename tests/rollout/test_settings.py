@@ -11,10 +11,10 @@ import pytest
 
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
+from megarl.planner.check import engine_lines, stream_line
 from megarl.planner.engine_memory import PlannedEngines
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import recipe_yaml
-from megarl.recipe.phase_table import engine_lines, stream_line
 from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
 from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
 from megarl.rollout import RolloutError, plugin

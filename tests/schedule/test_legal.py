@@ -86,16 +86,14 @@ def test_the_nearest_legal_value_is_legal(case: Case) -> None:
         assert narrow.sequences and all(count % case.layout.pipeline for count in counts)
 
 
-@pytest.mark.parametrize(("sequences", "max_tokens"), [(None, None), (1, 1), (0, None), (None, 0)])
+@pytest.mark.parametrize(("sequences", "max_tokens"), [(None, None), (1, 1)])
 def test_a_schedule_has_exactly_one_rule(sequences: int | None, max_tokens: int | None) -> None:
-    with pytest.raises(ValueError, match=r"phases\.critic_value"):
+    with pytest.raises(AssertionError, match=r"phases\.critic_value"):
         Schedule("critic_value", sequences, max_tokens)
 
 
 def executed(mini_batch: MiniBatch, rank: int) -> Executed:
-    own = mini_batch.micro_batches[rank]
-    counts = (tuple(len(one.samples) for one in own), tuple(one.tokens for one in own), tuple(one.slots for one in own))
-    return Executed(*counts)
+    return tuple(micro_batch.shape for micro_batch in mini_batch.micro_batches[rank])
 
 
 @pytest.mark.parametrize(
@@ -121,15 +119,12 @@ def test_what_ran_is_compared_micro_batch_by_micro_batch(case: Case, draw: rando
     rank = draw.randrange(case.layout.data)
     right = executed(mini_batch, rank)
     compare(mini_batch, rank, right)
-    number = draw.randrange(len(right.tokens))
+    number = draw.randrange(len(right))
     where = f"phase {case.schedule.phase}, data-parallel rank {rank}, micro-batch {number}: planned"
     for name in ("sequences", "tokens", "slots"):
-        one_more = list(getattr(right, name))
-        one_more[number] += 1
-        with pytest.raises(PlanMismatch, match=f"{where} .*, executed .*{one_more[number]} {name}"):
-            compare(mini_batch, rank, replace(right, **{name: tuple(one_more)}))
-    shorter = Executed(right.sequences[:-1], right.tokens[:-1], right.slots[:-1])
-    with pytest.raises(PlanMismatch, match=f"rank {rank}: planned {len(right.tokens)} micro-batches, executed"):
-        compare(mini_batch, rank, shorter)
-    with pytest.raises(PlanMismatch, match="executed reports"):
-        compare(mini_batch, rank, replace(right, tokens=right.tokens[:-1]))
+        one_more = getattr(right[number], name) + 1
+        wrong = right[number]._replace(**{name: one_more})
+        with pytest.raises(PlanMismatch, match=f"{where} .*, executed .*{one_more} {name}"):
+            compare(mini_batch, rank, (*right[:number], wrong, *right[number + 1 :]))
+    with pytest.raises(PlanMismatch, match=f"rank {rank}: planned {len(right)} micro-batches, executed"):
+        compare(mini_batch, rank, right[:-1])
