@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.batch import Batch
-from megarl.megatron.parallel import gather_to_all
+from megarl.megatron.parallel import gather_to_all, on_any_rank
 from megarl.schedule import MiniBatch
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class GradientNotFinite(Exception):
 
 def name_ranks(problem: str) -> str | None:
     """Join the ranks' problems as "rank 0: ...; rank 2: ..."; None if no rank has one. Collective."""
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_to_all(problem)) if text) or None
+    if not on_any_rank(bool(problem)):  # after every update, where gathering texts from many ranks would take long
+        return None
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_to_all(problem)) if text)
 
 
 def non_finite_tensors(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -183,6 +183,14 @@ def gather_to_all(value: Value) -> list[Value]:
     return boxes
 
 
+def on_any_rank(flag: bool) -> bool:
+    """Return whether `flag` is set on any rank. Collective."""
+    flags = torch.tensor([flag], dtype=torch.int32)
+    with span("wait_ranks"):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_control)
+    return bool(flags)
+
+
 def same_everywhere(number: int) -> bool:
     """Return whether all ranks have the same `number` of at most 63 bits. Collective."""
     largest = torch.tensor([number, -number], dtype=torch.int64)
