@@ -55,7 +55,11 @@ BrokenRules = Iterator[tuple[str, str, str]]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, no infinities."""
+    """Base of every section: frozen, strict, no unknown keys, no infinities.
+
+    A rule of one field is in the field's type. Rules of several fields stand together under the fields, in `broken_rules`: a
+    chain of pydantic's validators would report the first broken one alone.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -68,7 +72,7 @@ class Section(BaseModel):
         faults = []
         for field, rule, nearest in self.broken_rules():
             given = self.model_dump(mode="json", exclude_unset=True)
-            value, loc = (given[field], (field,)) if field else (given, ())
+            value, loc = (given.get(field, getattr(self, field)), (field,)) if field else (given, ())
             faults.append(InitErrorDetails(type=broken_rule(rule, nearest), loc=loc, input=value))
         if faults:
             raise ValidationError.from_exception_data(type(self).__name__, faults)
