@@ -490,14 +490,15 @@ class Trainer:
     def _evaluate_after(self, number: int, writer: RunWriter, leaves: Callable[[], bool]) -> Metrics:
         """Evaluate after a step where the recipe says so, and a warm-up on rows; returns the metrics, on rank 0."""
         results = [(self.recipe, self.evaluate(leaves))] if self.recipe.evaluates_after(number) else []
-        supervised = self.supervised if number <= self.recipe.sft_steps else None
+        supervised, metrics = self.supervised if number <= self.recipe.sft_steps else None, dict[str, Any]()
         if supervised is not None and supervised.recipe.evaluates_after(number):
             if self.parts.engines is not None:
-                self.parts.engines.rest()  # engines on the trainer's GPUs are awake after a sync
+                with self.clock.phase("evaluation"), span("wait_engines"):
+                    self.parts.engines.rest()  # engines on the trainer's GPUs are awake after a sync
             results.append((supervised.recipe, supervised.evaluate(leaves)))
-            if number == self.recipe.sft_steps:
-                self._sync_engines(False)  # the first rollout follows
-        return writer.evaluated(number, self.version, results)
+            if number == self.recipe.sft_steps < self.recipe.run.steps:
+                metrics = self._sync_engines(False)  # the first rollout follows
+        return metrics | writer.evaluated(number, self.version, results)
 
     def _measure(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
         """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""

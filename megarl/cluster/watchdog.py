@@ -282,7 +282,8 @@ def _page(title: str, pid: int, state: str, text: str) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"watchdog: {line}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"watchdog: {line}\n")  # in one piece: other ranks write to the same terminal
+    sys.stderr.flush()
 
 
 def main() -> None:

@@ -75,9 +75,9 @@ class LogProbabilities:
         """Return the gradients of the hidden rows and of the head's weight `ctx.weight`, summed in `dtype` over the blocks.
         `slopes_of` makes the gradient of the logits of some rows and columns, in the type of `hidden`.
 
-        The weight's gradient goes to megatron-core's buffer if it has one. Then autograd gets a gradient by the rules of
-        megatron-core's linear layers with fused accumulation: none if the weight has `zero_out_wgrad`, because it still
-        gets the embedding's gradient; otherwise any, which the mark keeps from being added.
+        The weight's gradient goes to megatron-core's buffer if the weight has one. Autograd then gets what megatron-core's
+        linear layers with fused accumulation return: no gradient if the weight has `zero_out_wgrad`, because the embedding's
+        gradient still comes; otherwise an empty one, which `grad_added_to_main_grad` keeps from being added.
         """
         weight, has_buffer = ctx.weight, hasattr(ctx.weight, "main_grad")
         grad_hidden, grad_weight = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device), None

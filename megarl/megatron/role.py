@@ -285,6 +285,7 @@ class Role:
         for model in self.models:
             model.eval()
         temperature = self.head.temperature if batch.sampled else 1.0
+        replay = self.router_replay if adapted and batch.sampled else None  # the base model chooses its experts itself
         adapters = switched_off(() if adapted else self.adapters.values())
         with self.place.active(), torch.no_grad(), adapters, self.head.at(temperature):
 
@@ -298,9 +299,7 @@ class Role:
                 mini_batch,
                 finish,
                 forward_only=True,
-                replay=self.router_replay
-                if adapted and batch.sampled
-                else None,  # the base model chooses its experts itself
+                replay=replay,
             )
         results: dict[str, dict[int, Tensor]] = {}
         samples = [sample for micro, _ in stored for sample in micro.samples]

@@ -300,7 +300,8 @@ def _gated(
 def feed_forward(shape: ModelShape, number: int, name: str = "mlp", parts: Sequence[str] = EXPERT_PARTS) -> list[Weight]:
     """Return the weights of a layer's feed-forward network, or the router and the experts of a layer that has experts.
 
-    `parts` are the checkpoint's names of an expert's gate, up and down; `name` is the prefix there and in vLLM."""
+    In a layer with experts `name` is the prefix in the checkpoint and in vLLM, and `parts` are the checkpoint's names of an
+    expert's gate, up and down."""
     hidden, experts = shape.hidden, shape.experts
     if experts is None or not shape.has_experts(number):
         return swiglu(hidden, shape.ffn)

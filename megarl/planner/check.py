@@ -199,7 +199,7 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
     console.print(_table([*PHASE_COLUMNS, *NUMBER_COLUMNS], _planned_rows(recipe, plan), num_texts=len(PHASE_COLUMNS)))
-    for line in first_steps_lines(recipe, plan.warmup):
+    for line in first_steps_lines(recipe, plan):
         show(line)
     show(NOTES, style="dim")
     kinds = [*(field.name for field in fields(DeviceMemory)), "total"]
@@ -221,9 +221,8 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     show(_balance(plan))
 
 
-def first_steps_lines(recipe: Recipe, warmup: PhaseForecast | None = None) -> list[str]:
-    """What the first steps of a run do where they differ from the others, and the time of the supervised ones where
-    `warmup` has it."""
+def first_steps_lines(recipe: Recipe, plan: Forecast | None = None) -> list[str]:
+    """What the first steps of a run do where they differ from the others; with a `plan` also the time of supervised ones."""
     lines, supervised = [], recipe.supervised
     if supervised is not None:
         row = phase_table(supervised)[-1]
@@ -231,8 +230,9 @@ def first_steps_lines(recipe: Recipe, warmup: PhaseForecast | None = None) -> li
             f"the first {recipe.sft_steps} steps (warmup.sft): {', '.join(supervised.running_phases)}, of {row.mini_batch} "
             f"with at most {supervised.max_sequence_tokens} tokens each, {row.micro_batch}"
         )
-        if warmup is not None and warmup.seconds is not None:
-            lines[-1] += f"; {_short(warmup.seconds)} seconds a step, {_short(recipe.sft_steps * warmup.seconds)} in all"
+        if plan is not None and plan.warmup is not None and plan.job.warmup is not None and plan.warmup.seconds is not None:
+            seconds, origin = plan.warmup.seconds, plan.job.warmup.lengths.origin
+            lines[-1] += f"; {_short(seconds)} seconds a step, {_short(recipe.sft_steps * seconds)} in all, with {origin}"
     if recipe.critic_warmup_steps:
         then = (
             f"the {recipe.critic_warmup_steps} steps after them"
@@ -345,6 +345,7 @@ def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
         "running_phases": list(recipe.running_phases),
         "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
         "supervised_steps": recipe.sft_steps,
+        "supervised_lengths": None if job.warmup is None else job.warmup.lengths.origin,
         "supervised_update": None if plan.warmup is None else _phase_document(job, plan.warmup),
         "lengths": lengths.origin,
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},

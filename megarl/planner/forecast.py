@@ -46,8 +46,8 @@ class Job:
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said. `bucket_bytes` are what the buckets
-    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the update of a warm-up's steps, their
-    limits, and the lengths of their rows.
+    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the update of a warm-up's steps, their limits,
+    and the lengths of their rows.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -73,11 +73,12 @@ class Job:
 
     @property
     def warmup(self) -> Job | None:
-        """The job of a warm-up's step, with the same roles and devices; None without a warm-up."""
+        """The job of a warm-up's step, with the same devices; None without a warm-up."""
         if self.supervised is None:
             return None
         schedule, limits, lengths = self.supervised
-        return replace(self, schedules=(schedule,), limits=limits, lengths=lengths, supervised=None)
+        roles = tuple(role.supervised if role.name == "actor" else role for role in self.roles)
+        return replace(self, roles=roles, schedules=(schedule,), limits=limits, lengths=lengths, supervised=None)
 
     @property
     def ranks(self) -> int:

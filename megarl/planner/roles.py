@@ -11,7 +11,7 @@ dimensions:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.models import ModelShape
@@ -65,6 +65,12 @@ class PlannedRole:
     def has_value_head(self) -> bool:
         """Whether the head gives one number instead of logits: a critic's and a reward model's does."""
         return self.scores or self.name in ("critic", "reward_model")
+
+    @property
+    def supervised(self) -> PlannedRole:
+        """The role in a supervised step of a warm-up, which has no terms of teachers and no entropy bonus. Heads of teachers
+        stay on the device."""
+        return replace(self, distillation=None, divergence_alone=False, entropy_bonus=False)
 
     @property
     def gives_hidden_rows(self) -> bool:

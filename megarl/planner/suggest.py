@@ -248,6 +248,8 @@ def _fits(job: Job) -> bool:
     assert usable is not None and budget is not None, "a suggestion has a device"
     if any(memory.total > usable for memory in on_devices(job, {}).values()):
         return False
+    if job.warmup is not None and not job.warmup.runs(job.warmup.schedules[0]):
+        return False
     jobs = [(job, schedule) for schedule in job.schedules]
     if job.warmup is not None:
         jobs.append((job.warmup, job.warmup.schedules[0]))

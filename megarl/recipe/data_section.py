@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from megarl.recipe.section import BrokenRules, Count, FilePath, Positive, Section, Share
+from megarl.recipe.section import BrokenRules, Count, FilePath, Positive, Section, Share, broken_rule
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations, closest_text
 
 if TYPE_CHECKING:
@@ -126,10 +126,26 @@ class DataSection(Section):
     """System message of the chat; null leaves it to the chat template. Agents send their own."""
     prompt_template: str | None = None
     """Text around the question, with `{question}` in it; null gives the question alone. Agents send their own."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _holds_the_question(cls, template: str | None) -> str | None:
+        if template is not None and "{question}" not in template:
+            raise broken_rule("must contain {question}", f"{template} {{question}}".strip())
+        return template
+
     chat_template: bool = True
     """Render the prompt as a chat with the model's own template."""
     template_options: dict[str, Any] = {}
     """Options of the chat template, as `{enable_thinking: false}`; see the model's card."""
+
+    @field_validator("template_options")
+    @classmethod
+    def _are_the_template_s(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if reserved := ", ".join(name for name in options if name in _RESERVED):
+            raise broken_rule(f"megarl sets {reserved} itself", f"remove {reserved}")
+        return options
+
     shuffle: bool = True
     """A new order of the prompts in each epoch."""
     prompt_format: Literal["text", "messages", "token_ids"] = "text"
@@ -143,12 +159,6 @@ class DataSection(Section):
     outside the vocabulary ends the run before it starts, or is skipped and counted in `data/num_bad_rows`."""
     curriculum: CurriculumSection | None = None
     """Skip prompts that are now too easy or too hard; null uses each once an epoch."""
-
-    def broken_rules(self) -> BrokenRules:
-        if self.prompt_template is not None and "{question}" not in self.prompt_template:
-            yield "prompt_template", "must contain {question}", f"{self.prompt_template} {{question}}".strip()
-        if reserved := ", ".join(name for name in self.template_options if name in _RESERVED):
-            yield "template_options", f"megarl sets {reserved} itself", f"remove {reserved}"
 
 
 def data_rules(recipe: Recipe) -> Violations:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megarl.recipe.data_section import PromptsSection
 from megarl.recipe.phases_section import MicroBatchSection
-from megarl.recipe.section import BrokenRules, Count, Positive, Section, Weight
+from megarl.recipe.section import BrokenRules, Count, Positive, Section, Weight, broken_rule
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
 if TYPE_CHECKING:
@@ -26,6 +26,15 @@ class EvaluationSection(Section):
     """Completions of each prompt."""
     temperature: Weight | None = None
     """0 for the most likely token, or at least 0.01, vLLM's least; null takes `rollout.temperature`."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _vllm_takes_it(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < 0.01:
+            rule = "vLLM would take 0.01 in its place: must be 0, for the most likely token, or at least 0.01"
+            raise broken_rule(rule, "0.01")
+        return temperature
+
     pass_at: Annotated[tuple[Positive, ...], Field(min_length=1, strict=False)] = (1,)
     """Each k of pass@k, how likely one of k completions passes; at most `completions`."""
     pass_reward: float = 1.0
@@ -35,9 +44,6 @@ class EvaluationSection(Section):
     their mean loss, in batches of a step's size."""
 
     def broken_rules(self) -> BrokenRules:
-        if self.temperature is not None and 0 < self.temperature < 0.01:
-            rule = "vLLM would take 0.01 in its place: must be 0, for the most likely token, or at least 0.01"
-            yield "temperature", rule, "0.01"
         if self.temperature == 0 and self.completions > 1:
             rule = "without chance all evaluation.completions of a prompt are the same"
             yield "temperature", rule, "evaluation.completions: 1"

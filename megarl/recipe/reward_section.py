@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from megarl.recipe.section import BrokenRules, Positive, Seconds, Section, Target
+from megarl.recipe.section import Positive, Seconds, Section, Target, broken_rule
 from megarl.recipe.violation import MISSING, Violation, Violations
 
 if TYPE_CHECKING:
@@ -39,11 +39,14 @@ class PatternRewardSection(RewardPart):
     pattern: Annotated[str, Field(min_length=1)]
     """In Python's syntax. A group `(?P<answer>...)` of the last match must equal the prompt's answer."""
 
-    def broken_rules(self) -> BrokenRules:
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_regular_expression(cls, pattern: str) -> str:
         try:
-            re.compile(self.pattern)
+            re.compile(pattern)
         except re.error as error:
-            yield "pattern", f"no regular expression: {error}", "see Python's re"
+            raise broken_rule(f"no regular expression: {error}", "see Python's re") from error
+        return pattern
 
 
 class SchemaRewardSection(RewardPart):
@@ -52,13 +55,17 @@ class SchemaRewardSection(RewardPart):
     json_schema: dict[str, Any]
     """The schema, of draft 2020-12 unless its `$schema` says otherwise."""
 
-    def broken_rules(self) -> BrokenRules:
+    @field_validator("json_schema")
+    @classmethod
+    def _is_a_json_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
         import jsonschema  # takes long, and few recipes have a schema
 
         try:
-            jsonschema.validators.validator_for(self.json_schema).check_schema(self.json_schema)
+            jsonschema.validators.validator_for(schema).check_schema(schema)
         except jsonschema.SchemaError as error:
-            yield "json_schema", f"{'.'.join(map(str, error.absolute_path))}: {error.message}", "one of json-schema.org"
+            place = ".".join(map(str, error.absolute_path))
+            raise broken_rule(f"{place}: {error.message}", "one of json-schema.org") from error
+        return schema
 
 
 class CodeRewardSection(RewardPart):

@@ -134,8 +134,8 @@ class TrainedSection(Section):
     """Frozen weights: no gradient, no gradient buffer, no optimizer state."""
 
 
-class OtherRoleSection(Section):
-    """What every role but the actor has."""
+class FollowingLayoutSection(Section):
+    """A role that takes the actor's layout unless it has one."""
 
     layout: LayoutSection | None = None
     """How the model is sharded over the trainer ranks; null takes the actor's layout."""
@@ -153,7 +153,7 @@ class ActorSection(TrainedSection):
     (two above 256 experts) a token, layer and chosen expert in the host's memory. Engines on a GPU use vLLM's recording."""
 
 
-class ReferenceSection(OtherRoleSection):
+class ReferenceSection(FollowingLayoutSection):
     path: FilePath | None = None
     """Hugging Face directory or hub name of another reference, of any size and family with the same tokens; null takes
     `model.path`."""
@@ -176,7 +176,7 @@ class TeacherEngineSection(Section):
         return RolloutLayout(self.tensor)
 
 
-class TeacherSection(OtherRoleSection):
+class TeacherSection(FollowingLayoutSection):
     path: FilePath
     """Hugging Face directory or hub name of the teacher, of any size and family with the actor's tokens."""
     memory: ReferenceMemorySection = ReferenceMemorySection()
@@ -188,7 +188,7 @@ class TeacherSection(OtherRoleSection):
     """Share of the prompts whose completions this teacher judges, in proportion to the weights of the other teachers."""
 
 
-class CriticSection(OtherRoleSection, TrainedSection):
+class CriticSection(FollowingLayoutSection, TrainedSection):
     path: FilePath | None = None
     """Hugging Face directory or hub name the critic starts from, of any size and family with the same tokens; null takes
     `model.path`."""
@@ -196,7 +196,7 @@ class CriticSection(OtherRoleSection, TrainedSection):
     """Update only the critic in the first this many steps; the actor and its learning-rate schedule wait."""
 
 
-class RewardModelSection(OtherRoleSection):
+class RewardModelSection(FollowingLayoutSection):
     path: FilePath
     """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
     It reads the tokens of prompt and completion, without a chat template, and scores at the last token."""

@@ -50,21 +50,21 @@ def refuse_repeats(words: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
-# Of each broken rule: the field, or "" for the section as a whole; the rule; and the nearest legal value.
+# Each broken rule as its field ("" for the section as a whole), the rule, and the nearest legal value.
 BrokenRules = Iterator[tuple[str, str, str]]
 
 
 class Section(BaseModel):
     """Base of every section: frozen, strict, no unknown keys, no infinities.
 
-    A rule of one field is in the field's type. Rules of several fields stand together under the fields, in `broken_rules`: a
-    chain of pydantic's validators would report the first broken one alone.
+    A rule of one field is in the field's type, or in a validator under the field. Rules of several fields are under all
+    fields, in `broken_rules`, and wait until each field is legal by itself.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def broken_rules(self) -> BrokenRules:
-        """Yield the rules that the section breaks by itself, once each of its fields has a legal type and size."""
+        """Yield the rules of several fields that the section breaks."""
         yield from ()
 
     @model_validator(mode="after")

@@ -149,10 +149,12 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
     engines = engines_of(recipe, roles["actor"].shape)
     every = [*([] if engines is None else [engines]), *teacher_engines(recipe, fetch).values()]
     engine_bytes = sum(engine.bytes_during_training(recipe.trainer.ranks) for engine in every)
-    (caps, faults), *warmup = [_largest_caps(part, roles, room, engine_bytes) for part in parts]
-    for warmup_caps, warmup_faults in warmup:
-        return _with_caps(recipe, caps, warmup_caps), [*faults, *named_as_warmup(warmup_faults)]
-    return _with_caps(recipe, caps), faults
+    caps, faults = _largest_caps(recipe, roles, room, engine_bytes)
+    if recipe.supervised is None:
+        return _with_caps(recipe, caps), faults
+    supervised_roles = roles | {"actor": roles["actor"].supervised}
+    warmup_caps, warmup_faults = _largest_caps(recipe.supervised, supervised_roles, room, engine_bytes)
+    return _with_caps(recipe, caps, warmup_caps), [*faults, *named_as_warmup(warmup_faults)]
 
 
 def _largest_caps(
@@ -166,13 +168,13 @@ def _largest_caps(
         schedule = recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase))
         role, limits = roles[role_of(phase)], limits_of(recipe)
         largest = partial(largest_cap, list(roles.values()), role, schedule, limits)
-
         if (cap := largest(room - engine_bytes)) is not None:
             caps[kind_of(phase)] = min(cap, caps.get(kind_of(phase), cap))  # teachers share a section
             continue
         device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{role_of(phase)}.layout.tensor or pipeline"
         rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
-        way_out = f"more {layout}, a shorter rollout.max_new_tokens, or more trainer.ranks"
+        length = "data.max_tokens" if recipe.run.is_supervised else "rollout.max_new_tokens"
+        way_out = f"more {layout}, a shorter {length}, or more trainer.ranks"
         if engine_bytes and largest(room) is not None:
             rule = (
                 f"one sequence of {longest} tokens fits {device} without rollout engines, and not with the "

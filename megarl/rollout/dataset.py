@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -125,8 +124,9 @@ class HeldOutLoss:
         shown = [f"{name} {mean:.4f}" for name, mean in self._means().items()]
         return f"{', '.join(shown)} on {self.counts[f'{self.area}/num_prompts']} held-out rows"
 
-    def write(self, file: Path) -> None:
-        """Write nothing: rows of data have no answers."""
+    def table(self) -> str:
+        """Return no lines: rows of data have no answers."""
+        return ""
 
 
 # Returns the mean metrics of a batch's sequences that count, and over how many tokens or pairs.

@@ -37,7 +37,6 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.stream import RolloutStream, Sampling, open_stream
 from megarl.rollout.taken import KnownBatches, Resync
 from megarl.telemetry.clock import span
-from megarl.telemetry.disk import write_whole
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -91,14 +90,14 @@ class Evaluation:
         ]
         return f"{', '.join(shown)} on {len(self.prompts)} held-out prompts"
 
-    def write(self, file: Path) -> None:
-        """Write a JSON line for each prompt, atomically."""
+    def table(self) -> str:
+        """Return a JSON line for each prompt."""
         lines = []
         for number, prompt in enumerate(self.prompts):
             rewards = [None if np.isnan(reward) else float(reward) for reward in self.rewards[number]]
             line: dict[str, Any] = {"question": prompt.question, "answer": prompt.answer, "rewards": rewards}
             lines.append(json.dumps(line | ({"answers": self.answers[number]} if self.answers else {})) + "\n")
-        write_whole(file, "".join(lines))
+        return "".join(lines)
 
 
 class HeldOutPrompts:

@@ -17,6 +17,7 @@ from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock, StepTimes
+from megarl.telemetry.disk import write_whole
 from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
 from megarl.telemetry.progress import ProgressLine
 from megarl.telemetry.run_directory import RunDirectory
@@ -35,7 +36,7 @@ class Evaluation(Protocol):
 
     def summary(self, section: EvaluationSection) -> str: ...
 
-    def write(self, file: Path) -> None: ...
+    def table(self) -> str: ...
 
 
 class Profiler:
@@ -139,7 +140,8 @@ class RunWriter:
                 self._progress.note(f"after step {step}: no evaluation, as the run is to leave")
                 continue
             assert recipe.evaluation is not None
-            evaluation.write(self._run.evaluation_table(step))
+            if table := evaluation.table():
+                write_whole(self._run.evaluation_table(step), table)
             self._progress.note(f"after step {step}: {evaluation.summary(recipe.evaluation)}")
             metrics |= evaluation.metrics(recipe.evaluation)
         if metrics:

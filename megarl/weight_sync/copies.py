@@ -39,8 +39,8 @@ class SpareMemory:
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, apart: bool = False) -> torch.Tensor:
         """Lend a tensor with unknown content until `take_back`. The rows of a matrix may lie `apart`."""
-        number, self.num_lent = self.num_lent, self.num_lent + 1
-        if device.type != "cpu":
+        number, self.num_lent = len(self._loans), self.num_lent + 1
+        if device.type != "cpu" or not math.prod(size):
             return torch.empty(size, dtype=dtype, device=device)
         stored = (size[0], apart_bytes(size[1] * dtype.itemsize) // dtype.itemsize) if apart else size
         num_bytes = math.prod(stored) * dtype.itemsize

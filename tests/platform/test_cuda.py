@@ -25,6 +25,7 @@ from megarl.planner.placement import Transport
 from megarl.platform import Platform, _detect, cuda_stub, device_memory
 from megarl.recipe import Recipe
 from megarl.telemetry import run_writer
+from megarl.telemetry.clock import PhaseClock, recording
 from tests.recipe_cases import PPO
 
 GIVEN_BACK = ["synchronize", "empty_cache"]
@@ -102,6 +103,38 @@ def test_memory_returns_to_the_driver_before_engines_on_the_same_devices_wake(
         trainer.canary = None
         trainer._publish(1, None)
     assert calls == ["present", "gathered", *before, "publish", "away"]
+
+
+@pytest.mark.parametrize(("number", "after"), [(1, []), (2, ["awake"]), (3, [])])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_engines_on_the_same_devices_sleep_while_a_warmup_is_measured(number: int, after: list[str], steps: int) -> None:
+    """They wake again only for the rollouts that follow the warm-up, and they answer held-out prompts first."""
+    calls: list[str] = []
+    trainer = object.__new__(pipeline.Trainer)
+    clock, evaluates = PhaseClock(), {"evaluates_after": lambda _: True}
+
+    def sync(version: int) -> dict[str, Any]:
+        calls.append("awake")
+        return {"sync/version": version}
+
+    run_section = SimpleNamespace(steps=steps, is_supervised=False)
+    part: dict[str, Any] = {
+        "recipe": SimpleNamespace(**evaluates, sft_steps=2, run=run_section),
+        "supervised": SimpleNamespace(recipe=SimpleNamespace(**evaluates), evaluate=lambda _: calls.append("loss")),
+        "parts": SimpleNamespace(engines=SimpleNamespace(rest=lambda: calls.append("asleep")), engines_sleep=True),
+        "evaluate": lambda _: calls.append("answers"),
+        "sync": sync,
+        "clock": clock,
+        "version": 1,
+        "boundary": lambda _: None,
+    }
+    for name, value in part.items():
+        setattr(trainer, name, value)
+    writer: Any = SimpleNamespace(evaluated=lambda *_: {})
+    with recording(clock):
+        trainer._evaluate_after(number, writer, lambda: False)
+    measured = ["asleep", "loss", *(after if steps > 2 else [])] if number <= 2 else []
+    assert calls == ["answers", *measured]
 
 
 @pytest.mark.parametrize(("shared", "before"), [(True, GIVEN_BACK), (False, [])])

@@ -10,6 +10,7 @@ import yaml
 
 from megarl.planner.check import first_steps_lines
 from megarl.planner.forecast import forecast, job_of
+from megarl.planner.suggest import suggest
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.load import load_unfitted, parse_recipe, recipe_yaml
 from tests.supervised_cases import supervised_recipe, supervised_run
@@ -116,7 +117,16 @@ def test_the_plan_gives_the_time_of_a_supervised_step_as_that_of_a_supervised_ru
     device = {"memory_gib": 1.0, "kind": "cpu", "tflops": 0.05}
     recipe = load_recipe(warm_recipe(folder, "timed", device=device))
     (alone,) = forecast(job_of(load_recipe(supervised_recipe(folder, "alone", device=device)))).phases
-    warmup = forecast(job_of(recipe)).warmup
+    plan = forecast(job_of(recipe))
+    warmup = plan.warmup
     assert warmup is not None and warmup.seconds is not None and alone.seconds is not None
     assert warmup.seconds == pytest.approx(alone.seconds)
-    assert f"; {warmup.seconds:.3g} seconds a step" in first_steps_lines(recipe, warmup)[0]
+    assert f"; {warmup.seconds:.3g} seconds a step" in first_steps_lines(recipe, plan)[0]
+
+
+def test_a_suggested_layout_divides_the_rows_of_a_warmup(folder: Path) -> None:
+    """Two data-parallel ranks cannot share three rows, so the layout of two tensor ranks stays."""
+    changes: dict[str, Any] = {"device": {"memory_gib": 8.0, "kind": "cpu"}, f"{SFT}__actor_update__mini_batch": 3}
+    recipe = load_recipe(warm_recipe(folder, "three", ranks=2, tensor=2, **changes))
+    keys = {suggestion.key: suggestion.value for suggestion in suggest(job_of(recipe))}
+    assert keys.get("actor.layout.tensor", 2) == 2 or keys["actor.layout.pipeline"] == 2

@@ -13,6 +13,7 @@ from megarl.planner.placement import EnginePlace
 from megarl.recipe import Recipe
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.rollout.evaluation import Evaluation, engine_places, evaluate, report
+from megarl.telemetry.disk import write_whole
 from megarl.telemetry.run_directory import RunDirectory
 from tests.rollout_cases import recipe, save_model
 
@@ -54,7 +55,7 @@ def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_
     rewards = [np.array([1.0, np.nan], np.float32)]
     evaluation = Evaluation([prompt], counts_of([prompt]), rewards, [["2", None]], [1, 2], [False] * 2)
     for step in (0, 4, 12):
-        evaluation.write(run.evaluation_table(step))
+        write_whole(run.evaluation_table(step), evaluation.table())
     assert '"rewards": [1.0, null], "answers": ["2", null]' in run.evaluation_table(4).read_text()
     run.forget_tables("evaluations", 4)
     assert sorted(file.name for file in tmp_path.glob("evaluations/*")) == ["step-000000.jsonl", "step-000004.jsonl"]

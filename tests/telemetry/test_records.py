@@ -131,7 +131,7 @@ def test_a_masked_reward_is_null_and_says_why(tmp_path):
     masked = rows[3]
     assert not masked["valid"] and masked["reason"] == "the verifier took longer than 5 s"
     assert masked["reward"] is masked["advantage"] is masked["parts"]["exact"] is None
-    recipe: Any = SimpleNamespace(run=SimpleNamespace(trace="none"), evaluation=None)
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(trace="none"), evaluation=None, supervised=None)
     other: Any = None
     RunWriter(recipe, RunDirectory(tmp_path), 0, 1, other, other, other, other, other)  # resumed after step 1
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]

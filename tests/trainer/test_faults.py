@@ -5,6 +5,8 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import cloudpickle
@@ -135,3 +137,20 @@ def test_a_run_whose_engine_died_too_often_is_resumed(killed):
 def _assert_synchronised(lines):
     assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "new engines have the synchronised weights"
     assert all(line["sync/received_bytes"] == line["sync/bound_bytes"] for line in lines)
+
+
+def test_syncs_to_engines_that_were_started_again_are_added_up():
+    found = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/mapped": 1.0},
+                  {"sync/sent_bytes": 7, "sync/total_s": 0.25, "sync/bytes_per_s": 28.0, "sync/mapped": 0.0}])  # fmt: skip
+    pipeline: Any = SimpleNamespace(version=3, restart_metrics={}, _publish=lambda version, engines: next(found))
+    assert Trainer.take_restart_metrics(pipeline) == {}
+    for engine in (0, 1):
+        Trainer._sync_restarted(pipeline, [engine])
+    assert Trainer.take_restart_metrics(pipeline) == {
+        "resync/count": 2,
+        "resync/sent_bytes": 12,
+        "resync/total_s": 0.75,
+        "resync/bytes_per_s": 28.0,
+        "resync/mapped": 0.0,
+    }
+    assert Trainer.take_restart_metrics(pipeline) == {}, "each sync is in one line"

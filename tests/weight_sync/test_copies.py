@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.weight_sync import copies
 from megarl.weight_sync.buckets import LocalBox
-from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads
+from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads
 
 pytestmark = pytest.mark.sync
 CPU = torch.device("cpu")
@@ -135,3 +136,10 @@ def test_memory_that_somebody_kept_is_not_lent_again() -> None:
     assert not spare.num_lent
     assert spare.take((2, 8), torch.float32, CPU).fill_(2).data_ptr() == address, "memory is used again"
     assert (kept == 1).all()
+
+
+def test_workers_share_the_cores_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, workers, threads in ((1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 4), (8, 4, 2), (2, 4, 1)):
+        monkeypatch.setattr(copies.os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+        assert num_threads(works_of(1), workers) == threads
+    assert num_threads(Works([], most_threads=1), 1) == 1
