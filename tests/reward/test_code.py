@@ -175,7 +175,7 @@ def test_the_forms_of_tests_in_an_answer(answer, number):
 
 def test_credit_is_a_share_or_needs_all_tests():
     for credit, worth in (("all", 0.0), ("share", 2 / 3)):
-        judge = code_verifier(CodeRewardSection.model_validate({"kind": "code", "credit": credit}))
+        judge = code_verifier(CodeRewardSection.model_validate({"kind": "code", "credit": credit, "timeout_s": 60.0}))
         assert judge(f"So:\n```python\n{SQUARES}```", prompt(ANSWER)) == (worth, "failed")
     assert judge(SQUARES, prompt("assert square(3) == 9")) == (1.0, "passed")
 
