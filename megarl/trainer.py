@@ -122,8 +122,8 @@ class Trainer:
         self.supervised: Trainer | None = None  # runs the supervised steps of a warm-up, with the same roles
         if recipe.supervised is not None:
             # The engines only sleep, if they do at all.
-            rows = replace(parts, weights=None, rollouts=parts.rows, dump=None, engines_sleep=False)
-            rows.held_out = parts.held_out_rows
+            held_out = parts.held_out_rows
+            rows = replace(parts, weights=None, rollouts=parts.rows, dump=None, held_out=held_out, engines_sleep=False)
             self.supervised = Trainer(recipe.supervised, rank, rows, clock, boundary)
 
     def step(self, number: int) -> Metrics:

@@ -138,9 +138,13 @@ def with_layouts(job: Job, layouts: Mapping[str, Layout]) -> Job:
 
 def layout_values(layout: Layout) -> dict[str, int]:
     """The keys of a layout in a recipe; expert keys only where they are not the default."""
-    keys = ["tensor", "pipeline", "sequence_parallel", *["expert"] * (layout.expert > 1)]
-    keys += ["expert_tensor"] * (layout.expert_tensor is not None)
-    return {key: getattr(layout, key) for key in keys}
+    values: dict[str, int] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    values["sequence_parallel"] = layout.sequence_parallel
+    if layout.expert > 1:
+        values["expert"] = layout.expert
+    if layout.expert_tensor is not None:
+        values["expert_tensor"] = layout.expert_tensor
+    return values
 
 
 def with_cap(schedule: Schedule, cap: int) -> Schedule:

@@ -69,7 +69,7 @@ class GatewayLimits:
 
 @dataclass(eq=False)
 class OpenSession:
-    """A session that clients can reach. Clients take `token` and, of OpenAI, `url` with `/v1`, of Anthropic `url`.
+    """A session that clients can reach. OpenAI's clients take `url` + "/v1" and `token`, Anthropic's `url` and `token`.
     `fault` is the first error that no client caused, as one of `sample`; `is_exhausted` says that a request was refused
     because the rollout has reached its turns, tokens or segments."""
 

@@ -118,8 +118,8 @@ def test_jobs_that_have_to_leave_are_queued_again_until_starts_save_nothing(clus
                 # Slurm may have resumed the node already, because its daemon still answers.
                 cluster.run("scontrol", "update", "NodeName=node1", "State=RESUME", check=False)
     ends = {name: job.ended() for name, job in jobs.items()}
-    found = {name: (end["JobState"], end["ExitCode"], end["Restarts"]) for name, end in ends.items()}
-    assert found == {"stalled": ("FAILED", "1:0", "2")} | dict.fromkeys([*jobs][1:], ("COMPLETED", "0:0", "1"))
+    states = {name: (end["JobState"], end["ExitCode"], end["Restarts"]) for name, end in ends.items()}
+    assert states == {"stalled": ("FAILED", "1:0", "2")} | dict.fromkeys([*jobs][1:], ("COMPLETED", "0:0", "1"))
     assert "3 starts in a row have saved nothing beyond" in jobs["stalled"].output.read_text()
     for number in (0, 1):
         # The log has two starts, because the second start appends to it.

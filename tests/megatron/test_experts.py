@@ -84,7 +84,7 @@ def test_resume_is_exact_and_experts_may_be_cut_otherwise(tmp_path):
     # Three updates after the load: a shared Adam counter shows at the second.
     assert run_ranks(train_with_checkpoints, 4, directory, {"actor": saved}, folder, 5, None, True)[0] == whole[2:]
     for layout in (Layout(), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)):
-        found = run_ranks(train_with_checkpoints, layout.ranks, directory, {"actor": layout}, folder, 5, None, True)[0]
-        for line, expected in zip(found, whole[2:], strict=True):
+        resumed = run_ranks(train_with_checkpoints, layout.ranks, directory, {"actor": layout}, folder, 5, None, True)[0]
+        for line, expected in zip(resumed, whole[2:], strict=True):
             assert line[:2] == expected[:2]
             assert line[2:] == pytest.approx(expected[2:], rel=1e-4), layout

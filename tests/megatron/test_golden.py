@@ -66,8 +66,8 @@ def test_logits_equal_hugging_face(tmp_path, family, tied):
         ranks = run_ranks(full_logits, number, str(directory), alike, LENGTHS, list(map(str, folders)))
         for layout, folder, of_layout in zip(alike, folders, zip(*ranks, strict=True), strict=True):
             logits = {sample: rows for of_rank in of_layout for sample, rows in of_rank.items()}
-            found = np.concatenate([logits[sample] for sample in range(len(LENGTHS))])
-            assert np.abs(found - expected).max() <= 1e-4, layout
+            actual = np.concatenate([logits[sample] for sample in range(len(LENGTHS))])
+            assert np.abs(actual - expected).max() <= 1e-4, layout
             saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
             assert saved.keys() == weights.keys(), layout
             assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items()), layout

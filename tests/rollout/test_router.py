@@ -63,8 +63,8 @@ async def test_requests_above_those_that_an_engine_takes_wait_in_the_router(sess
     names = iter("abaab" if sessions else [None] * 5)
     answers = [routes.sample(request(group), 1, session=name) for group, name in enumerate(names)]
     await settle()
-    kept = [[0, 2]], [[1, 4]]  # the third request of session a waits for the first engine
-    assert (first.groups, second.groups) == (kept if sessions else ([[0, 2]], [[1, 3, 4]]))
+    sticky = [[0, 2]], [[1, 4]]  # the third request of session a waits for the first engine
+    assert (first.groups, second.groups) == (sticky if sessions else ([[0, 2]], [[1, 3, 4]]))
     assert not any(answer.done() for answer in answers)
     more = [routes.sample(request(group), 1) for group in range(5, 9)]
     await settle()

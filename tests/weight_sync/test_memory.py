@@ -202,10 +202,10 @@ def in_a_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_each_end_takes_no_more_than_one_layer_and_its_buckets(workers: int) -> None:
     """Also where an adapter makes new weights of all."""
-    found = in_a_new_process(peaks, "adapters", Layout(), RolloutLayout(workers), "group", 0, None)
-    allowed = found.layer + 2 * BUCKET_BYTES + workers * (found.worker_layer + 2 * BUCKET_BYTES)
-    assert workers * found.worker > 3 * allowed, "the model is too small to tell"
-    assert max(found.first, found.second) <= allowed, f"{found}; {allowed} are allowed"
+    measured = in_a_new_process(peaks, "adapters", Layout(), RolloutLayout(workers), "group", 0, None)
+    allowed = measured.layer + 2 * BUCKET_BYTES + workers * (measured.worker_layer + 2 * BUCKET_BYTES)
+    assert workers * measured.worker > 3 * allowed, "the model is too small to tell"
+    assert max(measured.first, measured.second) <= allowed, f"{measured}; {allowed} are allowed"
 
 
 @pytest.mark.parametrize("way", ["", "cast"])

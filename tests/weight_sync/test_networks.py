@@ -90,14 +90,14 @@ def test_a_cut_cable_ends_the_sync_on_both_sides_and_the_next_one_goes_through(t
     model = save_model(tmp_path / "model", "llama", False, 1)
     with two_networks() as (near, far):
         with closing(RankPool()) as pool:
-            told = pool.run(publish_over_a_cable, LAYOUT.ranks, model, near, far)
+            reports = pool.run(publish_over_a_cable, LAYOUT.ranks, model, near, far)
         assert near.emptied(END_S) and far.emptied(END_S), "a process is left"
-    first, last = told[0].answers
+    first, last = reports[0].answers
     assert_has_all(first, 1, model)
     assert_has_all(last, 3, model)
-    assert re.search(r"dirty: bucket \d+ of \d+ from trainer rank \d did not come by the deadline", told[0].report)
-    assert all("engine 0: dirty: bucket" in one.error for one in told)
-    lost = [one.lost[0] for one in told if one.lost]
+    assert re.search(r"dirty: bucket \d+ of \d+ from trainer rank \d did not come by the deadline", reports[0].report)
+    assert all("engine 0: dirty: bucket" in report.error for report in reports)
+    lost = [report.lost[0] for report in reports if report.lost]
     assert lost, "no rank has noticed"
     for why in lost:
         assert re.search(rf"bucket \d+ for worker 0 of engine 0 within weight_sync\.timeout_s = {TIMEOUT_S:g}", why), why
