@@ -150,7 +150,7 @@ class BoxWriter:
         assert not self._once or torch.isnan(place).all(), f"{box.parameter} written twice"
         return place
 
-    def written(self, owner: str, spare: SpareMemory) -> None:
+    def written(self, owner: str) -> None:
         """Nothing is packed."""
 
     def finish(self) -> None:

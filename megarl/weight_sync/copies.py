@@ -1,8 +1,8 @@
 """Copy mapped weights into an engine on a CPU, with as many threads as the worker has cores.
 
-The unit is a *work*: the boxes of one module, or one box of a large module. A thread copies the pieces of a work, hashes
-the copies while they are in its cache, and then has vLLM pack the module. Where vLLM keeps only the packed form of a module,
-spare memory holds the module until it is packed, and then the next module.
+The unit is a *work*: the boxes of a module, of some small modules of a layer, or one box of a large module. A thread copies
+the pieces of a work, hashes the copies while they are in its cache, and then has vLLM pack the modules. Where vLLM keeps
+only the packed form of a module, spare memory holds the module until its work is packed, and then modules of the next work.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ MOST_THREADS = 4  # more threads gain little, because they share the memory's ba
 # Rows whose length is a multiple of SAME_PLACE_BYTES share few places of a CPU's nearest cache. The 64 rows that oneDNN
 # packs at a time then evict each other, and packing takes up to three times as long (bf16, 4096 columns, Zen 4).
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
+# Python takes several times as long for a module after a copy has filled the CPU's cache as right after another module. So
+# small modules share a work.
+WORK_BYTES = 4 << 20
 
 
 class SpareMemory:
-    """Memory for parameters that are packed right after they are written, lent to one module after another. On a CPU the
+    """Memory for parameters that are packed right after they are written, lent to one work after another. On a CPU the
     first touch of fresh memory takes several times as long as later ones; on a device torch's allocator reuses memory."""
 
     def __init__(self) -> None:
-        self._blocks: list[mmap.mmap] = []  # one for each parameter of a module
+        self._blocks: list[mmap.mmap] = []  # one for each parameter of a work
         self._loans: list[StorageWeakRef] = []  # of the first blocks
         self.num_lent = 0
 
@@ -76,29 +79,36 @@ class Works(NamedTuple):
 def divide(
     boxes: Sequence[LocalBox], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
 ) -> Works:
-    """Divide all boxes of a version into works: one for each module, but one for each box of a large module, which is
-    written in place. `sizes` are [rows, columns] of every parameter."""
+    """Divide all boxes of a version into works: one for each module, or for modules in a row that are small together; but
+    one for each box of a large module, which is written in place. `sizes` are [rows, columns] of every parameter."""
     by_module: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_module.setdefault(box.owner, []).append(number)
+    large: list[list[int]] = []
     works: list[list[int]] = []
     layers: dict[str, int] = {}  # bytes of each layer
-    spare: list[list[int]] = []  # bytes of each parameter of each module
+    spare: list[list[int]] = []  # bytes of each parameter of each work
+    layer = ""
     for owner, numbers in by_module.items():
         if is_large(owner):
-            works += [[number] for number in numbers]
+            large += [[number] for number in numbers]
             continue
-        works.append(numbers)
         itemsizes = {boxes[number].parameter: boxes[number].dtype.itemsize for number in numbers}
         matrices = [(sizes[name][0], sizes[name][1] * itemsize) for name, itemsize in itemsizes.items()]
-        layer = owner.partition(".layers.")[2].partition(".")[0]
+        stored = [rows * apart_bytes(row_bytes) for rows, row_bytes in matrices]
+        before, layer = layer, owner.partition(".layers.")[2].partition(".")[0]
         layers[layer] = layers.get(layer, 0) + sum(rows * row_bytes for rows, row_bytes in matrices)
-        spare.append([rows * apart_bytes(row_bytes) for rows, row_bytes in matrices])
+        if works and layer == before and sum(spare[-1]) + sum(stored) <= WORK_BYTES:
+            works[-1] += numbers
+            spare[-1] += stored
+        else:
+            works.append(numbers)
+            spare.append(stored)
     # The spare memory of all threads together is at most the largest layer and two buckets. The first parameters of all
-    # modules share one block of a thread's spare memory, the second parameters another, and so on.
+    # works share one block of a thread's spare memory, the second parameters another, and so on.
     thread_bytes = sum(map(max, zip_longest(*spare, fillvalue=0)))
     room = max(layers.values(), default=0) + NUM_BUCKETS * bucket_bytes
-    return Works(works, min(MOST_THREADS, max(1, room // max(1, thread_bytes))))
+    return Works(large + works, min(MOST_THREADS, max(1, room // max(1, thread_bytes))))
 
 
 def num_threads(works: Works, workers: int) -> int:

@@ -34,8 +34,8 @@ class Writer(Protocol):
     def place(self, box: LocalBox, spare: SpareMemory | None = None) -> torch.Tensor:
         """Return where to write a box, [rows, cols]; nobody may keep it. A thread gives its spare memory."""
 
-    def written(self, owner: str, spare: SpareMemory) -> None:
-        """Pack what a thread has written of a work, or note it for `finish`."""
+    def written(self, owner: str) -> None:
+        """Pack a module of a work that a thread has written, or note it for `finish`."""
 
     def finish(self) -> None:
         """Pack the rest, once all boxes are written and while ranks compute the checksums of mapped weights."""
@@ -183,7 +183,9 @@ class WeightReader:
         def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
             verify_s = copy(numbers, spare)
             begun = time.perf_counter()
-            writer.written(self._mapped[numbers[0]][0].owner, spare)
+            for owner in dict.fromkeys(self._mapped[number][0].owner for number in numbers):
+                writer.written(owner)
+            spare.take_back()
             return verify_s, time.perf_counter() - begun
 
         if self._works is not None:
@@ -329,7 +331,7 @@ class WholeTensors(Writer):
             self._missing[box.parameter] = size[0] * size[1]
         return box.within(self._tensors[box.parameter])
 
-    def written(self, owner: str, spare: SpareMemory) -> None:
+    def written(self, owner: str) -> None:
         """No thread writes."""
 
     def finish(self) -> None:

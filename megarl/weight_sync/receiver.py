@@ -44,12 +44,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OpenModule:
-    """A module that is being written, box after box: where its parameters are written, its spare memory, and how many
-    elements are missing."""
+    """A module that is being written, box after box: where its parameters are written, the spare memory for it, how many
+    elements are missing, and whether any parameter is in spare memory."""
 
     targets: dict[str, torch.Tensor]
     spare: SpareMemory
     missing: int
+    in_spare: bool = False
 
 
 @dataclass
@@ -206,18 +207,19 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
             module = self._open[box.owner] = OpenModule({}, spare, self._reader.module_elements[box.owner])
         target = module.targets.get(box.parameter)
         if target is None:
+            num_lent = module.spare.num_lent
             target = module.targets[box.parameter] = self._target(box.parameter, box.dtype, module.spare)
+            module.in_spare |= module.spare.num_lent > num_lent
         return box.within(target)
 
-    def written(self, owner: str, spare: SpareMemory) -> None:
-        """Pack a module in spare memory at once, so that the next module can use the memory. Other modules are packed at the
+    def written(self, owner: str) -> None:
+        """Pack a module in spare memory at once, so that the next work can use the memory. Other modules are packed at the
         end: trainer ranks compute their checksums meanwhile, and between two buckets packing would take the cache from
         them."""
-        if (module := self._open.pop(owner, None)) is not None:
+        module = self._open.pop(owner, None)
+        if module is not None and module.in_spare:
             module.targets.clear()  # spare memory is not lent again while it is referred to
-        if spare.num_lent:
             self._process(owner)
-            spare.take_back()
         else:
             self._unpacked.append(owner)
 
@@ -237,7 +239,8 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         module.missing -= box.rows * box.cols
         if not module.missing:
             begun = time.perf_counter()
-            self.written(box.owner, module.spare)
+            self.written(box.owner)
+            module.spare.take_back()
             self._repack_s += time.perf_counter() - begun
             self._spares.append(module.spare)
 

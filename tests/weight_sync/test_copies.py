@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.weight_sync import copies
 from megarl.weight_sync.buckets import LocalBox
-from megarl.weight_sync.copies import SpareMemory, Works, divide, in_threads, num_threads
+from megarl.weight_sync.copies import WORK_BYTES, SpareMemory, Works, apart_bytes, divide, in_threads, num_threads
 
 pytestmark = pytest.mark.sync
 CPU = torch.device("cpu")
@@ -96,7 +96,8 @@ MATRICES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 600)), min_siz
 def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
     modules: list[list[tuple[int, int]]], bucket_bytes: int, dtype: torch.dtype
 ) -> None:
-    """Three modules a layer, and an embedding, which is written in place. Each thread has each module at some time."""
+    """Three modules a layer, and an embedding, which is written in place. Small modules of a layer share a work;
+    each thread has each work at some time."""
     names = [f"model.layers.{number // 3}.part{number % 3}" for number in range(len(modules))]
     sizes = {
         f"{name}.{position}": size
@@ -111,14 +112,20 @@ def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
     ]
     works = divide(boxes, sizes, lambda owner: owner == "embed", bucket_bytes)
     assert sorted(number for work in works.each for number in work) == list(range(len(boxes)))
-    owners = [{boxes[number].owner for number in work} for work in works.each]
-    assert owners.count({"embed"}) == 2 and all(owners.count({name}) == 1 for name in names)
-    spare, layers = SpareMemory(), dict[str, int]()
-    for name, of_module in zip(names, modules, strict=True):
-        for size in of_module:
-            spare.take(size, dtype, CPU, apart=True)
-            layer = name.split(".")[2]
-            layers[layer] = layers.get(layer, 0) + size[0] * size[1] * dtype.itemsize
+    owners = [list(dict.fromkeys(boxes[number].owner for number in work)) for work in works.each]
+    assert owners.count(["embed"]) == 2
+    assert sorted(name for some in owners for name in some if name != "embed") == sorted(names)
+    by_module, spare, layers = dict(zip(names, modules, strict=True)), SpareMemory(), dict[str, int]()
+    for some in owners:
+        assert some == ["embed"] or len({name.split(".")[2] for name in some}) == 1, "modules of one layer"
+        lent = 0
+        for name in some:
+            for rows, cols in by_module.get(name, []):
+                spare.take((rows, cols), dtype, CPU, apart=True)
+                lent += rows * apart_bytes(cols * dtype.itemsize)
+                layer = name.split(".")[2]
+                layers[layer] = layers.get(layer, 0) + rows * cols * dtype.itemsize
+        assert len(some) == 1 or lent <= WORK_BYTES
         spare.take_back()
     held = sum(len(block) for block in spare._blocks)
     assert works.most_threads == 1 or works.most_threads * held <= max(layers.values()) + 2 * bucket_bytes

@@ -98,7 +98,7 @@ class Worker:
         self.weights = {name: torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
         self._open: dict[str, tuple[SpareMemory, int]] = {}  # of modules, with the elements that are missing
         self._spares: list[SpareMemory] = []
-        self._targets: dict[int, Parameters] = {}  # by spare memory
+        self._targets: dict[str, Parameters] = {}  # by module
 
     def works(self, boxes: Sequence[LocalBox], bucket_bytes: int) -> Works:
         return divide(boxes, self.sizes, lambda owner: owner in ("model.embed_tokens", "lm_head"), bucket_bytes)
@@ -117,14 +117,14 @@ class Worker:
         if missing:
             self._open[box.owner] = spare, missing
         else:
-            self.written(box.owner, spare)
+            self.written(box.owner)
+            spare.take_back()
             self._spares.append(spare)
 
-    def written(self, owner: str, spare: SpareMemory) -> None:
-        targets = self._targets.pop(id(spare), {})
+    def written(self, owner: str) -> None:
+        targets = self._targets.pop(owner, {})
         while targets:
             self.weights[next(iter(targets))].copy_(targets.pop(next(iter(targets))))
-        spare.take_back()
 
     def finish(self) -> None:
         assert not self._open, "every module is complete"
@@ -134,7 +134,7 @@ class Worker:
         live = self.weights[box.parameter]
         if "_proj." not in box.parameter:
             return live
-        targets = self._targets.setdefault(id(spare), {})
+        targets = self._targets.setdefault(box.owner, {})
         if box.parameter not in targets:
             targets[box.parameter] = spare.take(tuple(live.shape), box.dtype, live.device, apart=True)
         return targets[box.parameter]
