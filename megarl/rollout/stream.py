@@ -38,15 +38,7 @@ from megarl.reward.workers import TASK_GRACE_S, RewardResult, RewardWorkers, add
 from megarl.rollout import StreamStalled, TokensLost
 from megarl.rollout.engine import GroupRequest, request_seed
 from megarl.rollout.episodes import AgentEpisodes, Environments, Episode, Episodes, GroupEpisodes
-from megarl.rollout.groups import (
-    EpisodeFacts,
-    GroupFacts,
-    GroupPayload,
-    GroupResult,
-    RolloutBatch,
-    restored,
-    saved,
-)
+from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupPayload, GroupResult, RolloutBatch, restored, saved
 from megarl.rollout.loop_thread import LoopThread, T
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.router import Router
@@ -60,6 +52,8 @@ logger = logging.getLogger(__name__)
 # Sequences that an engine holds for each that it decodes, so that it never waits for the next one. A group counts with all
 # its sequences until the last has ended: of 4 long-tailed ones about 1.3 are under way (`benchmarks/stream.py`).
 QUEUED = 4.0
+# With staleness a reward task waits this long to be full: each task costs the loop as much time as a request of an engine.
+FILL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -121,6 +115,7 @@ class RolloutStream:
         self._groups: dict[int, Group] = {}  # by number
         self._to_learn: deque[Group] = deque()  # groups that the curriculum does not know yet, in order
         self._num_sampling = [0, 0]  # groups that do not wait for their rewards yet: of training, of an evaluation
+        self._fill_timer: asyncio.TimerHandle | None = None  # when a reward task begins although it is not full
         self._restored: list[Group] = []  # to be started with the next step
         self._is_awaited = False  # the trainer waits for groups
         self._step = self._version = 0
@@ -389,7 +384,7 @@ class RolloutStream:
         group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
 
     async def _score(self, group: Group, answers: bool = False) -> None:
-        """Let the reward workers score a group: at once with staleness, else in full tasks but for the last one."""
+        """Let the reward workers score a group, in full tasks but for the last one, or with staleness after `FILL_S`."""
         if self._rewards is None:
             return
         timeout_s, lane = self._recipe.rollout.timeout_s, group.is_evaluation
@@ -401,10 +396,18 @@ class RolloutStream:
             if part.facts is not None
         ]
         self._num_sampling[lane] -= 1
-        if self._num_sampling[lane] == 0 or not self._is_synchronous:
+        if self._num_sampling[lane] == 0:
             self._rewards.send_all(lane)
+        elif not self._is_synchronous and self._fill_timer is None:
+            self._fill_timer = self._loop.call_later(FILL_S, self._send_rewards)
         for part, scores in zip(group.parts, await asyncio.gather(*scored), strict=True):
             part.scores = scores
+
+    def _send_rewards(self) -> None:
+        assert self._rewards is not None
+        self._fill_timer = None
+        for lane in (False, True):
+            self._rewards.send_all(lane)
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
         def in_no_part() -> list[Group]:

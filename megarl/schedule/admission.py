@@ -44,6 +44,7 @@ class Admission:
         self._waiting: dict[int, _Waiting] = {}  # by number, in order
         self._num_finished = self._num_taken = 0  # groups; steps that have taken theirs
         self.num_rounds = 1  # batches of groups that this step has started, with S = 0
+        self._was_sampled = False  # `is_sampled`, as long as nothing has happened that may end it
         self.steps = self.version = self.num_started = 0
         self.removed: Counter[str] = Counter()  # groups by reason
 
@@ -54,7 +55,7 @@ class Admission:
 
     def begin(self, version: int) -> None:
         """The steps that have taken their groups are over: from here on engines sample with `version`."""
-        self.steps, self.version = self._num_taken, version
+        self.steps, self.version, self._was_sampled = self._num_taken, version, False
 
     def num_to_start(self) -> int:
         """Return how many groups may start now."""
@@ -68,6 +69,7 @@ class Admission:
         assert self.num_to_start() > 0, "a group starts that would be too old"
         number, self.num_started = self.num_started, self.num_started + 1
         self._waiting[number] = _Waiting(number)
+        self._was_sampled = False
         return number
 
     def send(self, number: int) -> None:
@@ -77,16 +79,20 @@ class Admission:
 
     def sampled(self, number: int, first_version: int) -> None:
         """All completions of a group are there; its rewards are not. `first_version` is that of its oldest token."""
-        self._waiting[number].is_sampled, self._waiting[number].version = True, first_version
+        group = self._waiting[number]
+        self._was_sampled &= group.version == first_version
+        group.is_sampled, group.version = True, first_version
 
     def lose(self, number: int) -> None:
         """The completions of a sampled group are lost: it is sampled again, and ages from its new first token."""
         self._waiting[number].is_sampled, self._waiting[number].version = False, None
+        self._was_sampled = False
 
     def finish(self, number: int, is_informative: bool = True) -> None:
         """A sampled group can be trained on. One that is not informative waits as a last resort, and may be replaced."""
         group = self._waiting[number]
         group.finished, group.is_informative = self._num_finished, is_informative
+        self._was_sampled &= is_informative
         self._num_finished += 1
         self._begin_round()
 
@@ -94,14 +100,17 @@ class Admission:
         """Give up a group; another one starts in its place."""
         del self._waiting[number]
         self.removed[reason] += 1
+        self._was_sampled = False
         self._begin_round()
 
     @property
     def is_sampled(self) -> bool:
         """Whether the next step waits for no completion any more, but for rewards at most."""
-        if all(group.is_sampled for group in self._waiting.values()):
-            return True
-        return self._staleness > 0 and len(self._pick(lambda group: group.is_sampled)) == self._per_step
+        if not self._was_sampled:
+            all_are = all(group.is_sampled for group in self._waiting.values())
+            may_pick = not all_are and self._staleness > 0
+            self._was_sampled = all_are or (may_pick and len(self._pick(lambda group: group.is_sampled)) == self._per_step)
+        return self._was_sampled
 
     def take(self) -> tuple[list[int], list[int]] | None:
         """Take the groups of the next step. Returns their numbers, in order, and the numbers of groups that are removed as
@@ -116,7 +125,7 @@ class Admission:
         for group in dropped:
             del self._waiting[group.number]
             self.removed["too_old" if group.is_informative else "uninformative"] += 1
-        self._num_taken, self.num_rounds = self._num_taken + 1, 1
+        self._num_taken, self.num_rounds, self._was_sampled = self._num_taken + 1, 1, False
         return sorted(group.number for group in chosen), [group.number for group in dropped]
 
     def state(self) -> dict[str, Any]:
@@ -158,15 +167,16 @@ class Admission:
             self.num_rounds += 1
 
     def _choose(self) -> list[_Waiting] | None:
-        informative = [group for group in self._waiting.values() if group.is_informative]
-        more_come = self.num_to_start() > 0 or any(group.finished is None for group in informative)
         if self._staleness:
             chosen = self._pick(lambda group: group.finished is not None)
-        else:
-            chosen = [] if more_come else informative[: self._per_step]
-        if len(chosen) < self._per_step and not more_come:
-            # Groups without information fill the batch.
-            chosen += [group for group in self._waiting.values() if not group.is_informative]
+            if len(chosen) == self._per_step:
+                return chosen
+        if self.num_to_start() > 0 or any(group.finished is None for group in self._waiting.values()):
+            return None
+        if not self._staleness:
+            chosen = [group for group in self._waiting.values() if group.is_informative][: self._per_step]
+        # Groups without information fill the batch.
+        chosen += [group for group in self._waiting.values() if not group.is_informative]
         return chosen[: self._per_step] if len(chosen) >= self._per_step else None
 
     def _pick(self, is_ready: Callable[[_Waiting], bool]) -> list[_Waiting]:
@@ -178,13 +188,12 @@ class Admission:
         waiting = [group for group in self._waiting.values() if group.is_informative]
         if len(ready := list(filter(is_ready, waiting))) < self._per_step:
             return ready
-        due = list(filter(self._is_due, waiting))
+        due = [group for group in waiting if self._is_due(group)]
         if len(due) <= self._per_step and not all(map(is_ready, due)):
             return []  # all of them must be taken now: the same comes out below, but takes longer
-        counts = Counter(group.version for group in waiting if group.version is not None)
+        versions = [group.version for group in waiting if group.version is not None and group.version < self.version]
         must = {
-            old: sum(counts[version] for version in counts if version <= old)
-            - (old + self._staleness - self.version) * self._per_step
+            old: sum(version <= old for version in versions) - (old + self._staleness - self.version) * self._per_step
             for old in range(self.version - self._staleness, self.version)
         }
         must = {old: count for old, count in must.items() if count > 0}
