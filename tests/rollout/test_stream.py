@@ -249,6 +249,21 @@ def test_an_evaluation_has_reward_tasks_of_its_own(staleness: int) -> None:
     rewards.close()
 
 
+def test_with_staleness_groups_that_end_soon_after_each_other_share_a_reward_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are sampled meanwhile."""
+    monkeypatch.setattr(stream, "FILL_S", 10 * stream.FILL_S)  # a busy machine
+    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
+    pool = ScriptedPool.of(1, delay=lambda request: {0: 0.0, 1: 0.05}.get(request.group))
+    rewards = scripted_rewards(stream_recipe(max_staleness=1), scorer)
+    rewards._section = rewards._section.model_copy(update={"sequences": 4 * SIZE})
+    with trainer(pool, rewards, max_staleness=1) as run:
+        run.begin()
+        taken = run.take()
+        assert groups(taken) == [0, 1] and {work.request.group for work in pool.engines[0].work.values()} == {2, 3}
+        assert taken.rewards.task_sequences == (2 * SIZE,)
+    rewards.close()
+
+
 def test_a_stream_that_gives_nothing_for_longer_than_any_part_may_take_ends_the_run_and_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
