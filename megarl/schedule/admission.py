@@ -14,7 +14,6 @@ A group ages from the version that samples its first token, not while it waits f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +108,7 @@ class Admission:
         if not self._was_sampled:
             all_are = all(group.is_sampled for group in self._waiting.values())
             may_pick = not all_are and self._staleness > 0
-            self._was_sampled = all_are or (may_pick and len(self._pick(lambda group: group.is_sampled)) == self._per_step)
+            self._was_sampled = all_are or (may_pick and len(self._pick(scored=False)) == self._per_step)
         return self._was_sampled
 
     def take(self) -> tuple[list[int], list[int]] | None:
@@ -168,7 +167,7 @@ class Admission:
 
     def _choose(self) -> list[_Waiting] | None:
         if self._staleness:
-            chosen = self._pick(lambda group: group.finished is not None)
+            chosen = self._pick(scored=True)
             if len(chosen) == self._per_step:
                 return chosen
         if self.num_to_start() > 0 or any(group.finished is None for group in self._waiting.values()):
@@ -179,17 +178,19 @@ class Admission:
         chosen += [group for group in self._waiting.values() if not group.is_informative]
         return chosen[: self._per_step] if len(chosen) >= self._per_step else None
 
-    def _pick(self, is_ready: Callable[[_Waiting], bool]) -> list[_Waiting]:
-        """Return the ready groups that the next step can take, at most P, in the order in which they finished.
+    def _pick(self, scored: bool) -> list[_Waiting]:
+        """Return the ready groups that the next step can take, at most P, in the order in which they finished. A group is
+        ready when it is sampled, and with `scored` when it has finished.
 
         Of the groups with tokens of version u or before, all but (u + S - version) * P must be taken now, as each step takes
         P groups. A younger group is taken only where that leaves room for them.
         """
         waiting = [group for group in self._waiting.values() if group.is_informative]
-        if len(ready := list(filter(is_ready, waiting))) < self._per_step:
-            return ready
-        due = [group for group in waiting if self._is_due(group)]
-        if len(due) <= self._per_step and not all(map(is_ready, due)):
+        ready = {group.number: group for group in waiting if group.is_sampled and not (scored and group.finished is None)}
+        if len(ready) < self._per_step:
+            return list(ready.values())
+        due = [group.number for group in waiting if self._is_due(group)]
+        if len(due) <= self._per_step and not ready.keys() >= set(due):
             return []  # all of them must be taken now: the same comes out below, but takes longer
         versions = [group.version for group in waiting if group.version is not None and group.version < self.version]
         must = {
@@ -197,11 +198,11 @@ class Admission:
             for old in range(self.version - self._staleness, self.version)
         }
         must = {old: count for old, count in must.items() if count > 0}
-        window = waiting[: self._window] + [group for group in waiting[self._window :] if self._is_due(group)]
-        # Groups that wait for their rewards come last.
-        ready = sorted(filter(is_ready, window), key=lambda group: (group.finished is None, group.finished, group.number))
+        in_window = {group.number for group in waiting[: self._window]} | set(due)
+        window = [group for number, group in ready.items() if number in in_window]
+        window.sort(key=lambda group: (group.finished is None, group.finished, group.number))  # first those with rewards
         chosen: list[_Waiting] = []
-        for group in ready:
+        for group in window:
             version = self.version if group.version is None else group.version
             if all(count < self._per_step - len(chosen) for old, count in must.items() if old < version):
                 chosen.append(group)
