@@ -91,7 +91,6 @@ def main(arguments: list[str]) -> int:
             print(f"node {settings.node_rank} of {settings.num_nodes}: {error}", file=sys.stderr, flush=True)
         finally:
             node.signals.ignore()
-            node.shared.scan()
             end_descendants()
             node.shared.remove()
             if status and settings.log_dir is not None:  # Ray's logs vanish with its directory

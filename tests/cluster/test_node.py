@@ -74,7 +74,6 @@ NODE = """
 import os, signal, sys, time
 from pathlib import Path
 from megarl.cluster import processes
-processes.TERM_S = 0.5
 processes.adopt_orphans()
 shared = processes.SharedMemory()
 processes.start_tied([sys.executable, "-c", *sys.argv[1:4]], os.environ, signal.SIGKILL).wait()
@@ -84,7 +83,6 @@ if sys.argv[4] == "killed":
     shared.scan_changes()
     os.kill(int(Path(sys.argv[3]).read_text()), signal.SIGKILL)
     os.waitpid(-1, 0)
-shared.scan()
 processes.end_descendants()
 shared.remove()
 """
