@@ -1,8 +1,8 @@
 """`megarl doctor`: check one node, then compare all nodes of a job.
 
-Node 0 listens at the port of torchrun's rendezvous, so the comparison also tests the network. Every other node sends a
-`NodeReport` with its time and the name of a file that it wrote into the run directory. Node 0 compares the clocks, looks for
-the file, and answers with the findings.
+Node 0 listens at the port of torchrun's rendezvous, so the comparison also tests the network. It takes the other nodes one
+after the other: a line from node 0, then the node's `NodeReport` with its time and the name of a file that it wrote into the
+run directory. Node 0 compares the clocks, looks for the file, and answers all nodes with the findings.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import socketserver
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megarl.cluster.doctor_checks import CheckResult, DoctorOptions, Severity, check_node, fail, ok
 from megarl.cluster.job_environment import package_versions
 
 RETRY_S = 0.2
-# How long a client of node 0 may take to send a request.
+# How long a client of node 0 may take to send a report; the others wait meanwhile.
 REQUEST_TIMEOUT_S = 5.0
 MAX_REPORT_BYTES = 1 << 20
 # Traces are merged and metrics are ordered by time; Slurm's munge refuses credentials at five minutes.
@@ -74,65 +71,44 @@ def compare_nodes(
         with _token_in(run_dir) as token:
             return _report_to_first_node(report, master, timeout_s, token, clock)
     try:
-        server = _ReportServer(("", master[1]), _Handler)
+        server = socket.create_server(("", master[1]), backlog=max(128, num_nodes))
     except OSError as error:
         fix = "choose another port (MASTER_PORT), or end the program that listens there"
         return [fail("node 0", f"cannot listen for the others at port {master[1]}: {error.strerror}", fix)]
-    server.reports[0], server.run_dir, server.clock = report, run_dir, clock
-    with server:  # leaving it waits until the answers are sent
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            with server.arrived:
-                server.arrived.wait_for(lambda: len(server.reports) >= num_nodes, timeout_s)
-                reports = dict(sorted(server.reports.items()))
-            server.findings += _compare_presence(reports, num_nodes, timeout_s)
-            server.findings += _compare_versions(reports) + _compare_clocks(reports) + _compare_run_dirs(reports, run_dir)
-        finally:
-            server.decided.set()
-            server.shutdown()
-    return server.findings
+    with ExitStack() as stack:
+        stack.enter_context(server)
+        reports, connections = {0: report}, []
+        end = time.monotonic() + timeout_s
+        while len(reports) < num_nodes and (left_s := end - time.monotonic()) > 0:
+            server.settimeout(left_s)
+            # Ignore a client that disconnects or sends something else: a node tries again, and a port scan is harmless.
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(min(left_s, REQUEST_TIMEOUT_S))
+                connection.sendall(b"\n")  # the node reads its clock now
+                node = _read_report(connection, run_dir, clock)
+                reports[node.rank] = node
+                connections.append(connection)
+        reports = dict(sorted(reports.items()))
+        findings = _compare_presence(reports, num_nodes, timeout_s) + _compare_versions(reports)
+        findings += _compare_clocks(reports) + _compare_run_dirs(reports, run_dir)
+        for connection in connections:
+            with suppress(OSError):
+                connection.sendall(json.dumps([asdict(finding) for finding in findings]).encode() + b"\n")
+    return findings
 
 
-class _ReportServer(socketserver.ThreadingTCPServer):
-    """Collects the reports of the other nodes, a line of JSON each, and holds the findings once they are `decided`."""
-
-    allow_reuse_address = True
-    request_queue_size = 128
-    run_dir: Path | None
-    clock: Callable[[], float]
-
-    def __init__(self, *arguments: Any) -> None:
-        self.reports: dict[int, NodeReport] = {}
-        self.arrived, self.decided = threading.Condition(), threading.Event()
-        self.findings: list[CheckResult] = []
-        super().__init__(*arguments)
-
-    def handle_error(self, *arguments: Any) -> None:
-        """Ignore a client that disconnects or sends something else: a node tries again, and a port scan is harmless."""
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    """Takes the report of one node and answers with the findings."""
-
-    timeout = REQUEST_TIMEOUT_S
-    server: _ReportServer
-
-    def handle(self) -> None:
-        server = self.server
-        fields = json.loads(self.rfile.readline(MAX_REPORT_BYTES))
-        shares = None
-        if fields.get("token") is not None and server.run_dir is not None:
-            name, level = fields["token"]
-            directories = [server.run_dir.absolute(), *server.run_dir.absolute().parents]
-            shares = level < len(directories) and (directories[level] / name).is_file()
-        # Another version of megarl may send fewer fields; then the difference of versions is the finding.
-        failures, ahead_s = fields.get("failures", ()), fields.get("time", server.clock()) - server.clock()
-        report = NodeReport(fields["rank"], fields["name"], dict(fields["versions"]), failures, ahead_s, shares)
-        with server.arrived:
-            server.reports[report.rank] = report
-            server.arrived.notify()
-        server.decided.wait()
-        self.wfile.write(json.dumps([asdict(finding) for finding in server.findings]).encode() + b"\n")
+def _read_report(connection: socket.socket, run_dir: Path | None, clock: Callable[[], float]) -> NodeReport:
+    """Read the report of another node, a line of JSON."""
+    fields = json.loads(connection.makefile("rb").readline(MAX_REPORT_BYTES))
+    shares = None
+    if fields.get("token") is not None and run_dir is not None:
+        name, level = fields["token"]
+        directories = [run_dir.absolute(), *run_dir.absolute().parents]
+        shares = level < len(directories) and (directories[level] / name).is_file()
+    # Another version of megarl may send fewer fields; then the difference of versions is the finding.
+    failures, ahead_s = fields.get("failures", ()), fields.get("time", clock()) - clock()
+    return NodeReport(fields["rank"], fields["name"], dict(fields["versions"]), failures, ahead_s, shares)
 
 
 def _report_to_first_node(
@@ -143,8 +119,10 @@ def _report_to_first_node(
         try:
             with socket.create_connection(master, max(0.1, end - time.monotonic())) as connection:
                 connection.settimeout(2 * timeout_s)  # node 0 answers after the last report
+                answers = connection.makefile("rb")
+                answers.readline()  # node 0 reads the report now, so that the clocks can be compared
                 connection.sendall(json.dumps(asdict(report) | {"time": clock(), "token": token}).encode() + b"\n")
-                rows = json.loads(connection.makefile("rb").readline())
+                rows = json.loads(answers.readline())
                 return [CheckResult(row["check"], Severity(row["severity"]), row["message"], row["fix"]) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error)
