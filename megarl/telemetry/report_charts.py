@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from markupsafe import escape
+
 from megarl.telemetry.metrics_file import duration, is_number
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares, starving
 from megarl.telemetry.report_run import Run, smooth, thin
@@ -69,9 +71,10 @@ def step_axis(run: Run) -> dict[str, Any]:
 
 
 def line(name: str, steps: Sequence[float], values: Sequence[float], color: str, **style: Any) -> dict[str, Any]:
-    """Return a curve."""
+    """Return a curve. plotly shows names as HTML."""
     x, y = thin(steps, values, MOST_POINTS)
-    form = {"type": "scatter", "mode": "lines+markers" if len(x) < 40 else "lines", "name": name, "x": x, "y": y}
+    mode = "lines+markers" if len(x) < 40 else "lines"
+    form = {"type": "scatter", "mode": mode, "name": str(escape(name)), "x": x, "y": y}
     return form | {"line": {"color": color, "width": 2}, "marker": {"size": 5}} | style
 
 
@@ -103,18 +106,20 @@ def evaluation(run: Run) -> list[Chart]:
     return [Chart("evaluation", "Held-out prompts", data, {"xaxis": step_axis(run)}, height=320)] if data else []
 
 
-def curves(run: Run) -> list[Chart]:
-    """Draw losses and other curves. Leave out a metric that never moves or equals another one in its plot."""
+def curves(*runs: tuple[str, Run]) -> list[Chart]:
+    """Draw losses and other curves of named runs; of several runs the first metric of each plot. Leave out a metric that
+    never moves or equals another one in its plot."""
     charts = []
     for keys, title in CURVES:
-        known: list[tuple[str, list[int], list[float]]] = []
-        for key in keys:
-            steps, values = run.points(key)
-            if len(set(values)) > (len(values) > 1) and all(values != other for _, _, other in known):
-                known.append((key, steps, values))
+        known: dict[str, tuple[list[int], list[float]]] = {}
+        for name, run in runs:
+            for key in keys if len(runs) == 1 else keys[:1]:
+                steps, values = run.points(key)
+                if len(set(values)) > (len(values) > 1) and all(values != other for _, other in known.values()):
+                    known[key if len(runs) == 1 else name] = steps, values
         if known:
-            data = [line(key, steps, values, LINES[at]) for at, (key, steps, values) in enumerate(known)]
-            layout = {"xaxis": step_axis(run) | {"title": {}}, "showlegend": len(data) > 1}
+            data = [line(name, *points, color) for (name, points), color in zip(known.items(), LINES, strict=False)]
+            layout = {"xaxis": step_axis(runs[0][1]) | {"title": {}}, "showlegend": len(data) > 1}
             charts.append(Chart("curve-" + keys[0].replace("/", "-"), title, data, layout, height=220, wide=False))
     return charts
 
