@@ -121,37 +121,31 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
-class EnduringOutput(io.RawIOBase):
+class EnduringOutput(io.FileIO):
     """Writes to a file descriptor and drops refused text. The descriptor `report_to` gets the first reason."""
 
-    def __init__(self, descriptor: int, name: str, report_to: int | None) -> None:
-        self._descriptor, self._name, self._report_to = descriptor, name, report_to
+    def __init__(self, descriptor: int, title: str, report_to: int | None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._title, self._report_to = title, report_to
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
         """Write all of `content`, or drop the rest."""
         left = memoryview(content)
         while left:
             try:
-                left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # another program made the terminal or pipe non-blocking
-                select.select([], [self._descriptor], [])
+                num_written = super().write(left)
             except OSError as error:
                 if self._report_to is not None:
-                    text = f"megarl: {self._name} cannot be written ({error.strerror}): the run goes on without it\n"
+                    text = f"megarl: {self._title} cannot be written ({error.strerror}): the run goes on without it\n"
                     with contextlib.suppress(OSError):
                         os.write(self._report_to, text.encode())
                     self._report_to = None
                 break
+            if num_written is None:  # another program made the terminal or pipe non-blocking
+                select.select([], [self], [])
+            else:
+                left = left[num_written:]
         return len(content)
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
 
 
 def endure_output() -> None:
@@ -167,5 +161,5 @@ def _enduring(stream: TextIO, name: str, report_to: int | None) -> TextIO:
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
-    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to))  # type: ignore[type-var]
+    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to))
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

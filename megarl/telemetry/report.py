@@ -91,11 +91,11 @@ def run_page(run: Run) -> str:
     details = {"Every metric of the last step": json.dumps(run.steps[-1], indent=1)}
     if run.recipe:
         details = {"The resolved recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)} | details
+    times = [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]
+    times += charts.curves((run.name, run), plots=charts.TIME_CURVES)
     sections = [
         PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves((run.name, run))]),
-        PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
-        PageSection("Batches", charts.useful_shares(run)),
-        PageSection("Weight sync", charts.sync_split(run), note=_transport(run)),
+        PageSection("Where the time goes", times, note=_transport(run)),
         PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
         _samples(run),
         PageSection("More", folded=details),

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import escape
 
-from megarl.telemetry.metrics_file import duration, is_number
+from megarl.telemetry.metrics_file import is_number
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares, starving
 from megarl.telemetry.report_run import Run, smooth, thin
 
@@ -24,7 +24,7 @@ PHASES = {
 }  # fmt: skip
 GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
 CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
-LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8")
+LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8", "#db5461", "#23a699", "#d8a93a", "#7f8fa6", "#a08c7d")
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
 # Metrics of held-out rows, which have no confidence interval.
 HELD_OUT = ("evaluation/loss", "evaluation/accuracy", "warmup_evaluation/loss")
@@ -44,6 +44,11 @@ CURVES = (
     (("staleness/mean", "staleness/max"), "staleness, weight versions"),
     (("mismatch/effective_sample_share",), "effective share of the samples"),
     (("actor/learning_rate", "critic/learning_rate"), "learning rate"),
+)
+# And next to the times.
+TIME_CURVES = (
+    (tuple(f"schedule/{phase}/useful_share" for phase in PHASES), "useful share of the batches' tokens"),
+    (("sync/total_s", *(key for key, _, _ in SYNC_PARTS)), "a weight sync and its parts, which overlap, seconds"),
 )
 
 
@@ -106,11 +111,11 @@ def evaluation(run: Run) -> list[Chart]:
     return [Chart("evaluation", "Held-out prompts", data, {"xaxis": step_axis(run)}, height=320)] if data else []
 
 
-def curves(*runs: tuple[str, Run]) -> list[Chart]:
-    """Draw losses and other curves of named runs; of several runs the first metric of each plot. Leave out a metric that
-    never moves or equals another one in its plot."""
+def curves(*runs: tuple[str, Run], plots: Sequence[tuple[Sequence[str], str]] = CURVES) -> list[Chart]:
+    """Draw small plots of named runs; of several runs the first metric of each plot. Leave out a metric that never moves or
+    equals another one in its plot."""
     charts = []
-    for keys, title in CURVES:
+    for keys, title in plots:
         known: dict[str, tuple[list[int], list[float]]] = {}
         for name, run in runs:
             for key in keys if len(runs) == 1 else keys[:1]:
@@ -174,32 +179,3 @@ def lanes(run: Run) -> list[Chart]:
              "colorscale": [[0, WAIT_GREY], [1, BUSY]], "colorbar": {"ticksuffix": " %", "thickness": 10},
              "hovertemplate": "%{y} busy: %{z:.0f} %<extra>step %{x}</extra>"}]  # fmt: skip
     return [Chart("lanes", "Engines and trainer", data, {"xaxis": step_axis(run)}, starving(run), 190)]
-
-
-def useful_shares(run: Run) -> list[Chart]:
-    """Draw the share of useful tokens in the slots of each phase's batches."""
-    data = []
-    for key in run.keys:
-        steps, values = run.points(key)
-        if key.startswith("schedule/") and key.endswith("/useful_share") and values:
-            phase = key.split("/")[1]
-            data.append(line(phase, steps, [100 * value for value in values], _color(phase)))
-    layout = {"xaxis": step_axis(run), "yaxis": {"ticksuffix": " %", "rangemode": "tozero"}}
-    return [Chart("useful-share", "Useful tokens of the batches", data, layout, height=220)] if data else []
-
-
-def sync_split(run: Run) -> list[Chart]:
-    """Draw the parts of a weight sync, as means over the last steps."""
-    recent = run.recent()
-    parts = {name: recent[key] for key, name, _ in SYNC_PARTS if key in recent}
-    if not parts:
-        return []
-    data = [{"type": "bar", "orientation": "h", "x": [float(f"{seconds:.5g}") for seconds in parts.values()],
-             "y": [*parts], "marker": {"color": PHASES["weight_sync"]},
-             "text": [duration(seconds) for seconds in parts.values()], "textposition": "auto",
-             "hovertemplate": "%{y}: %{x:.3g} s<extra></extra>"}]  # fmt: skip
-    layout = {"xaxis": SECONDS, "yaxis": {"autorange": "reversed"}, "showlegend": False}
-    note = "Parts overlap: transfer is all of the receiving, apply in it; ranks pack one bucket while workers apply another."
-    if "sync/total_s" in recent:
-        note += f" From begin to end a sync takes {duration(recent['sync/total_s'])}."
-    return [Chart("sync-split", "Parts of a weight sync", data, layout, note, 280)]
