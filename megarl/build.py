@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megarl.algorithm.estimate import check_advantage
 from megarl.algorithm.policy import load_policy_loss
 from megarl.cluster.cores import BIND, bind, node_load, rank_cores
-from megarl.cluster.doctor_checks import check_precision
+from megarl.cluster.doctor import check_precision
 from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage
 from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
 from megarl.cluster.ray_cluster import ClusterError, join_cluster

@@ -120,8 +120,6 @@ class Node:
         os.environ.update(network_environment(settings.address))
         os.environ.update(thread_environment(os.environ, recipe.trainer.threads))
         has_engines = recipe.has_engines
-        if settings.node_rank == 0 and has_engines:
-            settings.check_ray_port()  # before the doctor, because other nodes would join any program that listens there
         self._run_doctor()
         if not has_engines:
             if not settings.is_trainer:
@@ -142,6 +140,8 @@ class Node:
         command = [sys.executable, "-m", "megarl.cli", "doctor", self.arguments[0], *self.overrides]
         command += ["--nodes", str(settings.num_nodes), "--node-rank", str(settings.node_rank)]
         command += ["--master", f"{settings.master}:{settings.master_port}", "--timeout-s", f"{settings.join_timeout_s:g}"]
+        if self.recipe.has_engines:  # before the other nodes join, which would join any program that listens there
+            command += ["--ray-port", str(settings.ray_port)]
         deadline_s = 3 * settings.join_timeout_s + EXAMINATION_S
         try:
             status = start_tied(command, os.environ, signal.SIGKILL).wait(deadline_s)

@@ -72,7 +72,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
-from megarl.cluster.doctor_checks import check_writable
+from megarl.cluster.doctor import check_writable
 from megarl.cluster.job_environment import adapt_environment
 if os.getuid() == 0:
     os.setuid(65534)
