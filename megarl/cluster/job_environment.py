@@ -59,18 +59,20 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
             environment.setdefault(name, str(folder / cache))
         if "HF_HOME" not in environment and not os.path.exists(home / ".cache/huggingface/datasets"):
             environment.setdefault("HF_DATASETS_CACHE", str(folder / "datasets"))
-    if is_one_node and lacks_ray_token(environment):
-        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "MEGARL_RAY_ADDRESS" not in environment:
+        # By default a process that joins Ray by its address sends no token (Ray 2.60).
+        environment.setdefault("RAY_AUTH_MODE", "token")
+        if is_one_node and lacks_ray_token(environment) and not can_write(home / RAY_TOKEN.parent):
+            environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def lacks_ray_token(environment: MutableMapping[str, str]) -> bool:
-    """Return whether Ray finds no token and cannot save a new token."""
-    if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or "MEGARL_RAY_ADDRESS" in environment:
+    """Return whether Ray needs a token and finds none."""
+    if environment.get("RAY_AUTH_MODE", "token").lower() != "token":
         return False
     if "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment:
         return False
-    token = home_directory(environment) / RAY_TOKEN
-    return not os.access(token, os.R_OK) and not can_write(token.parent)
+    return not os.access(home_directory(environment) / RAY_TOKEN, os.R_OK)
 
 
 def home_directory(environment: MutableMapping[str, str]) -> Path:

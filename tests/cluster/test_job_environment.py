@@ -23,7 +23,8 @@ def adapted(**environment: str) -> dict[str, str]:
 
 
 def test_a_working_environment_stays_unchanged(tmp_path: Path) -> None:
-    fits = {"HOME": str(tmp_path), "TMPDIR": "/tmp", "PYTHONUTF8": "1", "VLLM_PORT": "8000", "MASTER_PORT": "29500"}
+    fits = {"HOME": str(tmp_path), "TMPDIR": "/tmp", "PYTHONUTF8": "1", "VLLM_PORT": "8000", "MASTER_PORT": "29500",
+            "RAY_AUTH_MODE": "token"}  # fmt: skip
     assert adapted(**fits) == fits
 
 
