@@ -252,7 +252,7 @@ def check_writable(check: str, directory: Path) -> CheckResult:
 
 
 def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
-    """Check name, interfaces, proxies, and that `ports` (by the program that will listen) are free on this node."""
+    """Check name, interfaces, and that `ports` (by the program that will listen) are free on this node."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -276,10 +276,6 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
             except OSError as error:
                 fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or choose another port"
                 yield fail(f"port {port}", f"for {program}: {error.strerror}", fix)
-    proxies = [name for name in ("http_proxy", "https_proxy", "grpc_proxy") if environment.get(name)]
-    if proxies and not (environment.get("no_proxy") or environment.get("no_grpc_proxy")):
-        fix = "export no_proxy with the nodes' names and addresses: Ray's gRPC would go through the proxy"
-        yield warn(proxies[0], environment[proxies[0]], fix)
 
 
 def _check_chosen_interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from megarl.cluster.cores import thread_environment
 from megarl.cluster.job_environment import adapt_environment
 from megarl.cluster.node_settings import NodeError, NodeSettings, network_environment, read_node_settings
+from megarl.cluster.preemption import LeaveNow, handle_signals
 from megarl.cluster.processes import Orphans, SharedMemory, adopt_orphans, end_descendants, start_tied
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.telemetry.disk import endure_output
@@ -30,30 +31,20 @@ from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoi
 POLL_S = 0.5
 # How long the doctor may examine this node, in addition to the wait for the other nodes.
 EXAMINATION_S = 120.0
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-
-class Signalled(Exception):
-    """A signal arrived before there was a process to forward it to."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 class ForwardedSignals:
-    """Forwards signals to `target`. Without a target, the first signal raises `Signalled`."""
+    """Forwards signals to `target`. Without a target, the first signal raises KeyboardInterrupt or LeaveNow."""
 
     def __init__(self) -> None:
         self.target: Callable[[int], object] | None = None
-        for number in FORWARDED:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._handle)
+        handle_signals(self._handle)
+        signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
         if self.target is None:
             self.ignore()
-            raise Signalled(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else LeaveNow
         self.target(number)
 
     def ignore(self) -> None:
@@ -85,8 +76,10 @@ def main(arguments: list[str]) -> int:
         try:
             settings.report("pid", str(os.getpid()))
             status = node.run(Path(temporary))
-        except Signalled as signalled:  # no rank has started, so nothing is lost
-            status = FAILED if signalled.number == signal.SIGINT else REQUEUE
+        except LeaveNow:  # no rank has started, so nothing is lost
+            status = REQUEUE
+        except KeyboardInterrupt:
+            status = FAILED
         except NodeError as error:
             print(f"node {settings.node_rank} of {settings.num_nodes}: {error}", file=sys.stderr, flush=True)
         finally:

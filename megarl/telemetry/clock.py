@@ -89,15 +89,15 @@ class PhaseClock:
     def __init__(
         self,
         rank: int = 0,
-        on_phase: Callable[[str | None], None] | None = None,
+        on_phase: Callable[[str | None], object] = lambda phase: None,
         now: Callable[[], float] = time.perf_counter,
         keep_phases: bool = False,
         keep_spans: bool = False,
         synchronize: Callable[[], None] | None = None,
-        beat: Callable[[str | None, str | None], None] | None = None,
+        beat: Callable[[str | None, str | None], object] = lambda phase, span: None,
     ) -> None:
         self._rank, self._now = rank, now
-        self._on_phase, self._synchronize, self._on_beat = on_phase, synchronize, beat
+        self._on_phase, self._synchronize, self._beat = on_phase, synchronize, beat
         self._kept_depth = 2**31 if keep_spans else int(keep_phases)  # keep events of a smaller depth
         self._stack: list[_OpenSpan] = []  # the phase, then the spans inside it
         self._ranges: Ranges | None = None
@@ -129,8 +129,7 @@ class PhaseClock:
         """Add the time of the body to phase `name`. Phases do not nest."""
         assert not self._stack, f"phase {name} starts inside phase {self.current}"
         self._push(name)
-        if self._on_phase is not None:
-            self._on_phase(name)
+        self._on_phase(name)
         try:
             yield
             if self._synchronize is not None:
@@ -145,8 +144,7 @@ class PhaseClock:
             while len(self._stack) > 1:  # an error skipped the stop of these spans
                 self._pop(end)
             self._phases[name] = self._phases.get(name, 0.0) + self._pop(end)
-            if self._on_phase is not None:
-                self._on_phase(None)
+            self._on_phase(None)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -201,11 +199,7 @@ class PhaseClock:
         if self._ranges is not None:
             self._ranges.open(name)
         self._stack.append(_OpenSpan(name, self._now()))
-        self._beat()
-
-    def _beat(self) -> None:
-        if self._on_beat is not None:
-            self._on_beat(self.current, self.inside)
+        self._beat(self.current, self.inside)
 
     def _pop(self, end: float) -> float:
         """Close the innermost span and return its seconds with those of nested spans."""
@@ -213,7 +207,7 @@ class PhaseClock:
             self._ranges.close()
         key = self._stack[0].name, self.inside or UNACCOUNTED
         closed = self._stack.pop()
-        self._beat()
+        self._beat(self.current, self.inside)
         seconds, depth = end - closed.start, len(self._stack)
         self._spans[key] = self._spans.get(key, 0.0) + seconds - closed.nested_s
         if self._stack:

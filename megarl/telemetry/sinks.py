@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import logging
-import math
 import os
 import queue
 import secrets
@@ -32,6 +31,7 @@ from megarl.recipe.telemetry_section import MlflowSinkSection, TensorboardSinkSe
 from megarl.recipe.violation import Violation
 from megarl.telemetry.disk import write_whole
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
+from megarl.telemetry.metrics_file import is_number
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 512  # pending calls of a sink; further calls are dropped
@@ -89,11 +89,7 @@ class SinkStart:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are finite numbers, because sinks draw no curves of texts, lists or NaN."""
-    return {
-        key: float(value)
-        for key, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value) and key != "step"
-    }
+    return {key: float(value) for key, value in metrics.items() if is_number(value) and key != "step"}
 
 
 class TensorboardSink:

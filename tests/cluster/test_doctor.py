@@ -151,11 +151,6 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
     assert_fails(check_network({}), "host name", "no-such-node.invalid", "/etc/hosts")
 
 
-def test_a_proxy_that_would_catch_rays_messages() -> None:
-    item = finding_of(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
-    assert item.severity == Severity.WARN and "no_proxy" in item.fix
-
-
 def test_a_silent_controller_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(check_slurm({})) == []
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at node0 is DOWN'\nexit 1\n")
