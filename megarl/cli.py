@@ -177,15 +177,9 @@ def evaluate(
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
     from megarl.cluster.job_environment import adapt_environment
     from megarl.models.model_files import model_directory
-    from megarl.telemetry.run_directory import RunDirectory
 
     adapt_environment(os.environ)
-    try:
-        moved = [] if run is None else RunDirectory(run).moved_paths()
-    except ValueError as error:
-        _fail(f"error: {error}")
-    recipe = source if run is None else str(run / "recipe.yaml")
-    loaded = _load(recipe, [*moved, *(overrides or [])], fetch=model_directory)
+    loaded = _load(source if run is None else str(run / "recipe.yaml"), overrides or [], fetch=model_directory)
     from ray.exceptions import RayError
 
     from megarl.planner.placement import PlacementError

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import resource
-import secrets
 import shutil
 import socket
 import subprocess
@@ -463,18 +462,13 @@ def _token_in(run_dir: Path | None) -> Iterator[tuple[str, int] | None]:
     The name is new, so that no cache of a network file system reports the file absent. Yield None if no file can be written;
     `check_writable` reports that fault.
     """
-    if run_dir is None:
+    file = None
+    if run_dir is not None:
+        directory = nearest_existing(run_dir)
+        with suppress(OSError):
+            file = tempfile.NamedTemporaryFile(dir=directory, prefix=".megarl-doctor-")  # noqa: SIM115
+    if run_dir is None or file is None:
         yield None
         return
-    directories = [run_dir.absolute(), *run_dir.absolute().parents]
-    level = next(level for level, directory in enumerate(directories) if directory.exists())
-    file = directories[level] / f".megarl-doctor-{secrets.token_hex(16)}"
-    try:
-        file.touch(exist_ok=False)
-    except OSError:
-        yield None
-        return
-    try:
-        yield file.name, level
-    finally:
-        file.unlink(missing_ok=True)
+    with file:
+        yield Path(file.name).name, len(run_dir.absolute().parts) - len(directory.parts)
