@@ -23,8 +23,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megarl.cluster.job_environment import nearest_existing, package_versions
+from megarl.cluster.job_environment import package_versions
 from megarl.reward.sandbox import refusal
+from megarl.telemetry.disk import nearest_existing
 
 MIB, GIB = 1 << 20, 1 << 30
 IMPORT_TIMEOUT_S, COMMAND_TIMEOUT_S = 120.0, 30.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import pwd
 import secrets
 import stat
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 import megarl
+from megarl.telemetry.disk import nearest_existing
 
 # Kubernetes sets `NAME_PORT=tcp://ADDRESS:PORT` for each service, which may be called vllm, ray or master.
 PORTS = ("VLLM_PORT", "RAY_PORT", "MASTER_PORT")
@@ -76,27 +76,15 @@ def lacks_ray_token(environment: MutableMapping[str, str]) -> bool:
 
 
 def home_directory(environment: MutableMapping[str, str]) -> Path:
-    """Return HOME, or this user's home directory in the system's database."""
-    if environment.get("HOME"):
-        return Path(environment["HOME"])
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        return Path("/")
+    """Return HOME, or this user's home directory in the system's database, or / for a user who is not in it."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    return Path("/" if home == "~" else home)
 
 
 def can_write(directory: Path) -> bool:
     """Return whether this user can create files in a directory, or create the directory."""
     place = nearest_existing(directory)
     return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
-
-
-def nearest_existing(directory: Path) -> Path:
-    """Return a directory or its nearest visible parent. `Path.exists` raises if this user may not search a parent."""
-    place = directory.absolute()
-    while not os.path.exists(place):
-        place = place.parent
-    return place
 
 
 def _private_folder(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from megarl.cluster.cores import thread_environment
 from megarl.cluster.job_environment import adapt_environment
 from megarl.cluster.node_settings import NodeError, NodeSettings, network_environment, read_node_settings
 from megarl.cluster.preemption import LeaveNow, handle_signals
-from megarl.cluster.processes import Orphans, SharedMemory, adopt_orphans, end_descendants, start_tied
+from megarl.cluster.processes import Descendants, start_tied
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.telemetry.disk import endure_output
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
@@ -69,7 +69,6 @@ def main(arguments: list[str]) -> int:
     except (RecipeError, ValueError) as error:
         print(error if isinstance(error, RecipeError) else f"node.sh: {error}", file=sys.stderr)
         return BAD_INPUT
-    adopt_orphans()
     status, node = FAILED, Node(settings, recipe, arguments, overrides)
     ray_directory = tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True)
     with ray_directory as temporary:
@@ -84,8 +83,7 @@ def main(arguments: list[str]) -> int:
             print(f"node {settings.node_rank} of {settings.num_nodes}: {error}", file=sys.stderr, flush=True)
         finally:
             node.signals.ignore()
-            end_descendants()
-            node.shared.remove()
+            node.descendants.end()
             if status and settings.log_dir is not None:  # Ray's logs vanish with its directory
                 for logs in Path(temporary).glob("session_2*/logs"):
                     with contextlib.suppress(OSError):  # a log that cannot be copied must not change the status
@@ -105,7 +103,7 @@ class Node:
     arguments: list[str]
     overrides: list[str]
     signals: ForwardedSignals = field(default_factory=ForwardedSignals)
-    shared: SharedMemory = field(default_factory=SharedMemory)
+    descendants: Descendants = field(default_factory=Descendants)
 
     def run(self, directory: Path) -> int:
         """Run this node to its end with Ray's files in `directory`; return the exit status."""
@@ -163,10 +161,8 @@ class Node:
             agent.send_signal(number)
 
         self.signals.target = forward
-        orphans = Orphans()
         while (status := agent.poll()) is None:
-            orphans.end((agent.pid, *other_children))
-            self.shared.scan_changes()
+            self.descendants.tend((agent.pid, *other_children))
             time.sleep(POLL_S)
         if -status in forwarded and -status != signal.SIGINT:
             return REQUEUE  # the agent had no handler yet, and so no ranks
@@ -178,10 +174,9 @@ class Node:
         `trainer.collective_timeout_s`."""
         settings, silent_s = self.settings, self.recipe.trainer.collective_timeout_s
         self.signals.target = lambda number: setattr(self.signals, "target", None)
-        last_answer, orphans = time.monotonic(), Orphans()
+        last_answer = time.monotonic()
         while True:
-            orphans.end((daemons.pid,))
-            self.shared.scan_changes()
+            self.descendants.tend((daemons.pid,))
             have_daemons_ended = daemons.poll() is not None
             error = settings.head_error()
             if have_daemons_ended and not isinstance(error, ConnectionRefusedError):

@@ -23,12 +23,6 @@ ORPHAN_S = 1.0
 KILL_S = 10.0
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent ends, so that it can find and end the descendant."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
 def start_tied(
     command: list[str],
     environment: Mapping[str, str],
@@ -59,53 +53,47 @@ def start_tied(
     )
 
 
-class SharedMemory:
-    """The files in /dev/shm that descendants of this process map or have mapped; a killed engine leaves its files."""
+class Descendants:
+    """The processes below this one, and the files in /dev/shm that they map or have mapped: a killed engine leaves its files
+    and, as orphans, processes that keep their memory. Orphans become children of this process."""
 
     def __init__(self) -> None:
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self._files: set[str] = set()
         self._listing: set[str] = set()
         self._has_changed = False
-
-    def scan_changes(self) -> None:
-        """Scan if a file has come or gone since the last call, and once more in the next call: mapping follows creation."""
-        listing, had_changed = set(os.listdir(SHARED_MEMORY)), self._has_changed
-        self._has_changed, self._listing = listing != self._listing, listing
-        if self._has_changed or had_changed:
-            self._files |= _mapped(psutil.Process().children(recursive=True))
-
-    def remove(self) -> None:
-        """Remove the files that no process maps any more."""
-        _remove(self._files)
-
-
-def end_descendants() -> None:
-    """Kill all descendants, and remove their shared memory."""
-    end = time.monotonic() + KILL_S
-    while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < end:
-        end_at_once(descendants)  # orphans arrive here while others end
-
-
-class Orphans:
-    """The descendants whose parent has ended: processes of a killed engine keep their memory. Needs `adopt_orphans`."""
-
-    def __init__(self) -> None:
         self._orphans: list[psutil.Process] = []
-        self._changed_at = 0.0
+        self._orphans_since = 0.0
 
-    def end(self, known_children: Collection[int]) -> None:
-        """End the children except `known_children`. Call it repeatedly: it kills the newest orphan with its descendants once
-        no orphan has come or ended for ORPHAN_S. The oldest is multiprocessing's resource tracker, which ends itself."""
+    def tend(self, known_children: Collection[int]) -> None:
+        """End orphans, which are all children except `known_children`, and note files. Call it repeatedly.
+
+        It kills the newest orphan with its descendants once no orphan has come or ended for ORPHAN_S. The oldest is
+        multiprocessing's resource tracker, which ends itself.
+        """
         orphans = [child for child in psutil.Process().children() if child.pid not in known_children]
         for orphan in orphans:
             with contextlib.suppress(psutil.TimeoutExpired):
                 orphan.wait(0)
         if orphans != self._orphans:
-            self._orphans, self._changed_at = orphans, time.monotonic()
-        elif orphans and time.monotonic() - self._changed_at > ORPHAN_S:
+            self._orphans, self._orphans_since = orphans, time.monotonic()
+        elif orphans and time.monotonic() - self._orphans_since > ORPHAN_S:
             newest = max(orphans, key=psutil.Process.create_time)
             with contextlib.suppress(psutil.NoSuchProcess):
                 end_at_once([newest, *newest.children(recursive=True)])
+        # Scan when a file has come or gone since the last call, and once more in the next call: mapping follows creation.
+        listing, had_changed = set(os.listdir(SHARED_MEMORY)), self._has_changed
+        self._has_changed, self._listing = listing != self._listing, listing
+        if self._has_changed or had_changed:
+            self._files |= _mapped(psutil.Process().children(recursive=True))
+
+    def end(self) -> None:
+        """Kill all descendants, and remove the noted files that no process maps any more."""
+        end = time.monotonic() + KILL_S
+        while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < end:
+            end_at_once(descendants)  # orphans arrive here while others end
+        _remove(self._files)
 
 
 def end_at_once(processes: Iterable[psutil.Process]) -> None:

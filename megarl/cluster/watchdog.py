@@ -48,10 +48,6 @@ class _Rank:
         self._page = os.open(f"/proc/{handle.pid}/fd/{handle.page}", os.O_RDONLY)
         self._pipe = os.open(f"/proc/{handle.pid}/fd/{handle.pipe}", os.O_WRONLY | os.O_NONBLOCK)
 
-    @property
-    def state(self) -> str:
-        return state_of(self.process)
-
     def standing(self, awake_since: float) -> Standing:
         """Return the rank's standing; silence counts from `awake_since` at the earliest."""
         text, before = os.pread(self._page, 1 << 16, 0), b""
@@ -59,7 +55,7 @@ class _Rank:
             text, before = os.pread(self._page, 1 << 16, 0), text
         page = json.loads(text.partition(b"\n")[0])
         silent_s = time.monotonic() - max(page.pop("since"), awake_since)
-        state = ENDED if page.pop("ended") else self.state
+        state = ENDED if page.pop("ended") else state_of(self.process)
         return Standing(**page, silent_s=silent_s, state=state)
 
     def order_end(self, status: int, folder: Path | None) -> None:
@@ -212,7 +208,7 @@ class Watcher:
                 family += rank.process.children(recursive=True)
         for rank in self._ranks:  # at once: a rank that loses a peer first would report a failed peer
             rank.order_end(status, folder)
-        _wait(lambda: all(rank.state != RUNNING for rank in self._ranks))
+        _wait(lambda: all(state_of(rank.process) != RUNNING for rank in self._ranks))
         end_at_once({process for process in family if process.pid != os.getpid()} | {rank.process for rank in self._ranks})
 
     def _marked_processes(self) -> list[psutil.Process]:

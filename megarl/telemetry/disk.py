@@ -91,10 +91,15 @@ def size_bytes(directory: Path | None) -> int | None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of a path's file system for this user. The path need not exist yet."""
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return a path or its nearest visible parent. `Path.exists` raises if this user may not search a parent."""
     place = path.absolute()
-    while not place.exists():
+    while not os.path.exists(place):
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
 
 
 def is_full(error: BaseException | None) -> bool:

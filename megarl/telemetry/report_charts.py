@@ -8,23 +8,18 @@ from typing import Any
 
 from markupsafe import escape
 
+from megarl.recipe import ENGINE_PHASES
+from megarl.telemetry.clock import UNACCOUNTED
 from megarl.telemetry.metrics_file import is_number
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares, starving
 from megarl.telemetry.report_run import Run, smooth, thin
 
 MOST_POINTS = 400  # of a curve
 MOST_BARS = 120  # of steps side by side
-# One color per phase in every chart; each is distinct on white and on near black.
-PHASES = {
-    "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
-    "reference_logprob": "#76c4b7", "teacher_logprob": "#3f8f7f", "critic_value": "#d8a93a",
-    "advantage": "#a3ad55", "critic_update": "#e58a3c", "data": "#b59f6b",
-    "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
-    "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
-}  # fmt: skip
+# Distinct on white and on near black.
 GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
-CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
-LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8", "#db5461", "#23a699", "#d8a93a", "#7f8fa6", "#a08c7d")
+LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8", "#db5461", "#76c4b7", "#d8a93a", "#7f8fa6", "#a08c7d", "#c48bb0")
+CAUSES = dict(zip(IDLE, LINES, strict=False))
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
 # Metrics of held-out rows, which have no confidence interval.
 HELD_OUT = ("evaluation/loss", "evaluation/accuracy", "warmup_evaluation/loss")
@@ -47,7 +42,7 @@ CURVES = (
 )
 # And next to the times.
 TIME_CURVES = (
-    (tuple(f"schedule/{phase}/useful_share" for phase in PHASES), "useful share of the batches' tokens"),
+    (tuple(f"schedule/{phase}/useful_share" for phase in ENGINE_PHASES), "useful share of the batches' tokens"),
     (("sync/total_s", *(key for key, _, _ in SYNC_PARTS)), "a weight sync and its parts, which overlap, seconds"),
 )
 
@@ -63,11 +58,6 @@ class Chart:
     note: str = ""
     height: int = 300
     wide: bool = True
-
-
-def _color(phase: str) -> str:
-    """The color of a phase; teachers share one."""
-    return PHASES.get(phase.partition(".")[0], GREY)
 
 
 def step_axis(run: Run) -> dict[str, Any]:
@@ -131,11 +121,11 @@ def curves(*runs: tuple[str, Run], plots: Sequence[tuple[Sequence[str], str]] = 
 
 def phase_times(run: Run) -> list[Chart]:
     """Draw the seconds of each phase, step by step."""
-    known, order = phase_shares(run.recent()), list(PHASES)
     data = []
-    for name in sorted(known, key=lambda name: order.index(name) if name in PHASES else len(PHASES)):
+    for at, name in enumerate(phase_shares(run.recent())):  # in the order in which they run
         x, y = thin(*run.points(f"time/{name}"), MOST_BARS)
-        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": _color(name)},
+        color = GREY if name == UNACCOUNTED else LINES[at % len(LINES)]
+        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color},
                      "hovertemplate": f"{name}: %{{y:.3g}} s<extra>step %{{x}}</extra>"})  # fmt: skip
     layout = {"barmode": "stack", "bargap": 0.15, "xaxis": step_axis(run), "yaxis": SECONDS}
     note = "The first step also warms engines and kernels up; the answers above leave it out."
