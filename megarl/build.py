@@ -62,7 +62,7 @@ from megarl.telemetry.progress import ProgressLine, watching_work
 from megarl.telemetry.run_directory import TRANSPORT, Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
 from megarl.telemetry.run_writer import Profiler, RunWriter, snapshot_on_out_of_memory
 from megarl.telemetry.samples import SampleTable
-from megarl.telemetry.sinks import Sinks, missing_on_machine, open_sinks
+from megarl.telemetry.sinks import Sinks, open_sinks
 from megarl.telemetry.time_metrics import TimeMetrics
 from megarl.trainer import RunParts, Trainer
 from megarl.weight_sync.adapter import AdapterSync
@@ -191,7 +191,6 @@ def check_models(recipe: Recipe) -> None:
             check_weights(directory, shape, critic=scores or has_new_head, score=scores)
         except (ValueError, OSError) as error:
             violations.append(Violation(key, path, f"cannot be loaded: {error}"))
-    violations += missing_on_machine(recipe, platform.kind)
     for phase in (phase for phase in recipe.engine_phases if recipe.runs(phase)):
         role, section = role_of(phase), recipe.phase_section(phase)
         shape_of_role = shapes.get(f"{role}.path", shapes.get("model.path"))

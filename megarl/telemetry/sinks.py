@@ -28,7 +28,6 @@ import yaml
 
 from megarl.recipe import Recipe
 from megarl.recipe.telemetry_section import MlflowSinkSection, TensorboardSinkSection, WandbSinkSection
-from megarl.recipe.violation import Violation
 from megarl.telemetry.disk import write_whole
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.metrics_file import is_number
@@ -345,13 +344,3 @@ def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
         start = SinkStart(run, recipe.run.name, content, done, memory)
         relays.append(Relay(f"telemetry.sinks.{number}", section.kind, memory, partial(sink_class, section, start)))
     return Sinks(relays)
-
-
-def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
-    """Return the `telemetry` settings that a machine that computes on `device` cannot serve. A check of a recipe does not
-    need this function."""
-    profile = recipe.telemetry.profile
-    if profile is None or profile.kind != "nsight" or device == "cuda":
-        return []
-    rule = f"Nsight Systems captures what GPUs do, and this machine computes on {device}"
-    return [Violation("telemetry.profile.kind", profile.kind, rule, "torch")]

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from megarl.recipe import Recipe, RecipeError, parse_recipe
+from megarl.recipe.device_section import with_gpus, without_gpus
 from megarl.telemetry import sinks as module
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
-from megarl.telemetry.sinks import Memory, Relay, Sinks, missing_on_machine, open_sinks
+from megarl.telemetry.sinks import Memory, Relay, Sinks, open_sinks
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import (
     mlflow_client,
@@ -176,8 +177,8 @@ def test_settings_that_do_not_fit_the_run_are_named(in_folder):
 
 def test_settings_that_this_machine_cannot_serve_are_refused_at_the_start_and_not_by_a_check(in_folder):
     recipe = recipe_with(profile={"kind": "nsight", "steps": [1]})
-    assert [violation.key for violation in missing_on_machine(recipe, "cpu")] == ["telemetry.profile.kind"]
-    assert missing_on_machine(recipe, "cuda") == []
+    assert [violation.key for violation in without_gpus(recipe)] == ["telemetry.profile.kind"]
+    assert list(with_gpus(recipe)) == []
 
 
 def test_a_recipe_without_sinks_imports_no_sink_library():
