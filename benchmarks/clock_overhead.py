@@ -83,7 +83,7 @@ def metrics_seconds(ranks: list[Spans]) -> float:
 
 def trace_seconds(step: dict[str, Any]) -> float:
     """Processor time of a rank's line of the trace."""
-    times = StepTimes(step["start"], step["seconds"], {}, {}, [Event(*event) for event in step["events"]], 0)
+    times = StepTimes(step["start"], step["seconds"], {}, {}, [Event(*event) for event in step["events"]])
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder), 0, "here", 0.0)
         try:
@@ -98,8 +98,8 @@ def measure(run: Path) -> dict[str, Any]:
     if not ranks or any(len(steps) < 2 for steps in ranks):
         raise ValueError(f"{run} has no trace of two steps; give the directory of a run with run.trace: spans")
     steps = [step for steps in ranks for step in steps[1:]]  # the first one warms up
-    fullest = max(steps, key=lambda step: len(step["events"]) + step["dropped"])
-    count, step_s = len(fullest["events"]) + fullest["dropped"], median(step["seconds"] for step in steps)
+    fullest = max(steps, key=lambda step: len(step["events"]))
+    count, step_s = len(fullest["events"]), median(step["seconds"] for step in steps)
     timed, kept = span_seconds(keep=False), span_seconds(keep=True)
     metrics_s, line = metrics_seconds([spans_of(steps[-1]) for steps in ranks]), trace_seconds(fullest)
     return {

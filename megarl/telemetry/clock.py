@@ -11,8 +11,6 @@ from typing import NamedTuple, Protocol
 UNACCOUNTED = "unaccounted"
 # In a span with this prefix a rank only waits; the rest of the name says for whom.
 WAIT = "wait_"
-# Keep at most this many events of a step; a micro-batch has about four.
-MOST_EVENTS = 20_000
 
 
 class Event(NamedTuple):
@@ -37,7 +35,7 @@ class StepTimes:
 
     `start` is the rank's wall clock at the start of the step, in seconds since 1970. `spans` holds seconds by (phase, span),
     without the seconds of nested spans; the spans of a phase, with `unaccounted`, sum to the phase. `events` are ordered by
-    their ends, and empty unless the clock keeps events; `dropped` counts the events after the first MOST_EVENTS.
+    their ends, and empty unless the clock keeps events.
     """
 
     start: float
@@ -45,7 +43,6 @@ class StepTimes:
     phases: dict[str, float]
     spans: dict[tuple[str, str], float]
     events: list[Event]
-    dropped: int
 
     def metrics(self) -> dict[str, float]:
         """Return `time/<phase>`, `time/unaccounted` and `time/step`, in seconds."""
@@ -183,8 +180,7 @@ class PhaseClock:
         """End the step: return its times and begin the next step."""
         assert not self._stack, f"taken inside phase {self.current}"
         now = self._now()
-        dropped = max(0, self._num_events - MOST_EVENTS)
-        times = StepTimes(self._wall, now - self._since, self._phases, self._spans, self._events, dropped)
+        times = StepTimes(self._wall, now - self._since, self._phases, self._spans, self._events)
         self._reset(now)
         return times
 
@@ -193,7 +189,6 @@ class PhaseClock:
         self._phases: dict[str, float] = {}
         self._spans: dict[tuple[str, str], float] = {}
         self._events: list[Event] = []
-        self._num_events = 0
 
     def _push(self, name: str) -> None:
         if self._ranges is not None:
@@ -213,9 +208,7 @@ class PhaseClock:
         if self._stack:
             self._stack[-1].nested_s += seconds
         if depth < self._kept_depth:
-            self._num_events += 1
-            if self._num_events <= MOST_EVENTS:
-                self._events.append(Event(closed.name, depth, closed.start - self._since, seconds))
+            self._events.append(Event(closed.name, depth, closed.start - self._since, seconds))
         return seconds
 
 

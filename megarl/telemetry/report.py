@@ -166,17 +166,14 @@ def compare_page(a: Run, b: Run) -> str:
 def reward_curve(run: Run, over: str) -> Curve | None:
     """Return the mean reward over one of EXTENTS; None where the run does not record it. Seconds exclude starts."""
     steps, rewards = run.rewards()
-    if not rewards:
-        return None
-    if over == "steps":
-        return [float(step) for step in steps], rewards
+    times = [line.get("time/step") for line in run.steps]
+    ends: dict[int, Any] | None = {step: step for step in steps}
     if over == "samples":
-        sampled = run.sampled()
-        return None if sampled is None else ([float(sampled[step]) for step in steps], rewards)
-    if not all(is_number(line.get("time/step")) for line in run.steps):
-        return None
-    ends = dict(zip((line["step"] for line in run.steps), accumulate(line["time/step"] for line in run.steps), strict=True))
-    return [ends[step] for step in steps], rewards
+        ends = run.sampled()
+    elif over == "seconds":
+        numbers = [line["step"] for line in run.steps]
+        ends = dict(zip(numbers, accumulate(times), strict=True)) if all(map(is_number, times)) else None
+    return None if ends is None or not rewards else ([float(ends[step]) for step in steps], rewards)
 
 
 def better(a: Run, b: Run, names: tuple[str, str]) -> Answer:

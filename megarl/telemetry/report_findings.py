@@ -264,7 +264,7 @@ def learning(run: Run, findings: Sequence[Finding]) -> Answer:
 
 
 def time(run: Run) -> Answer:
-    """Name the longest phases, for whom ranks wait, and the longest part of a long sync."""
+    """Name the longest phases, and for whom ranks wait."""
     question, recent = "Where does the time go?", run.recent()
     shares = sorted(phase_shares(recent).items(), key=lambda part: -part[1])
     if not shares:
@@ -277,9 +277,6 @@ def time(run: Run) -> Answer:
         whom = max(waits, key=waits.__getitem__)
         cause = f", most of it for {whom} ({waits[whom]:.0%})" if recent["idle/share"] >= 0.01 else ""
         says.append(f"Ranks wait {recent['idle/share']:.0%} of their time{cause}.")
-    parts = [(recent[key], name) for key, name, _ in SYNC_PARTS if key in recent]
-    if longest == "weight_sync" and parts:
-        says.append(f"The longest part of the sync is {max(parts)[1]}, {duration(max(parts)[0])}.")
     if run.at("rollout.max_staleness") and (sentence := starving(run)):
         says.append(sentence)
     if rate := recent.get("tokens/per_s"):

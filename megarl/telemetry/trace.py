@@ -1,10 +1,10 @@
 """`trace/` of a run directory: the timeline of each rank and rollout engine, and all timelines in one file for Perfetto.
 
 `rank-00000.jsonl` has a line for each step, and for the time before the first step and after the last one: `rank`, `host`,
-`step` or `part`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (the number of dropped events) and
-`events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`, written by rank 0, has `engine`,
-`host`, `step`, `start`, `busy` (pairs of start and length) and `requests`: name, group, arrival, begin, first token, end,
-number of tokens, weight version. Times are in microseconds from `start`.
+`step` or `part`, `start` (rank 0's clock, seconds since 1970), `seconds` and `events`: name, depth (0 for a phase), start in
+the step and length. `engine-00000.jsonl`, written by rank 0, has `engine`, `host`, `step`, `start`, `busy` (pairs of start
+and length) and `requests`: name, group, arrival, begin, first token, end, number of tokens, weight version. Times are in
+microseconds from `start`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TraceWriter:
         """Append a step, or a part of the run with a name: before the first step or after the last one."""
         line = self._owner | {"part" if isinstance(step, str) else "step": step, "start": times.start - self._offset_s}
         events = [[name, depth, round(start * SCALE), round(spent * SCALE)] for name, depth, start, spent in times.events]
-        self._file.append(json.dumps(line | {"seconds": times.seconds, "dropped": times.dropped, "events": events}))
+        self._file.append(json.dumps(line | {"seconds": times.seconds, "events": events}))
 
     def close(self) -> None:
         """Close the file."""

@@ -78,7 +78,7 @@ def test_utilisation_and_rates_count_only_useful_work(tmp_path):
     recipe = recipe_with(tmp_path, peak_tflops=2.0)
     once = MiniBatch(0, (0, 1), ((MicroBatch((0,), 7, 7),), (MicroBatch((1,), 7, 7),)))
     sizes = Sizes([3, 5], [4, 2], [True, False], {"actor_update": (once, once), "critic_value": (once,)})
-    times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [], 0)
+    times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [])
     shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
     done = {"schedule/actor_update/tokens": 28}
     metrics = TimeMetrics(recipe, shapes, 1, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
