@@ -179,9 +179,8 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGKILL if is_overdue and remote is None else STOP)
             if remote is not None:
                 self._publish(start, Outcome(remote.status, f"on another node {remote.sentence}", restarts=remote.restarts))
-                # torch's launcher requires the failures of a failed node (2.13).
-                failures = {rank: ProcessFailure(rank, process.pid, process.poll() or 0, "")
-                            for rank, process in enumerate(self._processes())}  # fmt: skip
+                # torch's launcher requires a failure of a failed node (2.13).
+                failures = {0: ProcessFailure(0, self._processes()[0].pid, FAILED, "")}
                 return RunResult(state=WorkerState.FAILED, failures=failures)
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:

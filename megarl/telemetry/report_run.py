@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,15 +65,13 @@ class Run:
         """Return how many completions were sampled by the end of each step, with the extra rounds of
         `algorithm.dynamic_sampling`; None without a recipe."""
         prompts, size = self.at("phases.rollout.prompts"), self.at("algorithm.group_size")
-        supervised = self.at("warmup.sft.steps") or 0
         if prompts is None or size is None:
             return None
-        extra, sampled = 0, {}
-        for line in self.steps:
-            if is_number(line.get("rollout/extra_prompts")):
-                extra += int(line["rollout/extra_prompts"])
-            sampled[line["step"]] = (max(0, line["step"] - supervised) * int(prompts) + extra) * int(size)
-        return sampled
+        supervised = self.at("warmup.sft.steps") or 0
+        extra = [line.get("rollout/extra_prompts") for line in self.steps]
+        so_far = accumulate(number if is_number(number) else 0 for number in extra)
+        steps = [line["step"] for line in self.steps]
+        return {step: (max(0, step - supervised) * prompts + more) * size for step, more in zip(steps, so_far, strict=True)}
 
     def recent(self) -> dict[str, float]:
         """Return means over the last steps. The first step warms up and counts only in a short run."""
