@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -274,24 +274,26 @@ class Relay:
     def _work(self) -> None:
         """Make the calls. A service's library may raise any error; the run goes on, and so do later calls."""
         sink: Sink | None = None
-        try:
+        with self._counted("not opened"):
             sink = self._open_sink()
-        except Exception as error:  # a library of a service raises anything
-            self._fail(f"not opened: {type(error).__name__}: {error}")
         while not isinstance(item := self._calls.get(), int):
             step, content, call = item
-            try:
+            with self._counted(f"step {step}: {content} not written"):
                 sink = self._open_sink() if sink is None else sink
                 if step > self._memory.step:
                     self._memory.keep(step=step)
                 call(sink)
-            except Exception as error:  # a library of a service raises anything
-                self._fail(f"step {step}: {content} not written: {type(error).__name__}: {error}")
-        try:
-            if sink is not None:
+        if sink is not None:
+            with self._counted("not closed"):
                 sink.close(item)
+
+    @contextlib.contextmanager
+    def _counted(self, content: str) -> Iterator[None]:
+        """Count an error of the body, and go on."""
+        try:
+            yield
         except Exception as error:  # a library of a service raises anything
-            self._fail(f"not closed: {type(error).__name__}: {error}")
+            self._fail(f"{content}: {type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:
         with self._lock:
