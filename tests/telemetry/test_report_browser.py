@@ -53,10 +53,7 @@ def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
     plots = re.findall(r'class="plot js-plotly-plot" id="([\w-]+)"', body)
     assert len(plots) >= (6 if kind == "one" else 4)
     assert re.match(rf'[^>]*data-drawn="{len(plots)}"', body)
-    small = {
-        "curve-schedule-reward_model-useful_share",
-        "curve-sync-total_s",
-    }
+    small = {"curve-schedule-reward_model-useful_share", "curve-sync-total_s"}
     assert {"reward", "ranks-time", "phase-times", *small} <= set(plots) or kind == "two"
     for plot in plots:  # each with something in it
         drawn = body.split(f'id="{plot}"', 1)[1].split('class="plot ', 1)[0]
