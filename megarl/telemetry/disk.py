@@ -166,5 +166,5 @@ def _enduring(stream: TextIO, name: str, report_to: int | None) -> TextIO:
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
-    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to))
+    raw = io.BufferedWriter(EnduringOutput(descriptor, name, report_to))  # type: ignore[type-var]
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
