@@ -29,6 +29,7 @@ from megarl.telemetry.metrics_file import duration, is_number
 from megarl.telemetry.report_charts import LINES, Chart, line
 from megarl.telemetry.report_findings import Answer, answers, capitalized, find, plural, totals, variance
 from megarl.telemetry.report_run import Run, read_run, smooth, thin
+from megarl.telemetry.run_directory import dotted
 from megarl.telemetry.samples import conversations
 
 MOST_SAMPLES = 6  # best and worst
@@ -230,14 +231,11 @@ def faster(a: Run, b: Run, names: tuple[str, str]) -> Answer:
     return Answer(question, f"{winner}, {times:.2f} ×", says, "good")
 
 
-def differences(a: Any, b: Any, under: str = "") -> list[tuple[str, Any, Any]]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return dotted keys with different values, in A's order; MISSING stands for an absent value."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return [] if a == b or under in NAMES else [(under, a, b)]
-    changed = []
-    for key in dict.fromkeys([*a, *b]):
-        changed += differences(a.get(key, MISSING), b.get(key, MISSING), f"{under}.{key}" if under else str(key))
-    return changed
+    first, second = dotted(a), dotted(b)
+    rows = [(key, first.get(key, MISSING), second.get(key, MISSING)) for key in dict.fromkeys([*first, *second])]
+    return [(key, before, after) for key, before, after in rows if before != after and key not in NAMES]
 
 
 def _reward_charts(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:

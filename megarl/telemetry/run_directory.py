@@ -200,3 +200,11 @@ def value_at(content: Any, key: str) -> Any:
     for part in key.split("."):
         content = content.get(part) if isinstance(content, dict) else None
     return content
+
+
+def dotted(content: Any, key: str = "") -> dict[str, Any]:
+    """Return all values of a recipe by dotted key."""
+    if not isinstance(content, dict) or not content:
+        return {key: content}
+    parts = [dotted(value, f"{key}.{name}" if key else name) for name, value in content.items()]
+    return {name: value for part in parts for name, value in part.items()}

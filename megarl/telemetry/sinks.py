@@ -31,6 +31,7 @@ from megarl.recipe.telemetry_section import MlflowSinkSection, TensorboardSinkSe
 from megarl.telemetry.disk import write_whole
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
 from megarl.telemetry.metrics_file import is_number
+from megarl.telemetry.run_directory import dotted
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 512  # pending calls of a sink; further calls are dropped
@@ -176,7 +177,10 @@ class MlflowSink:
             experiment = self._client.create_experiment(section.experiment) if known is None else known.experiment_id
             run = self._client.create_run(experiment, run_name=start.name)
             start.memory.keep(id=run.info.run_id)
-            params = [Param(key, value[: self.LONGEST_PARAM]) for key, value in self._flat(start.recipe).items()]
+            values = {
+                key: value if isinstance(value, str) else json.dumps(value) for key, value in dotted(start.recipe).items()
+            }
+            params = [Param(key, text[: self.LONGEST_PARAM]) for key, text in values.items()]
             for first in range(0, len(params), self.MOST_PARAMS):
                 self._client.log_batch(run.info.run_id, params=params[first : first + self.MOST_PARAMS])
         assert start.memory.id is not None
@@ -184,17 +188,6 @@ class MlflowSink:
         self._client.update_run(self._id, status="RUNNING")
         # Named after this start: a resumed run may have another recipe.
         self._client.log_dict(self._id, start.recipe, f"recipe-from-step-{start.done + 1:06d}.yaml")
-
-    @classmethod
-    def _flat(cls, recipe: Mapping[str, Any], above: str = "") -> dict[str, str]:
-        """Return the recipe's values as text by dotted key."""
-        values: dict[str, str] = {}
-        for key, value in recipe.items():
-            if isinstance(value, dict) and value:
-                values |= cls._flat(value, f"{above}{key}.")
-            else:
-                values[f"{above}{key}"] = value if isinstance(value, str) else json.dumps(value)
-        return values
 
     def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
         now = int(time.time() * 1000)

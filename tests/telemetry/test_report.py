@@ -247,7 +247,7 @@ def test_a_runs_totals_count_every_start_and_end_with_where_the_time_went():
 def test_recipes_differ_by_dotted_key():
     other = json.loads(json.dumps(RECIPE))
     other["run"]["name"], other["rollout"]["engines"], other["actor"] = "other", 2, {"lr": 1}
-    assert differences(RECIPE, other) == [("rollout.engines", 1, 2), ("actor", "–", {"lr": 1})]
+    assert differences(RECIPE, other) == [("rollout.engines", 1, 2), ("actor.lr", "–", 1)]
     assert differences(RECIPE, RECIPE) == []
     text = compare_page(steady(), replace(steady(), recipe=other))
     assert "What did I change?" in text and "2 keys" in text and "<code>rollout.engines</code>" in text
