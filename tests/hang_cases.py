@@ -220,7 +220,7 @@ def _plant(fault: Fault, reached: Path) -> None:
             while True:
                 sum(range(1000))
 
-    Watch.beat = beat_and_stay  # type: ignore[method-assign]
+    Watch.beat = beat_and_stay  # type: ignore[method-assign,assignment]
 
 
 def _plant_elsewhere(fault: Fault, folder: Path) -> None:
