@@ -31,7 +31,7 @@ from rich.table import Table
 
 from megarl.telemetry.clock import Event, PhaseClock, StepTimes, recording, span
 from megarl.telemetry.time_metrics import Spans, bubble_metrics, idle_metrics
-from megarl.telemetry.trace import TraceWriter, read_ranks
+from megarl.telemetry.trace import TraceWriter, read_traces
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 0.005
@@ -83,7 +83,7 @@ def metrics_seconds(ranks: list[Spans]) -> float:
 
 def trace_seconds(step: dict[str, Any]) -> float:
     """Processor time of a rank's line of the trace."""
-    times = StepTimes(step["start"], step["seconds"], {}, {}, [Event(*event) for event in step["events"]], 0)
+    times = StepTimes(step["start"], step["seconds"], {}, {}, [Event(*event) for event in step["events"]])
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder), 0, "here", 0.0)
         try:
@@ -94,14 +94,14 @@ def trace_seconds(step: dict[str, Any]) -> float:
 
 def measure(run: Path) -> dict[str, Any]:
     """Raises ValueError for a run without the spans of two steps."""
-    ranks = read_ranks(run)
-    if not ranks or any(len(rank.steps) < 2 for rank in ranks):
+    ranks = [[line for line in lines if "step" in line] for lines in read_traces(run, "rank")]
+    if not ranks or any(len(steps) < 2 for steps in ranks):
         raise ValueError(f"{run} has no trace of two steps; give the directory of a run with run.trace: spans")
-    steps = [step for rank in ranks for step in rank.steps[1:]]  # the first one warms up
-    fullest = max(steps, key=lambda step: len(step["events"]) + step["dropped"])
-    count, step_s = len(fullest["events"]) + fullest["dropped"], median(step["seconds"] for step in steps)
+    steps = [step for steps in ranks for step in steps[1:]]  # the first one warms up
+    fullest = max(steps, key=lambda step: len(step["events"]))
+    count, step_s = len(fullest["events"]), median(step["seconds"] for step in steps)
     timed, kept = span_seconds(keep=False), span_seconds(keep=True)
-    metrics_s, line = metrics_seconds([spans_of(rank.steps[-1]) for rank in ranks]), trace_seconds(fullest)
+    metrics_s, line = metrics_seconds([spans_of(steps[-1]) for steps in ranks]), trace_seconds(fullest)
     return {
         "ranks": len(ranks),
         "step_s": step_s,

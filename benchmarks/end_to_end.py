@@ -115,7 +115,7 @@ def parsed() -> argparse.Namespace:
 
 def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """Commit, device and what all sides are told."""
-    from megarl.cluster.doctor_checks import multiplies_bf16
+    from megarl.cluster.doctor import multiplies_bf16
     from megarl.recipe import load_recipe
 
     bf16 = multiplies_bf16()

@@ -35,7 +35,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' batches
 
-from megarl.cluster.doctor_checks import multiplies_bf16  # noqa: E402
+from megarl.cluster.doctor import multiplies_bf16  # noqa: E402
 from megarl.models.layout import Layout  # noqa: E402
 from megarl.recipe.role_sections import MemorySection  # noqa: E402
 from megarl.schedule import Schedule, plan_phase  # noqa: E402

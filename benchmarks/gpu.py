@@ -374,7 +374,8 @@ def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 10) -> float:
 
 def quickstart(dry: bool, folder: Path) -> Result:
     """A run of the quickstart on one rank, as its report counts it."""
-    from megarl.telemetry.time_metrics import totals_lines
+    from megarl.telemetry.report_findings import totals
+    from megarl.telemetry.report_run import read_run
 
     recipe, changes = ROOT / "recipes" / "quickstart.yaml", ["trainer.ranks=1", "actor.layout.pipeline=1"]
     if dry:
@@ -385,7 +386,8 @@ def quickstart(dry: bool, folder: Path) -> Result:
     lines = train(recipe, folder / "runs" / "quickstart", *changes)
     rewards = [line["reward/mean"] for line in lines]
     ends = {"first_rewards": statistics.mean(rewards[:3]), "last_rewards": statistics.mean(rewards[-3:])}
-    return {"values": {"recipe": str(recipe.relative_to(ROOT)), **ends, "totals": totals_lines(lines)}, "targets": []}
+    lines_of_text = totals(read_run(folder / "runs" / "quickstart"))
+    return {"values": {"recipe": str(recipe.relative_to(ROOT)), **ends, "totals": lines_of_text}, "targets": []}
 
 
 def train(recipe: Path, run: Path, *changes: str) -> list[Result]:

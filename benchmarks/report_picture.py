@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 
 from megarl.telemetry import report_charts as charts
-from megarl.telemetry.report import page, subtitle
+from megarl.telemetry.report import PageSection, page, subtitle
 from megarl.telemetry.report_findings import answers, find
 from megarl.telemetry.report_run import Run, read_run
 
@@ -40,8 +40,8 @@ def train() -> Path:
 def excerpt(run: Run) -> str:
     """The page's answers and two of its charts."""
     sections = [
-        ("Is it learning?", charts.reward(run), ""),
-        ("Where the time goes", charts.ranks_time(run), ""),
+        PageSection("Is it learning?", charts.reward(run)),
+        PageSection("Where the time goes", charts.ranks_time(run)),
     ]
     return page(run.name, subtitle(run), answers(run, find(run)), sections)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megarl.algorithm.estimate import check_advantage
 from megarl.algorithm.policy import load_policy_loss
 from megarl.cluster.cores import BIND, bind, node_load, rank_cores
-from megarl.cluster.doctor_checks import check_precision
+from megarl.cluster.doctor import check_precision
 from megarl.cluster.engine_nodes import Stage, check_local_device, set_stage
 from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
 from megarl.cluster.ray_cluster import ClusterError, join_cluster
@@ -62,7 +62,7 @@ from megarl.telemetry.progress import ProgressLine, watching_work
 from megarl.telemetry.run_directory import TRANSPORT, Resume, RunDirectory, RunDirectoryError, latest_checkpoint, step_of
 from megarl.telemetry.run_writer import Profiler, RunWriter, snapshot_on_out_of_memory
 from megarl.telemetry.samples import SampleTable
-from megarl.telemetry.sinks import Sinks, missing_on_machine, open_sinks
+from megarl.telemetry.sinks import Sinks, open_sinks
 from megarl.telemetry.time_metrics import TimeMetrics
 from megarl.trainer import RunParts, Trainer
 from megarl.weight_sync.adapter import AdapterSync
@@ -191,7 +191,6 @@ def check_models(recipe: Recipe) -> None:
             check_weights(directory, shape, critic=scores or has_new_head, score=scores)
         except (ValueError, OSError) as error:
             violations.append(Violation(key, path, f"cannot be loaded: {error}"))
-    violations += missing_on_machine(recipe, platform.kind)
     for phase in (phase for phase in recipe.engine_phases if recipe.runs(phase)):
         role, section = role_of(phase), recipe.phase_section(phase)
         shape_of_role = shapes.get(f"{role}.path", shapes.get("model.path"))

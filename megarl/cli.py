@@ -177,15 +177,9 @@ def evaluate(
         _fail(f"{source}: a directory without recipe.yaml; give a run directory, as runs/NAME, or a recipe")
     from megarl.cluster.job_environment import adapt_environment
     from megarl.models.model_files import model_directory
-    from megarl.telemetry.run_directory import RunDirectory
 
     adapt_environment(os.environ)
-    try:
-        moved = [] if run is None else RunDirectory(run).moved_paths()
-    except ValueError as error:
-        _fail(f"error: {error}")
-    recipe = source if run is None else str(run / "recipe.yaml")
-    loaded = _load(recipe, [*moved, *(overrides or [])], fetch=model_directory)
+    loaded = _load(source if run is None else str(run / "recipe.yaml"), overrides or [], fetch=model_directory)
     from ray.exceptions import RayError
 
     from megarl.planner.placement import PlacementError
@@ -287,20 +281,22 @@ def doctor(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; run this on each of them at the same time.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Which of them this is, from 0.")] = 0,
     master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as the others reach it.")] = "127.0.0.1:29500",
+    ray_port: Annotated[int | None, typer.Option(help="The port of Ray's head, if this is node 0 of a job.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the other nodes.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON document.")] = False,
 ) -> None:
     """Examine this node, and with --nodes all of a job: what would stop a run, and what to do about it. Exit status 1 for
     a node that is not fit."""
-    from megarl.cluster.doctor import DoctorOptions, examine
-    from megarl.cluster.doctor_checks import Severity
+    from megarl.cluster.doctor import DoctorOptions, Severity, examine
 
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         _fail(f"--master = {master!r}: must be HOST:PORT, as node0:29500")
     if node_rank >= nodes:
         _fail(f"--node-rank = {node_rank}: must be below --nodes = {nodes}")
-    options = DoctorOptions(num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), timeout_s=timeout_s)
+    options = DoctorOptions(
+        num_nodes=nodes, node_rank=node_rank, master=(host, int(port)), ray_port=ray_port, timeout_s=timeout_s
+    )
     if recipe is not None:
         loaded = _load(recipe, overrides or [])
         options = replace(

@@ -14,6 +14,7 @@ hypothesis.settings.load_profile("megarl")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # as in every process of a run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

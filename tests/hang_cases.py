@@ -203,25 +203,24 @@ def _rank(rank: int, recipe: str, environment: dict[str, str], fault: Fault | St
 
 def _plant(fault: Fault, reached: Path) -> None:
     """Have this rank come to the fault's place and stay there: asleep, or at work until the test's signal."""
-    from megarl.telemetry.clock import PhaseClock
+    from megarl.cluster.watched import Watch
 
-    beat, steps, before = PhaseClock._beat, 0, [""]
+    beat, steps, before = Watch.beat, 0, ("", "")
 
-    def beat_and_stay(clock: PhaseClock) -> None:
+    def beat_and_stay(watch: Watch, phase: str | None, span: str | None) -> None:
         nonlocal steps, before
-        beat(clock)
-        names = [one.name for one in clock._stack]
-        steps += names == ["agree"] and not before
-        before = names
-        wanted = [fault.phase] if fault.span is None else [fault.phase, fault.span]
-        if (names[:1] + names[-1:] if fault.span else names) == wanted and steps == fault.step:
+        beat(watch, phase, span)
+        place = phase or "", span or ""
+        steps += place == ("agree", "") and before == ("", "")
+        before = place
+        if place == (fault.phase, fault.span or "") and steps == fault.step:
             reached.touch()
             if fault.kind == SLEEP:
                 time.sleep(1e6)
             while True:
                 sum(range(1000))
 
-    PhaseClock._beat = beat_and_stay  # type: ignore[method-assign,assignment]
+    Watch.beat = beat_and_stay  # type: ignore[method-assign,assignment]
 
 
 def _plant_elsewhere(fault: Fault, folder: Path) -> None:

@@ -14,7 +14,7 @@ import ray
 
 from megarl.cluster.node_settings import read_node_settings
 from megarl.cluster.preemption import SIGNALS, keep_holding_signals
-from megarl.cluster.processes import Orphans, adopt_orphans, end_descendants
+from megarl.cluster.processes import Descendants
 from megarl.cluster.ray_cluster import join_cluster, start_node_daemons, stop_cluster
 
 DEADLINE_S = 240.0
@@ -36,7 +36,7 @@ class WithChild:
 def main(port: str) -> None:
     settings = read_node_settings({"NUM_NODES": "1", "NODE_RANK": "0", "RANKS_PER_NODE": "1", "MASTER_ADDRESS": "127.0.0.1",
                                    "RAY_PORT": port})  # fmt: skip
-    adopt_orphans()
+    descendants = Descendants()
     with tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True) as directory:
         try:
             daemons = psutil.Process(start_node_daemons(settings, Path(directory)).pid)
@@ -52,14 +52,14 @@ def main(port: str) -> None:
             gone = [process.name() for process in everybody if process.status() == psutil.STATUS_ZOMBIE]
 
             engine.send_signal(signal.SIGKILL)
-            orphans, end = Orphans(), time.monotonic() + DEADLINE_S
+            end = time.monotonic() + DEADLINE_S
             while any(process.is_running() for process in of_engine) and time.monotonic() < end:
-                orphans.end((daemons.pid,))
+                descendants.tend((daemons.pid,))
                 time.sleep(0.1)
             left = [process.cmdline() for process in of_engine if process.is_running()]
             stop_cluster()
         finally:
-            end_descendants()
+            descendants.end()
     print(json.dumps({"num_of_engine": len(of_engine), "child_lives": child_lives, "gone": gone, "left": left,
                       "at_the_end": len(psutil.Process().children())}))  # fmt: skip
 

@@ -25,7 +25,7 @@ def metrics_of(step: int, **others: float | None) -> dict[str, float | None]:
     planned = {"micro_batches": 8, "tokens": 1000, "slots": 1024, "max_tokens": 160}
     found: dict[str, float | None] = {
         "reward/mean": 0.2 + 0.03 * step + 0.01 * (step % 2), "reward/deviation": 0.4, "reward/num_masked": 0,
-        "rollout/truncated_share": 0.1, "tokens/prompt": 600, "tokens/completion": 400, "schedule/rollout/prompts": 8,
+        "rollout/truncated_share": 0.1, "tokens/per_s": 100.0, "tokens/useful": 1000, "schedule/rollout/prompts": 8,
         **{f"schedule/actor_update/planned_{name}": value for name, value in planned.items()},
         **{f"schedule/actor_update/{name}": value for name, value in planned.items()},
         "schedule/actor_update/useful_share": 0.98, "schedule/actor_update/imbalance": 1.01,

@@ -22,8 +22,6 @@ from megarl.platform import current as platform
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.weight_sync_section import obstacle_to_mapping
 
-WAY_OUT = "end that Ray on every node (ray stop) and start the job again through launch/node.sh"
-
 
 class Stage(NamedTuple):
     """The place of each engine, and the weight transport (None if no weights are synced). `servers`, by engine and worker,
@@ -52,13 +50,6 @@ def set_stage(recipe: Recipe, variables: Mapping[str, str]) -> Stage:
     obstacle = obstacle_to_mapping(recipe, platform.kind == "cpu")
     transport = choose_transport(recipe.weight_sync.transport, one_node, obstacle, no_peer_access)
     servers = () if separate else servers_of(places, int(variables["WORLD_SIZE"]), cluster.ranks_per_node)
-    master = variables["MASTER_ADDR"]
-    remote = next((number for number, place in enumerate(places) if place.node), None)
-    if remote is not None and (master == "localhost" or master.startswith("127.")):
-        raise PlacementError(
-            f"rollout engine {remote} is on node {places[remote].node}, and MASTER_ADDR = {master} leads nowhere from "
-            f"there: give torchrun an address of node 0 that the others reach (MASTER_ADDRESS in launch/node.sh)"
-        )
     return Stage(places, transport, servers, place_teachers(recipe, cluster, places))
 
 
@@ -118,12 +109,9 @@ def ray_nodes(address: str) -> list[dict[str, Any]]:
     if numbers != list(range(len(alive))):
         raise ClusterError(
             f"the Ray cluster at {address} has {len(alive)} nodes, and those with a number of this job's "
-            f"(resource megarl_node_<number>) are {numbers}: {WAY_OUT}"
+            f"(resource megarl_node_<number>) are {numbers}: end that Ray on every node (ray stop) and start the job again "
+            "through launch/node.sh"
         )
-    local_id = ray.get_runtime_context().get_node_id()
-    local_number = next((number for number, node in nodes.items() if node["NodeID"] == local_id), None)
-    if local_number != 0:
-        raise ClusterError(f"trainer rank 0 is on node {local_number} of the Ray cluster at {address}, not on 0: {WAY_OUT}")
     return [nodes[number] for number in numbers]
 
 

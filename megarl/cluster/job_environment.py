@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import pwd
 import secrets
 import stat
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 import megarl
+from megarl.telemetry.disk import nearest_existing
 
 # Kubernetes sets `NAME_PORT=tcp://ADDRESS:PORT` for each service, which may be called vllm, ray or master.
 PORTS = ("VLLM_PORT", "RAY_PORT", "MASTER_PORT")
@@ -59,42 +59,32 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
             environment.setdefault(name, str(folder / cache))
         if "HF_HOME" not in environment and not os.path.exists(home / ".cache/huggingface/datasets"):
             environment.setdefault("HF_DATASETS_CACHE", str(folder / "datasets"))
-    if is_one_node and lacks_ray_token(environment):
-        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "MEGARL_RAY_ADDRESS" not in environment:
+        # By default a process that joins Ray by its address sends no token (Ray 2.60).
+        environment.setdefault("RAY_AUTH_MODE", "token")
+        if is_one_node and lacks_ray_token(environment) and not can_write(home / RAY_TOKEN.parent):
+            environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def lacks_ray_token(environment: MutableMapping[str, str]) -> bool:
-    """Return whether Ray finds no token and cannot save a new token."""
-    if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or "MEGARL_RAY_ADDRESS" in environment:
+    """Return whether Ray needs a token and finds none."""
+    if environment.get("RAY_AUTH_MODE", "token").lower() != "token":
         return False
     if "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment:
         return False
-    token = home_directory(environment) / RAY_TOKEN
-    return not os.access(token, os.R_OK) and not can_write(token.parent)
+    return not os.access(home_directory(environment) / RAY_TOKEN, os.R_OK)
 
 
 def home_directory(environment: MutableMapping[str, str]) -> Path:
-    """Return HOME, or this user's home directory in the system's database."""
-    if environment.get("HOME"):
-        return Path(environment["HOME"])
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        return Path("/")
+    """Return HOME, or this user's home directory in the system's database, or / for a user who is not in it."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    return Path("/" if home == "~" else home)
 
 
 def can_write(directory: Path) -> bool:
     """Return whether this user can create files in a directory, or create the directory."""
     place = nearest_existing(directory)
     return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
-
-
-def nearest_existing(directory: Path) -> Path:
-    """Return a directory or its nearest visible parent. `Path.exists` raises if this user may not search a parent."""
-    place = directory.absolute()
-    while not os.path.exists(place):
-        place = place.parent
-    return place
 
 
 def _private_folder(folder: Path) -> Path:

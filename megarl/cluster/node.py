@@ -21,7 +21,8 @@ from pathlib import Path
 from megarl.cluster.cores import thread_environment
 from megarl.cluster.job_environment import adapt_environment
 from megarl.cluster.node_settings import NodeError, NodeSettings, network_environment, read_node_settings
-from megarl.cluster.processes import Orphans, SharedMemory, adopt_orphans, end_descendants, start_tied
+from megarl.cluster.preemption import LeaveNow, handle_signals
+from megarl.cluster.processes import Descendants, start_tied
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.telemetry.disk import endure_output
 from megarl.telemetry.exit_status import BAD_INPUT, COMPLETE, FAILED, REQUEUE
@@ -30,30 +31,20 @@ from megarl.telemetry.run_directory import Resume, RunDirectory, latest_checkpoi
 POLL_S = 0.5
 # How long the doctor may examine this node, in addition to the wait for the other nodes.
 EXAMINATION_S = 120.0
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-
-class Signalled(Exception):
-    """A signal arrived before there was a process to forward it to."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 class ForwardedSignals:
-    """Forwards signals to `target`. Without a target, the first signal raises `Signalled`."""
+    """Forwards signals to `target`. Without a target, the first signal raises KeyboardInterrupt or LeaveNow."""
 
     def __init__(self) -> None:
         self.target: Callable[[int], object] | None = None
-        for number in FORWARDED:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._handle)
+        handle_signals(self._handle)
+        signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
         if self.target is None:
             self.ignore()
-            raise Signalled(number)
+            raise KeyboardInterrupt if number == signal.SIGINT else LeaveNow
         self.target(number)
 
     def ignore(self) -> None:
@@ -78,22 +69,21 @@ def main(arguments: list[str]) -> int:
     except (RecipeError, ValueError) as error:
         print(error if isinstance(error, RecipeError) else f"node.sh: {error}", file=sys.stderr)
         return BAD_INPUT
-    adopt_orphans()
     status, node = FAILED, Node(settings, recipe, arguments, overrides)
     ray_directory = tempfile.TemporaryDirectory(prefix="megarl-", dir=settings.temporary, ignore_cleanup_errors=True)
     with ray_directory as temporary:
         try:
             settings.report("pid", str(os.getpid()))
             status = node.run(Path(temporary))
-        except Signalled as signalled:  # no rank has started, so nothing is lost
-            status = FAILED if signalled.number == signal.SIGINT else REQUEUE
+        except LeaveNow:  # no rank has started, so nothing is lost
+            status = REQUEUE
+        except KeyboardInterrupt:
+            status = FAILED
         except NodeError as error:
             print(f"node {settings.node_rank} of {settings.num_nodes}: {error}", file=sys.stderr, flush=True)
         finally:
             node.signals.ignore()
-            node.shared.scan()
-            end_descendants()
-            node.shared.remove()
+            node.descendants.end()
             if status and settings.log_dir is not None:  # Ray's logs vanish with its directory
                 for logs in Path(temporary).glob("session_2*/logs"):
                     with contextlib.suppress(OSError):  # a log that cannot be copied must not change the status
@@ -113,7 +103,7 @@ class Node:
     arguments: list[str]
     overrides: list[str]
     signals: ForwardedSignals = field(default_factory=ForwardedSignals)
-    shared: SharedMemory = field(default_factory=SharedMemory)
+    descendants: Descendants = field(default_factory=Descendants)
 
     def run(self, directory: Path) -> int:
         """Run this node to its end with Ray's files in `directory`; return the exit status."""
@@ -121,8 +111,6 @@ class Node:
         os.environ.update(network_environment(settings.address))
         os.environ.update(thread_environment(os.environ, recipe.trainer.threads))
         has_engines = recipe.has_engines
-        if settings.node_rank == 0 and has_engines:
-            settings.check_ray_port()  # before the doctor, because other nodes would join any program that listens there
         self._run_doctor()
         if not has_engines:
             if not settings.is_trainer:
@@ -143,6 +131,8 @@ class Node:
         command = [sys.executable, "-m", "megarl.cli", "doctor", self.arguments[0], *self.overrides]
         command += ["--nodes", str(settings.num_nodes), "--node-rank", str(settings.node_rank)]
         command += ["--master", f"{settings.master}:{settings.master_port}", "--timeout-s", f"{settings.join_timeout_s:g}"]
+        if self.recipe.has_engines:  # before the other nodes join, which would join any program that listens there
+            command += ["--ray-port", str(settings.ray_port)]
         deadline_s = 3 * settings.join_timeout_s + EXAMINATION_S
         try:
             status = start_tied(command, os.environ, signal.SIGKILL).wait(deadline_s)
@@ -171,10 +161,8 @@ class Node:
             agent.send_signal(number)
 
         self.signals.target = forward
-        orphans = Orphans()
         while (status := agent.poll()) is None:
-            orphans.end((agent.pid, *other_children))
-            self.shared.scan_changes()
+            self.descendants.tend((agent.pid, *other_children))
             time.sleep(POLL_S)
         if -status in forwarded and -status != signal.SIGINT:
             return REQUEUE  # the agent had no handler yet, and so no ranks
@@ -186,10 +174,9 @@ class Node:
         `trainer.collective_timeout_s`."""
         settings, silent_s = self.settings, self.recipe.trainer.collective_timeout_s
         self.signals.target = lambda number: setattr(self.signals, "target", None)
-        last_answer, orphans = time.monotonic(), Orphans()
+        last_answer = time.monotonic()
         while True:
-            orphans.end((daemons.pid,))
-            self.shared.scan_changes()
+            self.descendants.tend((daemons.pid,))
             have_daemons_ended = daemons.poll() is not None
             error = settings.head_error()
             if have_daemons_ended and not isinstance(error, ConnectionRefusedError):

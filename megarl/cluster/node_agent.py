@@ -35,7 +35,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -152,7 +152,7 @@ class Agent(LocalElasticAgent):
         if self.others is None and num_nodes is not None and num_nodes > 1 and handler.get_backend() == "static":
             assert host is not None and port is not None
             is_first = worker_group.group_rank == 0
-            self.others = OtherNodes.connect(host, port, handler.get_run_id(), num_nodes, is_first)
+            self.others = OtherNodes(host, port, handler.get_run_id(), num_nodes, is_first)
         self._signals.can_forward = True  # from here on, a handler that raises would lose a started rank
         self._refused_since = None
         return dict(super()._start_workers(worker_group))
@@ -179,9 +179,8 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGKILL if is_overdue and remote is None else STOP)
             if remote is not None:
                 self._publish(start, Outcome(remote.status, f"on another node {remote.sentence}", restarts=remote.restarts))
-                # torch's launcher requires the failures of a failed node (2.13).
-                failures = {rank: ProcessFailure(rank, process.pid, process.poll() or 0, "")
-                            for rank, process in enumerate(self._processes())}  # fmt: skip
+                # torch's launcher requires a failure of a failed node (2.13).
+                failures = {0: ProcessFailure(0, self._processes()[0].pid, FAILED, "")}
                 return RunResult(state=WorkerState.FAILED, failures=failures)
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
@@ -298,8 +297,11 @@ class OtherNodes:
     """The agents of the other nodes. One thread talks to the store, because torch has no deadline for a store whose machine
     is gone (2.13)."""
 
-    def __init__(self, store: Store, num_nodes: int, keeps_store: bool) -> None:
-        self._store, self._num_nodes, self._keeps_store = PrefixStore("megarl/ends", store), num_nodes, keeps_store
+    def __init__(self, host: str, port: int, run_id: str, num_nodes: int, keeps_store: bool) -> None:
+        """Connect to the store of node 0's agent."""
+        store = TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
+        self._store = PrefixStore("megarl/ends", PrefixStore(run_id, store))
+        self._num_nodes, self._keeps_store = num_nodes, keeps_store
         self._local: dict[int, Outcome] = {}
         self._agreed: dict[int, Outcome] = {}
         self._is_gone = False
@@ -307,12 +309,6 @@ class OtherNodes:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="other nodes", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def connect(cls, host: str, port: int, run_id: str, num_nodes: int, keeps_store: bool) -> OtherNodes:
-        """Connect to the store of node 0's agent."""
-        store = TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
-        return cls(PrefixStore(run_id, store), num_nodes, keeps_store)
 
     def agreed(self, start: int) -> Outcome | None:
         """Return the first outcome that a node published for a start; None if no node has published one."""

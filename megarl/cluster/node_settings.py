@@ -85,18 +85,6 @@ class NodeSettings(BaseModel):
                 f"trainer.ranks = {recipe.trainer.ranks}"
             )
 
-    def check_ray_port(self) -> None:
-        """Check that the port of Ray's head is free on this node. Raises NodeError if a program listens there."""
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a recently closed port is free
-            try:
-                probe.bind(("", self.ray_port))
-            except OSError as error:
-                raise NodeError(
-                    f"RAY_PORT = {self.ray_port} is taken on node 0 ({error.strerror}), perhaps by the Ray of another job: "
-                    "give all nodes another RAY_PORT, or end the program that listens there"
-                ) from error
-
 
 def read_node_settings(environment: Mapping[str, str]) -> NodeSettings:
     """Read the settings. Raises ValueError with every wrong variable, its value and the rule."""

@@ -23,7 +23,7 @@ SECOND_AFTER_S = 5.0
 UPDATES = ("critic_update", "actor_update")
 
 
-def handle_signals(handler: Callable[[int, Any], None]) -> None:
+def handle_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
     """Set the handler of SIGNALS, except for a SIGHUP that the process ignores."""
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -82,9 +82,7 @@ class Asked:
         def forget() -> None:  # SIGTERM must still end forked children such as reward workers
             if self._watching:
                 self._watching = False
-                for number in SIGNALS:
-                    if signal.getsignal(number) != signal.SIG_IGN:
-                        signal.signal(number, signal.SIG_DFL)
+                handle_signals(signal.SIG_DFL)
 
         os.register_at_fork(after_in_child=forget)
 

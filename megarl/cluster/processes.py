@@ -19,14 +19,8 @@ from megarl.cluster.preemption import hold_signals
 # prctl(2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm/"
-# Enough for multiprocessing's resource tracker, which unlinks shared memory after its program ends.
-TERM_S, KILL_S = 10.0, 10.0
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent ends, so that it can find and end the descendant."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+ORPHAN_S = 1.0
+KILL_S = 10.0
 
 
 def start_tied(
@@ -59,68 +53,47 @@ def start_tied(
     )
 
 
-class SharedMemory:
-    """The files in /dev/shm that descendants of this process map or have mapped; a killed engine leaves its files."""
+class Descendants:
+    """The processes below this one, and the files in /dev/shm that they map or have mapped: a killed engine leaves its files
+    and, as orphans, processes that keep their memory. Orphans become children of this process."""
 
     def __init__(self) -> None:
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self._files: set[str] = set()
         self._listing: set[str] = set()
         self._has_changed = False
+        self._orphans: list[psutil.Process] = []
+        self._orphans_since = 0.0
 
-    def scan_changes(self) -> None:
-        """Scan if a file has come or gone since the last call, and once more in the next call: mapping follows creation."""
+    def tend(self, known_children: Collection[int]) -> None:
+        """End orphans, which are all children except `known_children`, and note files. Call it repeatedly.
+
+        It kills the newest orphan with its descendants once no orphan has come or ended for ORPHAN_S. The oldest is
+        multiprocessing's resource tracker, which ends itself.
+        """
+        orphans = [child for child in psutil.Process().children() if child.pid not in known_children]
+        for orphan in orphans:
+            with contextlib.suppress(psutil.TimeoutExpired):
+                orphan.wait(0)
+        if orphans != self._orphans:
+            self._orphans, self._orphans_since = orphans, time.monotonic()
+        elif orphans and time.monotonic() - self._orphans_since > ORPHAN_S:
+            newest = max(orphans, key=psutil.Process.create_time)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end_at_once([newest, *newest.children(recursive=True)])
+        # Scan when a file has come or gone since the last call, and once more in the next call: mapping follows creation.
         listing, had_changed = set(os.listdir(SHARED_MEMORY)), self._has_changed
         self._has_changed, self._listing = listing != self._listing, listing
         if self._has_changed or had_changed:
-            self.scan()
+            self._files |= _mapped(psutil.Process().children(recursive=True))
 
-    def scan(self) -> None:
-        """Add the files that descendants map now."""
-        self._files |= _mapped(psutil.Process().children(recursive=True))
-
-    def remove(self) -> None:
-        """Remove the files that no process maps any more."""
+    def end(self) -> None:
+        """Kill all descendants, and remove the noted files that no process maps any more."""
+        end = time.monotonic() + KILL_S
+        while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < end:
+            end_at_once(descendants)  # orphans arrive here while others end
         _remove(self._files)
-
-
-def end_descendants() -> None:
-    """End all descendants by SIGTERM, then SIGKILL. A process that blocks SIGTERM gets SIGKILL at once."""
-    this = psutil.Process()
-    for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
-        for process in this.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL if _blocks_sigterm(process.pid) else number)
-        end = time.monotonic() + wait_s
-        # Orphans arrive here while others end.
-        while (descendants := this.children(recursive=True)) and time.monotonic() < end:
-            psutil.wait_procs(descendants, timeout=0.2)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-
-
-class Orphans:
-    """The descendants whose parent has ended: processes of a killed engine keep their memory. Needs `adopt_orphans`."""
-
-    def __init__(self) -> None:
-        self._since: dict[psutil.Process, float] = {}
-
-    def end(self, known_children: Collection[int]) -> None:
-        """End all children except `known_children`, with their descendants: by SIGTERM, and by SIGKILL after `TERM_S`.
-        Returns at once; call it repeatedly."""
-        orphans = [child for child in psutil.Process().children() if child.pid not in known_children]
-        self._since = {orphan: self._since.get(orphan, time.monotonic()) for orphan in orphans}
-        for orphan, since in self._since.items():
-            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
-                if os.waitpid(orphan.pid, os.WNOHANG)[0]:
-                    continue
-                is_late = time.monotonic() - since > TERM_S
-                family = [orphan, *orphan.children(recursive=True)]
-                files = _mapped(family)
-                for process in family:
-                    process.send_signal(signal.SIGKILL if is_late or _blocks_sigterm(process.pid) else signal.SIGTERM)
-                psutil.wait_procs(family, timeout=0.1)
-                _remove(files)
 
 
 def end_at_once(processes: Iterable[psutil.Process]) -> None:
@@ -130,7 +103,7 @@ def end_at_once(processes: Iterable[psutil.Process]) -> None:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=KILL_S)
+    psutil.wait_procs(family, timeout=KILL_S)  # reaps children
     _remove(files)
 
 
@@ -139,15 +112,6 @@ def _remove(files: set[str]) -> None:
     for file in files - _mapped(psutil.process_iter()):
         with contextlib.suppress(OSError):
             Path(file).unlink()
-
-
-def _blocks_sigterm(pid: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:  # the process has ended
-        return False
-    blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
-    return bool(blocked >> (signal.SIGTERM - 1) & 1)
 
 
 def _mapped(processes: Iterable[psutil.Process]) -> set[str]:

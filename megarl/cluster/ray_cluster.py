@@ -6,27 +6,25 @@ import json
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.authentication import authentication_token_setup as authentication
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
+from megarl.cluster.job_environment import RAY_TOKEN, home_directory, lacks_ray_token
 from megarl.cluster.node_settings import NodeError, NodeSettings
 from megarl.cluster.processes import start_tied
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
-
-# Ray warns in every process that token authentication is on, which is intended.
-logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+from megarl.telemetry.disk import write_whole
 
 NAMESPACE = "megarl"
 OBJECT_STORE_BYTES = 256 << 20
@@ -42,6 +40,8 @@ LAST_WORDS_S = 60.0
 JOIN_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False,
 }  # fmt: skip
+# By default Ray gives workers a low priority, and engines starve: an engine took 110 s to start instead of 20 s.
+DAEMON_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 # torchrun's variables of a trainer rank. vLLM would read them in any process that inherits them.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
@@ -61,13 +61,11 @@ def start_cluster(address: str | None = None) -> str:
         return ray.get_runtime_context().gcs_address
     if address is not None:
         return join_cluster(address)
-    before = dict(os.environ)
-    for_daemons = daemon_environment(before)
+    for name, value in DAEMON_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # Ray's daemons inherit the environment of this process.
+    torchrun_variables = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
     try:
-        # Ray's daemons inherit the environment of this process.
-        for name in before.keys() - for_daemons.keys():
-            del os.environ[name]
-        os.environ.update(for_daemons)
         ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **JOIN_OPTIONS)
     except OSError as error:  # no place for its token or its sockets
         raise ClusterError(
@@ -75,9 +73,7 @@ def start_cluster(address: str | None = None) -> str:
             "or set HOME to a directory that can be written, and TMPDIR to a short one"
         ) from error
     finally:
-        for name in for_daemons.keys() - before.keys():
-            os.environ.pop(name, None)
-        os.environ.update(before)
+        os.environ.update(torchrun_variables)
     return ray.get_runtime_context().gcs_address
 
 
@@ -96,9 +92,6 @@ def join_cluster(address: str) -> str:
             f"no Ray answers at {address} within {CONNECT_TIMEOUT_S:g} s ({error}): start its head there (launch/node.sh "
             "does), or give another MEGARL_RAY_ADDRESS; without one a run on a single node starts its own"
         ) from error
-    # A cluster that a rank started requires this machine's token, and Ray sends none to an explicit address (2.60). No
-    # public function loads the token after the import.
-    authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         ray.init(address=address, **JOIN_OPTIONS)
     except (RuntimeError, ConnectionError, ValueError) as error:
@@ -138,13 +131,6 @@ def node_share(node: int) -> dict[str, float]:
     return {f"{NODE_RESOURCE}{node}": NODE_SHARE}
 
 
-def daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for Ray's daemons and workers, given the environment of a trainer rank or a launcher."""
-    # By default Ray gives workers a low priority, and engines starve: an engine took 110 s to start instead of 20 s.
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return settings | {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
-
-
 def reconnect_environment(recipe: Recipe) -> dict[str, str]:
     """Return the variables that keep processes alive while Ray's head is out of reach. By default Ray ends processes after a
     minute without naming the phase; megarl's deadlines must pass first."""
@@ -181,7 +167,7 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
     with log.open("wb") as output:
         # Signals are blocked, because the engines must live until the ranks have saved.
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
-        process = start_tied(command, daemon_environment(os.environ), signal.SIGKILL, output, block_signals=True)
+        process = start_tied(command, {**DAEMON_SETTINGS, **os.environ}, signal.SIGKILL, output, block_signals=True)
     _wait_for_nodes(settings, process, log, end)
     return process
 
@@ -191,18 +177,16 @@ def _wait_for_token(settings: NodeSettings, end: float) -> None:
 
     Node 0 makes the file; other nodes may see it later. RAY_AUTH_MODE=disabled needs no token. Raises NodeError at `end`.
     """
-    while authentication.enable_token_auth_by_default():
+    way_out = "give all nodes the ~/.ray/auth_token of node 0, or set the same RAY_AUTH_TOKEN"
+    if settings.node_rank == 0 and lacks_ray_token(os.environ):
         try:
-            authentication.ensure_token_if_auth_enabled(create_token_if_missing=settings.node_rank == 0)
-            return
-        except (RuntimeError, OSError, ray.exceptions.AuthenticationError) as error:
-            if time.monotonic() > end or isinstance(error, OSError):  # OSError: node 0 cannot save its new token
-                raise NodeError(
-                    "no token for Ray here within JOIN_TIMEOUT_S: give all nodes the ~/.ray/auth_token of node 0, or set "
-                    f"the same RAY_AUTH_TOKEN ({error})"
-                ) from error
+            write_whole(home_directory(os.environ) / RAY_TOKEN, secrets.token_hex(32))
+        except OSError as error:
+            raise NodeError(f"no token for Ray can be saved here ({error}): {way_out}") from error
+    while lacks_ray_token(os.environ):
+        if time.monotonic() > end:
+            raise NodeError(f"no token for Ray here within JOIN_TIMEOUT_S: {way_out}")
         time.sleep(POLL_S)
-        authentication.AuthenticationTokenLoader.instance().reset_cache()  # the loader also caches a missing token
 
 
 def _wait_for_nodes(settings: NodeSettings, process: subprocess.Popen[bytes], log: Path, end: float) -> None:

@@ -31,31 +31,22 @@ from megarl.telemetry.stacks import busy_call, marked_processes, read_stacks, th
 POLL_S = 0.5
 # After a pause this long the whole job, including this process, was stopped; earlier silence means nothing.
 PAUSE_S = 5.0
-# How long ranks may take to write their flight recorder, and again to end, before they are killed.
-END_S = 2.0
+# How long ranks may take to write their flight recorder and end, before they are killed.
+END_S = 4.0
 # How long writing the stacks may take.
 FILES_S = 20.0
 # How long the processes of a killed rank may take to end on their own.
 LEFT_S = 10.0
-# The lines that a watcher writes to a rank's pipe: a rank of this node has ended; the run hangs (with the folder for the
-# flight recorder); end now (with the exit status).
-RANK_ENDED, HANG, EXIT = "rank-ended", "hang", "exit"
-RECORDER = "flight-recorder-"
 
 
 class _Rank:
     """A rank of this node."""
 
     def __init__(self, handle: WatchedRank) -> None:
-        self.number = handle.rank
         self.process = psutil.Process(handle.pid)
         self.is_reported = False
         self._page = os.open(f"/proc/{handle.pid}/fd/{handle.page}", os.O_RDONLY)
         self._pipe = os.open(f"/proc/{handle.pid}/fd/{handle.pipe}", os.O_WRONLY | os.O_NONBLOCK)
-
-    @property
-    def state(self) -> str:
-        return state_of(self.process)
 
     def standing(self, awake_since: float) -> Standing:
         """Return the rank's standing; silence counts from `awake_since` at the earliest."""
@@ -64,13 +55,13 @@ class _Rank:
             text, before = os.pread(self._page, 1 << 16, 0), text
         page = json.loads(text.partition(b"\n")[0])
         silent_s = time.monotonic() - max(page.pop("since"), awake_since)
-        state = ENDED if page.pop("ended") else self.state
+        state = ENDED if page.pop("ended") else state_of(self.process)
         return Standing(**page, silent_s=silent_s, state=state)
 
-    def tell(self, word: str, content: object = "") -> None:
-        """Write to the rank's pipe, unless the rank has ended."""
-        with contextlib.suppress(OSError):
-            os.write(self._pipe, os.fsencode(f"{word} {content}\n"))
+    def order_end(self, status: int, folder: Path | None) -> None:
+        """Tell the rank to end with an exit status, after it has written its flight recorder to the folder of a hang."""
+        with contextlib.suppress(OSError):  # the rank has ended
+            os.write(self._pipe, os.fsencode(f"{status} {folder or ''}\n"))
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,6 @@ class Watcher:
         self._ranks = [_Rank(handle) for handle in settings.ranks]
         self._network = OtherWatchers(settings)
         self._awake_since = self._looked_at = time.monotonic()
-        self._some_ended = False
         self._silent: set[str] = set()
 
     def watch(self) -> None:
@@ -136,10 +126,6 @@ class Watcher:
             if standing.state == GONE and not rank.is_reported:
                 rank.is_reported = True
                 _say(standing.accusation)
-        if not self._some_ended and any(standing.state in (ENDED, GONE) for standing in table):
-            self._some_ended = True
-            for rank in self._ranks:
-                rank.tell(RANK_ENDED)
         return table
 
     def _where(self, table: list[Standing]) -> str:
@@ -202,12 +188,7 @@ class Watcher:
         writing = threading.Thread(target=self._write, args=(verdict, texts), daemon=True)
         writing.start()
         writing.join(FILES_S)
-        running = [rank for rank in self._ranks if rank.state == RUNNING]
-        for rank in running:
-            rank.tell(HANG, verdict.folder)
-        # No rank ends before all ranks know of the hang: a rank that loses a peer would report a failed peer.
-        _wait(lambda: all((verdict.folder / f"{RECORDER}{rank.number}.json").exists() for rank in running))
-        self._end_processes(HUNG)
+        self._end_processes(HUNG, verdict.folder)
 
     def _write(self, verdict: HangVerdict, texts: dict[str, str]) -> None:
         exit_status.record_end(Path(self._settings.run), HUNG, verdict.lines[0], verdict.rank)
@@ -218,14 +199,16 @@ class Watcher:
         except OSError as error:
             _say(f"{verdict.folder} is not whole: {error}")
 
-    def _end_processes(self, status: int) -> None:
-        """End the ranks of this node with an exit status, by force if necessary, and then all their processes."""
+    def _end_processes(self, status: int, folder: Path | None = None) -> None:
+        """End the ranks of this node with an exit status, by force if necessary, and then all their processes. `folder` is
+        that of a hang."""
         family = self._marked_processes()
         for rank in self._ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 family += rank.process.children(recursive=True)
-            rank.tell(EXIT, status)
-        _wait(lambda: all(rank.state != RUNNING for rank in self._ranks))
+        for rank in self._ranks:  # at once: a rank that loses a peer first would report a failed peer
+            rank.order_end(status, folder)
+        _wait(lambda: all(state_of(rank.process) != RUNNING for rank in self._ranks))
         end_at_once({process for process in family if process.pid != os.getpid()} | {rank.process for rank in self._ranks})
 
     def _marked_processes(self) -> list[psutil.Process]:

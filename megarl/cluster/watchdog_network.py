@@ -69,13 +69,6 @@ class _Watcher:
     messages: dict[str, Any] = field(default_factory=dict)
     heard_at: float = 0.0
 
-    def table(self) -> list[Standing]:
-        """Return the standings of the node's ranks. Silence includes the time since the watcher's last message, because the
-        watcher may be stopped together with the ranks."""
-        silent_s = time.monotonic() - self.heard_at
-        table: list[Standing] = self.messages.get("table", [])
-        return [replace(standing, silent_s=standing.silent_s + silent_s) for standing in table]
-
 
 class OtherWatchers:
     """This watcher's connections to the watchers of other nodes; none in a run on one node.
@@ -161,8 +154,12 @@ class OtherWatchers:
         return names
 
     def tables(self) -> list[Standing]:
-        """Return the standings of other nodes' ranks."""
-        return [standing for watcher in self._watchers.values() for standing in watcher.table()]
+        """Return the standings of other nodes' ranks. Silence includes the time since the watcher's last message, because
+        the watcher may be stopped together with the ranks."""
+        return [
+            replace(standing, silent_s=standing.silent_s + time.monotonic() - watcher.heard_at)
+            for watcher in self._watchers.values() for standing in watcher.messages.get("table", [])
+        ]  # fmt: skip
 
     def wait_for(self, kind: str, timeout_s: float) -> list[Any]:
         """Return the messages of a kind once all connected watchers have sent one, or after `timeout_s`."""

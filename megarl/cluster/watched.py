@@ -22,7 +22,7 @@ import ray
 
 from megarl.cluster.preemption import ASKED
 from megarl.cluster.ray_cluster import node_share, numbered_nodes
-from megarl.cluster.watchdog import EXIT, HANG, RECORDER, NodeWatcher
+from megarl.cluster.watchdog import NodeWatcher
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_network import WatchedRank, WatcherSettings
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all
@@ -39,7 +39,6 @@ END_S = 30.0
 LOST_S = 3.0
 # The watcher notices within half a second that all ranks of its node have ended.
 WATCHER_S = 5.0
-CLOSE = "close"
 
 
 class Watch:
@@ -58,8 +57,7 @@ class Watch:
         mark(f"{token}/rank-{rank:05d}")
         self._orders, self.pipe = os.pipe()
         self.handle = WatchedRank(rank, os.getpid(), self._page, self.pipe)
-        self._hangs = threading.Event()
-        self._some_ended = threading.Event()  # or the run hangs
+        self._is_ending = threading.Event()  # on the watcher's order
         # Listen in a thread, because the main thread may wait forever in C.
         self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
         self._thread.start()
@@ -90,31 +88,28 @@ class Watch:
                 if deadline_passed(error):
                     self.beat(*place_of(error))
                     self._write(note=str(error)[:MOST_NOTE_CHARACTERS])
-                    self._hangs.wait(self._stacks_s + END_S)
+                    self._is_ending.wait(self._stacks_s + END_S)
                 elif peer_lost(error):  # at a deadline of the peer, or because it failed
                     self.beat(*place_of(error))
-                    self._some_ended.wait(self._stacks_s + LOST_S)
-            if self._hangs.is_set():  # then the error only shows that peers are ending
+                    self._is_ending.wait(self._stacks_s + LOST_S)
+            if self._is_ending.is_set():  # then the error only shows that peers are ending
                 time.sleep(END_S)
             raise
 
     def _listen(self) -> None:
+        """Wait for the watcher's order to end, or for the empty line of `close`."""
         with os.fdopen(self._orders, "rb") as orders:
-            for line in orders:
-                word, _, content = os.fsdecode(line).rstrip("\n").partition(" ")
-                if word == CLOSE:
-                    return
-                if word == EXIT:
-                    os._exit(int(content))
-                if word == HANG:
-                    self._hangs.set()
-                    with suppress(OSError):  # a full disk must not prevent the end
-                        dump_flight_recorder(Path(content) / f"{RECORDER}{self.handle.rank}")
-                self._some_ended.set()
+            status, _, folder = os.fsdecode(orders.readline()).rstrip("\n").partition(" ")
+        if status:
+            self._is_ending.set()
+            if folder:
+                with suppress(OSError):  # a full disk must not prevent the end
+                    dump_flight_recorder(Path(folder) / f"flight-recorder-{self.handle.rank}")
+            os._exit(int(status))
 
     def close(self) -> None:
         self._write(ended=True)
-        os.write(self.pipe, f"{CLOSE}\n".encode())
+        os.write(self.pipe, b"\n")
         self._thread.join()
         unmark()
         os.close(self._page)

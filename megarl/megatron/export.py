@@ -34,7 +34,6 @@ from megarl.models.stored_weights import INDEX, SCORE
 from megarl.planner.roles import adapted_sizes
 from megarl.recipe import Recipe
 from megarl.recipe.role_sections import LoraSection
-from megarl.recipe.yaml_text import apply_overrides
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
 # A and B of adapters by the names of Megatron's weights; a rank's shards of them.
@@ -89,13 +88,12 @@ def to_export(run_dir: str | Path, target: Path) -> tuple[Recipe, Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{str(target)!r} is no empty directory; export to another one")
     # Only the sections are validated: an export does not need the prompts, which may have moved.
-    content = run.read_recipe()
-    apply_overrides(content, run.moved_paths())
-    recipe = Recipe.model_validate(content, strict=False)
+    recipe = Recipe.model_validate(run.read_recipe(), strict=False)
     try:
         model_directory(recipe.model.path)
     except ValueError as error:
-        raise ValueError(f"{error}; if the model has moved, write its new path into {run.recipe}") from error
+        way_out = f"start where the run was started, or write the model's new path into {run.recipe}"
+        raise ValueError(f"{error}; {way_out}") from error
     return recipe, checkpoint
 
 

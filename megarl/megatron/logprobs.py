@@ -31,15 +31,13 @@ class LogProbabilities:
     """Turns a rank's hidden rows into log-probabilities and entropy of the sampling distribution.
 
     `vocab` is the vocabulary without padding, `temperature` divides the logits as in the rollout engine, and the ranks of
-    `group` share the vocabulary. With `compile` torch.compile compiles the arithmetic of a block; if that fails, torch logs
-    the error and runs the plain functions.
+    `group` share the vocabulary. With `compile` torch.compile compiles the arithmetic of a block.
     """
 
     def __init__(self, vocab: int, temperature: float, group: dist.ProcessGroup, compile: bool = False) -> None:
         self.vocab, self.temperature, self.group = vocab, temperature, group
         functions: Any = (sums, sums_with_entropy, slopes, slopes_with_entropy)
         if compile:
-            torch._dynamo.config.suppress_errors = True
             functions = tuple(torch.compile(function, dynamic=True) for function in functions)
         self.sums, self.sums_with_entropy, self.slopes, self.slopes_with_entropy = functions
 

@@ -47,8 +47,11 @@ def is_for_cpus(recipe: Recipe) -> bool:
 
 
 def without_gpus(recipe: Recipe) -> Violations:
-    """Features of engines that need GPUs."""
-    rollout = recipe.rollout
+    """Features that need GPUs."""
+    rollout, profile = recipe.rollout, recipe.telemetry.profile
+    if profile is not None and profile.kind == "nsight":
+        rule = "Nsight Systems captures what GPUs do, and the run is on CPUs"
+        yield Violation("telemetry.profile.kind", profile.kind, rule, "torch")
     if not recipe.has_engines:
         return  # no engine runs
     if rollout.quantization is not None:

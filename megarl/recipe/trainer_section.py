@@ -37,8 +37,8 @@ class TrainerSection(Section):
     threads: Positive = 1
     """CPU threads of each trainer process."""
     compile: bool = False
-    """Compile log-probabilities and entropy with torch.compile. A rank whose compiler fails logs the error and runs eagerly.
-    Other ranks wait for a compiling rank at most `watchdog.first_step_s`."""
+    """Compile log-probabilities and entropy with torch.compile. A compiler that fails ends the run. Other ranks wait for a
+    compiling rank at most `watchdog.first_step_s`."""
 
     def broken_rules(self) -> BrokenRules:
         # The default may stand: a resolved recipe writes it out.

@@ -11,8 +11,6 @@ from typing import NamedTuple, Protocol
 UNACCOUNTED = "unaccounted"
 # In a span with this prefix a rank only waits; the rest of the name says for whom.
 WAIT = "wait_"
-# Keep at most this many events of a step; a micro-batch has about four.
-MOST_EVENTS = 20_000
 
 
 class Event(NamedTuple):
@@ -37,7 +35,7 @@ class StepTimes:
 
     `start` is the rank's wall clock at the start of the step, in seconds since 1970. `spans` holds seconds by (phase, span),
     without the seconds of nested spans; the spans of a phase, with `unaccounted`, sum to the phase. `events` are ordered by
-    their ends, and empty unless the clock keeps events; `dropped` counts the events after the first MOST_EVENTS.
+    their ends, and empty unless the clock keeps events.
     """
 
     start: float
@@ -45,7 +43,6 @@ class StepTimes:
     phases: dict[str, float]
     spans: dict[tuple[str, str], float]
     events: list[Event]
-    dropped: int
 
     def metrics(self) -> dict[str, float]:
         """Return `time/<phase>`, `time/unaccounted` and `time/step`, in seconds."""
@@ -89,15 +86,15 @@ class PhaseClock:
     def __init__(
         self,
         rank: int = 0,
-        on_phase: Callable[[str | None], None] | None = None,
+        on_phase: Callable[[str | None], object] = lambda phase: None,
         now: Callable[[], float] = time.perf_counter,
         keep_phases: bool = False,
         keep_spans: bool = False,
         synchronize: Callable[[], None] | None = None,
-        beat: Callable[[str | None, str | None], None] | None = None,
+        beat: Callable[[str | None, str | None], object] = lambda phase, span: None,
     ) -> None:
         self._rank, self._now = rank, now
-        self._on_phase, self._synchronize, self._on_beat = on_phase, synchronize, beat
+        self._on_phase, self._synchronize, self._beat = on_phase, synchronize, beat
         self._kept_depth = 2**31 if keep_spans else int(keep_phases)  # keep events of a smaller depth
         self._stack: list[_OpenSpan] = []  # the phase, then the spans inside it
         self._ranges: Ranges | None = None
@@ -129,8 +126,7 @@ class PhaseClock:
         """Add the time of the body to phase `name`. Phases do not nest."""
         assert not self._stack, f"phase {name} starts inside phase {self.current}"
         self._push(name)
-        if self._on_phase is not None:
-            self._on_phase(name)
+        self._on_phase(name)
         try:
             yield
             if self._synchronize is not None:
@@ -145,8 +141,7 @@ class PhaseClock:
             while len(self._stack) > 1:  # an error skipped the stop of these spans
                 self._pop(end)
             self._phases[name] = self._phases.get(name, 0.0) + self._pop(end)
-            if self._on_phase is not None:
-                self._on_phase(None)
+            self._on_phase(None)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -185,8 +180,7 @@ class PhaseClock:
         """End the step: return its times and begin the next step."""
         assert not self._stack, f"taken inside phase {self.current}"
         now = self._now()
-        dropped = max(0, self._num_events - MOST_EVENTS)
-        times = StepTimes(self._wall, now - self._since, self._phases, self._spans, self._events, dropped)
+        times = StepTimes(self._wall, now - self._since, self._phases, self._spans, self._events)
         self._reset(now)
         return times
 
@@ -195,17 +189,12 @@ class PhaseClock:
         self._phases: dict[str, float] = {}
         self._spans: dict[tuple[str, str], float] = {}
         self._events: list[Event] = []
-        self._num_events = 0
 
     def _push(self, name: str) -> None:
         if self._ranges is not None:
             self._ranges.open(name)
         self._stack.append(_OpenSpan(name, self._now()))
-        self._beat()
-
-    def _beat(self) -> None:
-        if self._on_beat is not None:
-            self._on_beat(self.current, self.inside)
+        self._beat(self.current, self.inside)
 
     def _pop(self, end: float) -> float:
         """Close the innermost span and return its seconds with those of nested spans."""
@@ -213,15 +202,13 @@ class PhaseClock:
             self._ranges.close()
         key = self._stack[0].name, self.inside or UNACCOUNTED
         closed = self._stack.pop()
-        self._beat()
+        self._beat(self.current, self.inside)
         seconds, depth = end - closed.start, len(self._stack)
         self._spans[key] = self._spans.get(key, 0.0) + seconds - closed.nested_s
         if self._stack:
             self._stack[-1].nested_s += seconds
         if depth < self._kept_depth:
-            self._num_events += 1
-            if self._num_events <= MOST_EVENTS:
-                self._events.append(Event(closed.name, depth, closed.start - self._since, seconds))
+            self._events.append(Event(closed.name, depth, closed.start - self._since, seconds))
         return seconds
 
 

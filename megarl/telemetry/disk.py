@@ -91,10 +91,15 @@ def size_bytes(directory: Path | None) -> int | None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of a path's file system for this user. The path need not exist yet."""
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return a path or its nearest visible parent. `Path.exists` raises if this user may not search a parent."""
     place = path.absolute()
-    while not place.exists():
+    while not os.path.exists(place):
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -121,37 +126,31 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
-class EnduringOutput(io.RawIOBase):
+class EnduringOutput(io.FileIO):
     """Writes to a file descriptor and drops refused text. The descriptor `report_to` gets the first reason."""
 
-    def __init__(self, descriptor: int, name: str, report_to: int | None) -> None:
-        self._descriptor, self._name, self._report_to = descriptor, name, report_to
+    def __init__(self, descriptor: int, title: str, report_to: int | None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._title, self._report_to = title, report_to
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
         """Write all of `content`, or drop the rest."""
         left = memoryview(content)
         while left:
             try:
-                left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # another program made the terminal or pipe non-blocking
-                select.select([], [self._descriptor], [])
+                num_written = super().write(left)
             except OSError as error:
                 if self._report_to is not None:
-                    text = f"megarl: {self._name} cannot be written ({error.strerror}): the run goes on without it\n"
+                    text = f"megarl: {self._title} cannot be written ({error.strerror}): the run goes on without it\n"
                     with contextlib.suppress(OSError):
                         os.write(self._report_to, text.encode())
                     self._report_to = None
                 break
+            if num_written is None:  # another program made the terminal or pipe non-blocking
+                select.select([], [self], [])
+            else:
+                left = left[num_written:]
         return len(content)
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
 
 
 def endure_output() -> None:

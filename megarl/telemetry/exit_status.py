@@ -75,12 +75,6 @@ def record_end(run: Path, status: int, reason: str, rank: int | None = None, sig
         print(f"{end} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
-def started_in(run: Path) -> Path | None:
-    """Return the working directory of the run's last start; None if the run has not started."""
-    starts = _starts(run)
-    return Path(starts[-1]["directory"]) if starts else None
-
-
 def ended_at(run: Path) -> int:
     """Return when `ended.json` was written, in nanoseconds since 1970; 0 if the file is absent."""
     try:

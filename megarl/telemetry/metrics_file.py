@@ -78,12 +78,6 @@ def mean_reward(metrics: Mapping[str, Any]) -> Any:
     return metrics["reward/sampled_mean"] if "reward/sampled_mean" in metrics else metrics.get("reward/mean")
 
 
-def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """Return a step's prompt and completion tokens per second; None if the step lacks these metrics."""
-    prompt, completion, seconds = (metrics.get(key) for key in ("tokens/prompt", "tokens/completion", "time/step"))
-    return None if prompt is None or completion is None or not seconds else (prompt + completion) / seconds
-
-
 def duration(seconds: float) -> str:
     """Return a time as text, in one or two units."""
     if seconds < 1:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megarl.telemetry.metrics_file import duration, mean_reward, tokens_per_second
+from megarl.telemetry.metrics_file import duration, mean_reward
 
 # Metrics in the line of a finished step, after its reward: key, label, format.
 STEP_METRICS = (
@@ -24,16 +24,16 @@ STEP_METRICS = (
     ("actor/grad_norm", "grad norm", ".3f"),
     ("actor/entropy", "entropy", ".3f"),
     ("time/step", "seconds", ".1f"),
+    ("tokens/per_s", "tokens/s", ".0f"),
 )
 RECENT = 10  # steps whose mean time predicts the rest
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, Any], left: str = "") -> str:
     """Return a finished step as a line of text; `left` is the time until the end of the run."""
-    reward, rate = mean_reward(metrics), tokens_per_second(metrics)
+    reward = mean_reward(metrics)
     parts = [f"reward {reward:.3f}"] if reward is not None else []
     parts += [f"{label} {metrics[key]:{form}}" for key, label, form in STEP_METRICS if metrics.get(key) is not None]
-    parts += [f"tokens/s {rate:.0f}"] if rate is not None else []
     parts += [f"left {left}"] if left else []
     return f"step {step:>{len(str(num_steps))}}/{num_steps}  " + "  ".join(parts)
 

@@ -25,14 +25,18 @@ from rich.text import Text
 
 from megarl.telemetry import report_charts as charts
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.metrics_file import duration, is_number, tokens_per_second
-from megarl.telemetry.report_charts import CURVES, LINES, SECONDS, Chart, line
-from megarl.telemetry.report_findings import Answer, answers, capitalized, find, plural, variance
-from megarl.telemetry.report_run import Run, read_run, show_curve, smooth
+from megarl.telemetry.metrics_file import duration, is_number
+from megarl.telemetry.report_charts import LINES, Chart, line
+from megarl.telemetry.report_findings import Answer, answers, capitalized, find, plural, totals, variance
+from megarl.telemetry.report_run import Run, read_run, smooth, thin
+from megarl.telemetry.run_directory import dotted
 from megarl.telemetry.samples import conversations
 
 MOST_SAMPLES = 6  # best and worst
 MOST_TEXT = 6000  # characters of a conversation
+ENDS = 3  # steps at each end of the curve that the summary in the terminal compares
+PLOT_WIDTH = 72
+BLOCKS = " ▁▂▃▄▅▆▇█"
 # Recipe keys that only name a run.
 NAMES = ("run.name", "run.dir")
 MISSING = "–"
@@ -48,6 +52,22 @@ def report(run_dir: str | Path, output: Path | None = None, console: Console | N
     run = read_run(run_dir)
     show_curve(run, console)
     return write_page(output or run.path / "report.html", run_page(run), console)
+
+
+def show_curve(run: Run, console: Console) -> None:
+    """Print the mean reward of a run, or minus its loss, as a row of bars, and its totals. Raises ValueError without any."""
+    steps, rewards = run.rewards()
+    if not rewards:
+        raise ValueError(f"{run.path / 'metrics.jsonl'} has no {run.goal} yet; a run has one after its first step")
+    ends = min(ENDS, len(rewards))
+    first, last = fmean(rewards[:ends]), fmean(rewards[-ends:])
+    summary = f"first {ends} steps {first:.3f}, last {ends} steps {last:.3f}, change {last - first:+.3f}"
+    _, columns = thin(steps, rewards, PLOT_WIDTH)
+    low, high = min(0.0, *columns), max(columns)  # from 0 where no value is negative, so that heights compare like rewards
+    curve = "".join(BLOCKS[round((column - low) / ((high - low) or 1.0) * 8)] for column in columns)
+    curve = f"{low:.3f} ... {high:.3f}  {curve}  steps {steps[0]} to {steps[-1]}"
+    for text in (f"{run.goal} of {run.name}", curve, summary, *totals(run), *run.starts):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -72,13 +92,11 @@ def run_page(run: Run) -> str:
     details = {"Every metric of the last step": json.dumps(run.steps[-1], indent=1)}
     if run.recipe:
         details = {"The resolved recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)} | details
-    if run.starts:
-        details = {"Starts": "\n".join(run.starts)} | details
+    times = [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]
+    times += charts.curves((run.name, run), plots=charts.TIME_CURVES)
     sections = [
-        PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves(run)]),
-        PageSection("Where the time goes", [*charts.ranks_time(run), *charts.lanes(run), *charts.phase_times(run)]),
-        PageSection("Batches", charts.useful_shares(run)),
-        PageSection("Weight sync", charts.sync_split(run), note=_transport(run)),
+        PageSection("Is it learning?", [*charts.reward(run), *charts.evaluation(run), *charts.curves((run.name, run))]),
+        PageSection("Where the time goes", times, note=_transport(run)),
         PageSection("Warnings, and what to change", heads=("", "what", "what to change", "metric"), rows=warnings),
         _samples(run),
         PageSection("More", folded=details),
@@ -136,31 +154,27 @@ def compare_page(a: Run, b: Run) -> str:
     rows = [(f"`{key}`", str(before), str(after)) for key, before, after in changed]
     sections = [
         PageSection("Mean reward", _reward_charts(a, b, names)),
-        PageSection("Other curves", _curve_charts(a, b, names)),
-        PageSection("Where the time goes", _phase_chart(a, b, names)),
+        PageSection("Other curves", charts.curves((names[0], a), (names[1], b))),
         PageSection("How the recipes differ", heads=("key", *names), rows=rows),
         _metrics(a, b, names),
     ]
     subtitle = f"A is {a.path}, {len(a.steps)} steps; B is {b.path}, {len(b.steps)} steps"
-    return page(
-        f"{names[0]} against {names[1]}", subtitle, [better(a, b, names), faster(a, b, names), differs(a, b)], sections
-    )
+    keys = plural(len(changed), "key") if a.recipe and b.recipe else "Unknown"
+    differs = Answer("What did I change?", keys, ["All are below, with both values."] if changed else [], "open")
+    return page(f"{names[0]} against {names[1]}", subtitle, [better(a, b, names), faster(a, b, names), differs], sections)
 
 
 def reward_curve(run: Run, over: str) -> Curve | None:
     """Return the mean reward over one of EXTENTS; None where the run does not record it. Seconds exclude starts."""
     steps, rewards = run.rewards()
-    if not rewards:
-        return None
-    if over == "steps":
-        return [float(step) for step in steps], rewards
+    times = [line.get("time/step") for line in run.steps]
+    ends: dict[int, Any] | None = {step: step for step in steps}
     if over == "samples":
-        sampled = run.sampled()
-        return None if sampled is None else ([float(sampled[step]) for step in steps], rewards)
-    if not all(is_number(line.get("time/step")) for line in run.steps):
-        return None
-    ends = dict(zip((line["step"] for line in run.steps), accumulate(line["time/step"] for line in run.steps), strict=True))
-    return [ends[step] for step in steps], rewards
+        ends = run.sampled()
+    elif over == "seconds":
+        numbers = [line["step"] for line in run.steps]
+        ends = dict(zip(numbers, accumulate(times), strict=True)) if all(map(is_number, times)) else None
+    return None if ends is None or not rewards else ([float(ends[step]) for step in steps], rewards)
 
 
 def better(a: Run, b: Run, names: tuple[str, str]) -> Answer:
@@ -202,11 +216,12 @@ def faster(a: Run, b: Run, names: tuple[str, str]) -> Answer:
     step_a, step_b = first["time/step"], second["time/step"]
     says = [f"A step takes {duration(step_a)} against {duration(step_b)}."]
     if step_a != step_b:
-        main = max(_phases(first, second), key=lambda key: (second.get(key, 0) - first.get(key, 0)) * (step_b - step_a))
+        phases = sorted({key for key in (*first, *second) if key.startswith("time/") and key != "time/step"})
+        main = max(phases, key=lambda key: (second.get(key, 0) - first.get(key, 0)) * (step_b - step_a))
         before, after = (duration(metrics.get(main, 0.0)) for metrics in (first, second))
         says.append(f"Most of the difference is {main.removeprefix('time/')}: {before} against {after}.")
     ratio = step_a / step_b
-    rates = [tokens_per_second(metrics) for metrics in (first, second)]
+    rates = [metrics.get("tokens/per_s") for metrics in (first, second)]
     if rates[0] and rates[1]:
         says.append(f"{rates[0]:,.0f} against {rates[1]:,.0f} tokens a second.")
         ratio = rates[1] / rates[0]
@@ -216,29 +231,11 @@ def faster(a: Run, b: Run, names: tuple[str, str]) -> Answer:
     return Answer(question, f"{winner}, {times:.2f} ×", says, "good")
 
 
-def _phases(first: dict[str, float], second: dict[str, float]) -> list[str]:
-    return sorted({key for key in (*first, *second) if key.startswith("time/") and key != "time/step"})
-
-
-def differs(a: Run, b: Run) -> Answer:
-    """Count the recipe keys that differ."""
-    question = "What did I change?"
-    if not a.recipe or not b.recipe:
-        return Answer(question, "Unknown", ["A run directory has no recipe.yaml."], "open")
-    keys = [f"`{key}`" for key, _, _ in differences(a.recipe, b.recipe)]
-    if not keys:
-        return Answer(question, "Nothing", ["The recipes are the same but for the run's name."], "open")
-    return Answer(question, plural(len(keys), "key"), [f"{', '.join(keys[:4])}: all are below, with both values."], "open")
-
-
-def differences(a: Any, b: Any, under: str = "") -> list[tuple[str, Any, Any]]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return dotted keys with different values, in A's order; MISSING stands for an absent value."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return [] if a == b or under in NAMES else [(under, a, b)]
-    changed = []
-    for key in dict.fromkeys([*a, *b]):
-        changed += differences(a.get(key, MISSING), b.get(key, MISSING), f"{under}.{key}" if under else str(key))
-    return changed
+    first, second = dotted(a), dotted(b)
+    rows = [(key, first.get(key, MISSING), second.get(key, MISSING)) for key in dict.fromkeys([*first, *second])]
+    return [(key, before, after) for key, before, after in rows if before != after and key not in NAMES]
 
 
 def _reward_charts(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
@@ -249,40 +246,10 @@ def _reward_charts(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
         for run, name, color in zip((a, b), names, LINES, strict=False):
             if (curve := reward_curve(run, over)) is not None:
                 extents, rewards = curve
-                data.append(line(str(escape(name)), extents, smooth(rewards, max(1, len(rewards) // 10)), color))
+                data.append(line(name, extents, smooth(rewards, max(1, len(rewards) // 10)), color))
         if len(data) == 2:
             charts.append(Chart(f"reward-{over}", f"Mean reward, over {over}", data, height=280, wide=over == "steps"))
     return charts
-
-
-def _curve_charts(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
-    """Draw the first metric of each small plot for both runs."""
-    charts = []
-    for (key, *_), title in CURVES:
-        points = [run.points(key) for run in (a, b)]
-        data = [
-            line(str(escape(name)), steps, values, color)
-            for name, (steps, values), color in zip(names, points, LINES, strict=False)
-            if len(set(values)) > 1
-        ]
-        if data:
-            charts.append(Chart("curve-" + key.replace("/", "-"), title, data, {"showlegend": True}, height=230, wide=False))
-    return charts
-
-
-def _phase_chart(a: Run, b: Run, names: tuple[str, str]) -> list[Chart]:
-    """Draw the seconds of each phase of both runs, longest first."""
-    recent = a.recent(), b.recent()
-    longest = sorted(_phases(*recent), key=lambda key: -max(metrics.get(key, 0.0) for metrics in recent))
-    data: list[dict[str, Any]] = [
-        {"type": "bar", "name": str(escape(name)), "x": [str(escape(key.removeprefix("time/"))) for key in longest],
-         "y": [metrics.get(key, 0.0) for key in longest], "marker": {"color": color},
-         "hovertemplate": "%{x}: %{y:.3g} s<extra></extra>"}
-        for name, metrics, color in zip(names, recent, LINES, strict=False)
-    ]  # fmt: skip
-    layout = {"barmode": "group", "yaxis": SECONDS}
-    title = "Seconds of each phase, mean of the last steps"
-    return [Chart("phases", title, data, layout, height=360)] if longest else []
 
 
 def _metrics(a: Run, b: Run, names: tuple[str, str]) -> PageSection:

@@ -6,23 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.telemetry.metrics_file import duration, is_number
+from markupsafe import escape
+
+from megarl.recipe import ENGINE_PHASES
+from megarl.telemetry.clock import UNACCOUNTED
+from megarl.telemetry.metrics_file import is_number
 from megarl.telemetry.report_findings import IDLE, SYNC_PARTS, phase_shares, starving
 from megarl.telemetry.report_run import Run, smooth, thin
 
 MOST_POINTS = 400  # of a curve
 MOST_BARS = 120  # of steps side by side
-# One color per phase in every chart; each is distinct on white and on near black.
-PHASES = {
-    "rollout": "#4c8dd6", "reward": "#8f6fd8", "reward_model": "#b884dd", "actor_logprob": "#23a699",
-    "reference_logprob": "#76c4b7", "teacher_logprob": "#3f8f7f", "critic_value": "#d8a93a",
-    "advantage": "#a3ad55", "critic_update": "#e58a3c", "data": "#b59f6b",
-    "actor_update": "#db5461", "weight_sync": "#57ad5b", "plan": "#c48bb0", "agree": "#7f8fa6", "metrics": "#a08c7d",
-    "checkpoint": "#6d7f5c", "evaluation": "#5f9ea0",
-}  # fmt: skip
+# Distinct on white and on near black.
 GREY, WAIT_GREY, BUSY = "#9aa0a8", "#c3c8cf", "#23a699"
-CAUSES = dict(zip(IDLE, ("#4c8dd6", "#8f6fd8", "#76c4b7", "#d8a93a", "#e58a3c", "#db5461", "#7f8fa6"), strict=True))
-LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8")
+LINES = ("#4c8dd6", "#e58a3c", "#57ad5b", "#8f6fd8", "#db5461", "#76c4b7", "#d8a93a", "#7f8fa6", "#a08c7d", "#c48bb0")
+CAUSES = dict(zip(IDLE, LINES, strict=False))
 SECONDS: dict[str, Any] = {"title": {"text": "seconds"}}
 # Metrics of held-out rows, which have no confidence interval.
 HELD_OUT = ("evaluation/loss", "evaluation/accuracy", "warmup_evaluation/loss")
@@ -43,6 +40,11 @@ CURVES = (
     (("mismatch/effective_sample_share",), "effective share of the samples"),
     (("actor/learning_rate", "critic/learning_rate"), "learning rate"),
 )
+# And next to the times.
+TIME_CURVES = (
+    (tuple(f"schedule/{phase}/useful_share" for phase in ENGINE_PHASES), "useful share of the batches' tokens"),
+    (("sync/total_s", *(key for key, _, _ in SYNC_PARTS)), "a weight sync and its parts, which overlap, seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,16 @@ class Chart:
     wide: bool = True
 
 
-def _color(phase: str) -> str:
-    """The color of a phase; teachers share one."""
-    return PHASES.get(phase.partition(".")[0], GREY)
-
-
 def step_axis(run: Run) -> dict[str, Any]:
     """Return the axis of steps, with a tick at each step where there are few."""
     return {"title": {"text": "step"}} | ({"dtick": 1} if len(run.steps) <= 10 else {})
 
 
 def line(name: str, steps: Sequence[float], values: Sequence[float], color: str, **style: Any) -> dict[str, Any]:
-    """Return a curve."""
+    """Return a curve. plotly shows names as HTML."""
     x, y = thin(steps, values, MOST_POINTS)
-    form = {"type": "scatter", "mode": "lines+markers" if len(x) < 40 else "lines", "name": name, "x": x, "y": y}
+    mode = "lines+markers" if len(x) < 40 else "lines"
+    form = {"type": "scatter", "mode": mode, "name": str(escape(name)), "x": x, "y": y}
     return form | {"line": {"color": color, "width": 2}, "marker": {"size": 5}} | style
 
 
@@ -103,29 +101,31 @@ def evaluation(run: Run) -> list[Chart]:
     return [Chart("evaluation", "Held-out prompts", data, {"xaxis": step_axis(run)}, height=320)] if data else []
 
 
-def curves(run: Run) -> list[Chart]:
-    """Draw losses and other curves. Leave out a metric that never moves or equals another one in its plot."""
+def curves(*runs: tuple[str, Run], plots: Sequence[tuple[Sequence[str], str]] = CURVES) -> list[Chart]:
+    """Draw small plots of named runs; of several runs the first metric of each plot. Leave out a metric that never moves or
+    equals another one in its plot."""
     charts = []
-    for keys, title in CURVES:
-        known: list[tuple[str, list[int], list[float]]] = []
-        for key in keys:
-            steps, values = run.points(key)
-            if len(set(values)) > (len(values) > 1) and all(values != other for _, _, other in known):
-                known.append((key, steps, values))
+    for keys, title in plots:
+        known: dict[str, tuple[list[int], list[float]]] = {}
+        for name, run in runs:
+            for key in keys if len(runs) == 1 else keys[:1]:
+                steps, values = run.points(key)
+                if len(set(values)) > (len(values) > 1) and all(values != other for _, other in known.values()):
+                    known[key if len(runs) == 1 else name] = steps, values
         if known:
-            data = [line(key, steps, values, LINES[at]) for at, (key, steps, values) in enumerate(known)]
-            layout = {"xaxis": step_axis(run) | {"title": {}}, "showlegend": len(data) > 1}
+            data = [line(name, *points, color) for (name, points), color in zip(known.items(), LINES, strict=False)]
+            layout = {"xaxis": step_axis(runs[0][1]) | {"title": {}}, "showlegend": len(data) > 1}
             charts.append(Chart("curve-" + keys[0].replace("/", "-"), title, data, layout, height=220, wide=False))
     return charts
 
 
 def phase_times(run: Run) -> list[Chart]:
     """Draw the seconds of each phase, step by step."""
-    known, order = phase_shares(run.recent()), list(PHASES)
     data = []
-    for name in sorted(known, key=lambda name: order.index(name) if name in PHASES else len(PHASES)):
+    for at, name in enumerate(phase_shares(run.recent())):  # in the order in which they run
         x, y = thin(*run.points(f"time/{name}"), MOST_BARS)
-        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": _color(name)},
+        color = GREY if name == UNACCOUNTED else LINES[at % len(LINES)]
+        data.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color},
                      "hovertemplate": f"{name}: %{{y:.3g}} s<extra>step %{{x}}</extra>"})  # fmt: skip
     layout = {"barmode": "stack", "bargap": 0.15, "xaxis": step_axis(run), "yaxis": SECONDS}
     note = "The first step also warms engines and kernels up; the answers above leave it out."
@@ -169,32 +169,3 @@ def lanes(run: Run) -> list[Chart]:
              "colorscale": [[0, WAIT_GREY], [1, BUSY]], "colorbar": {"ticksuffix": " %", "thickness": 10},
              "hovertemplate": "%{y} busy: %{z:.0f} %<extra>step %{x}</extra>"}]  # fmt: skip
     return [Chart("lanes", "Engines and trainer", data, {"xaxis": step_axis(run)}, starving(run), 190)]
-
-
-def useful_shares(run: Run) -> list[Chart]:
-    """Draw the share of useful tokens in the slots of each phase's batches."""
-    data = []
-    for key in run.keys:
-        steps, values = run.points(key)
-        if key.startswith("schedule/") and key.endswith("/useful_share") and values:
-            phase = key.split("/")[1]
-            data.append(line(phase, steps, [100 * value for value in values], _color(phase)))
-    layout = {"xaxis": step_axis(run), "yaxis": {"ticksuffix": " %", "rangemode": "tozero"}}
-    return [Chart("useful-share", "Useful tokens of the batches", data, layout, height=220)] if data else []
-
-
-def sync_split(run: Run) -> list[Chart]:
-    """Draw the parts of a weight sync, as means over the last steps."""
-    recent = run.recent()
-    parts = {name: recent[key] for key, name, _ in SYNC_PARTS if key in recent}
-    if not parts:
-        return []
-    data = [{"type": "bar", "orientation": "h", "x": [float(f"{seconds:.5g}") for seconds in parts.values()],
-             "y": [*parts], "marker": {"color": PHASES["weight_sync"]},
-             "text": [duration(seconds) for seconds in parts.values()], "textposition": "auto",
-             "hovertemplate": "%{y}: %{x:.3g} s<extra></extra>"}]  # fmt: skip
-    layout = {"xaxis": SECONDS, "yaxis": {"autorange": "reversed"}, "showlegend": False}
-    note = "Parts overlap: transfer is all of the receiving, apply in it; ranks pack one bucket while workers apply another."
-    if "sync/total_s" in recent:
-        note += f" From begin to end a sync takes {duration(recent['sync/total_s'])}."
-    return [Chart("sync-split", "Parts of a weight sync", data, layout, note, 280)]

@@ -10,13 +10,12 @@ from statistics import fmean
 from typing import Literal
 
 from megarl.telemetry.exit_status import FAILED, NAMES, UNKNOWN
-from megarl.telemetry.metrics_file import duration, tokens_per_second
+from megarl.telemetry.metrics_file import duration
 from megarl.telemetry.report_run import Run, smooth
 
 Kind = Literal["fault", "learning", "time"]
 # Faults first: the metrics of a run that computes wrongly say nothing about learning or time.
 KINDS: tuple[Kind, ...] = ("fault", "learning", "time")
-LEAST_EFFECTIVE = 0.5  # share of the samples that the weights of stale tokens leave
 STARVES = 0.1  # share of the time that engines or trainer wait for the other
 LEAST_LOST = 0.03  # no warning for a smaller lost part of a step, however bad the phase
 SYNC_LIMIT, STRAGGLER_LIMIT = 0.15, 0.05  # parts of a step
@@ -36,18 +35,19 @@ class Advice:
     """A row of the table below, which docs/reading-a-run.md shows too (tests/telemetry/test_report.py).
 
     `metric` is a key of metrics.jsonl, with `<phase>` or `<role>` as placeholders; `says` may contain `{value}` and
-    `{phase}`; `do` is what to change. For advice on time, `lost` turns a value into the lost part of the phase, or of the
-    step where the metric names no phase; None where the value is that part. The value is the mean over the last steps, or
-    with `any_step` the largest one.
+    `{phase}`; `do` is what to change. A value above the limit is a problem, or with `below` a value below it. The value is
+    the mean over the last steps, or with `any_step` the largest one. For advice on time, `lost` turns a value into the lost
+    part of the phase, or of the step where the metric names no phase; None where the value is that part.
     """
 
     metric: str
-    above: float
+    limit: float
     kind: Kind
     says: str
     do: str
     lost: Callable[[float], float] | None = None
     any_step: bool = False
+    below: bool = False
     form: str = ".0%"
 
 
@@ -76,6 +76,9 @@ ADVICE = (
            "a `max_tokens` micro-batch: the balancer needs smaller pieces", lambda ratio: 1 - 1 / ratio),
     Advice("rollout/truncated_share", 0.30, "learning", "{value} of the completions were cut at `rollout.max_new_tokens`",
            "a larger `rollout.max_new_tokens`, or a prompt that asks for short answers"),
+    Advice("reward/deviation", 1e-6, "learning",
+           "all completions have the same reward: there is nothing to learn from",
+           "easier or harder prompts, or a reward with more than one value", below=True, form=".6f"),
     Advice("reward/num_masked", 0, "learning", "up to {value} rewards a step were masked: no verifier could judge them",
            "the reward's own errors in the log; a larger `phases.reward.timeout_s` where `reward/num_timeouts` counts them",
            any_step=True, form=".0f"),
@@ -95,6 +98,10 @@ ADVICE = (
     Advice("staleness/0/logprob_mean", 0.05, "fault",
            "engine and trainer disagree by {value} on the log-probability of a token that the same weights sampled",
            "the same `rollout.precision` as the trainer's", form=".3f"),
+    Advice("mismatch/effective_sample_share", 0.5, "learning",
+           "the weights of the correction leave {value} of the samples in effect",
+           "a smaller `rollout.max_staleness` or `actor.optimizer.lr`; `algorithm.mismatch` with a smaller `cap`",
+           below=True),
     Advice("actor/ratio_drift_exceeded", 0, "fault", "before the first update the policy ratio was not 1",
            "micro-batches of `actor_logprob` and `actor_update` more alike in size, or a finer `trainer.precision`",
            any_step=True, form=".0f"),
@@ -149,16 +156,12 @@ def find(run: Run) -> list[Finding]:
         for key, value in (worst if advice.any_step else recent).items():
             if match := re.fullmatch(pattern, key):
                 findings += _judge(advice, key, match[1] if match.groups() else "", value, recent)
-    findings += _sync(recent) + _straggler(run, recent) + _staleness(run, recent)
+    findings += _sync(recent) + _straggler(run, recent)
     nulls = {key: steps for key in run.keys if (steps := [line["step"] for line in run.steps if line.get(key, 0) is None])}
     for key, steps in list(nulls.items())[:3]:
         says = f"{key} was NaN or infinite in {len(steps)} steps, first in step {steps[0]}"
         do = "a smaller learning rate, `trainer.precision: bf16` or `fp32`; the log names the phase and the samples"
         findings.append(Finding(key, "fault", says, do))
-    if recent.get("reward/deviation", 1.0) <= 1e-6:
-        says = "all completions have the same reward: there is nothing to learn from"
-        do = "easier or harder prompts, or a reward with more than one value"
-        findings.append(Finding("reward/deviation", "learning", says, do))
     if run.starts:
         says = " ".join(part.strip() for part in run.starts)
         is_fault = any(f" x {how}:" in says for how in (NAMES[FAILED], UNKNOWN))
@@ -175,7 +178,7 @@ def _judge(advice: Advice, key: str, phase: str, value: float, recent: Mapping[s
             lost *= recent.get(f"time/{phase}", 0.0) / recent.get("time/step", 1.0)
         if lost < LEAST_LOST:
             return []
-    if value <= advice.above:
+    if value == advice.limit or (value < advice.limit) != advice.below:
         return []
     says = advice.says.format(value=format(value, advice.form), phase=phase)
     return [Finding(key, advice.kind, says, advice.do, lost)]
@@ -206,22 +209,6 @@ def _straggler(run: Run, recent: Mapping[str, float]) -> list[Finding]:
         says = f"ranks wait {lost:.0%} of a step for one of them, each time another one"
         do = "a `max_tokens` micro-batch, which balances work better"
     return [Finding("idle/straggler_s", "time", says, do, lost)]
-
-
-def _staleness(run: Run, recent: Mapping[str, float]) -> list[Finding]:
-    """Judge what corrects for the weights that sampled stale tokens."""
-    if not (staleness := run.at("rollout.max_staleness")):
-        return []
-    if run.at("algorithm.mismatch") is None:
-        says = f"tokens are up to {staleness} weight versions old, and nothing corrects for the policy that sampled them"
-        do = "`algorithm.mismatch: {correction: truncate}`, or `rollout.max_staleness: 0`"
-        return [Finding("rollout.max_staleness", "fault", says, do)]
-    share = recent.get("mismatch/effective_sample_share", 1.0)
-    if share >= LEAST_EFFECTIVE:
-        return []
-    says = f"the weights of stale tokens leave {share:.0%} of the samples in effect"
-    do = "a smaller `rollout.max_staleness` or `actor.optimizer.lr`; `algorithm.mismatch` with a smaller `cap`"
-    return [Finding("mismatch/effective_sample_share", "learning", says, do)]
 
 
 # The three answers ------------------------------------------------------------------------------------------------------
@@ -277,7 +264,7 @@ def learning(run: Run, findings: Sequence[Finding]) -> Answer:
 
 
 def time(run: Run) -> Answer:
-    """Name the longest phases, for whom ranks wait, and the longest part of a long sync."""
+    """Name the longest phases, and for whom ranks wait."""
     question, recent = "Where does the time go?", run.recent()
     shares = sorted(phase_shares(recent).items(), key=lambda part: -part[1])
     if not shares:
@@ -290,15 +277,23 @@ def time(run: Run) -> Answer:
         whom = max(waits, key=waits.__getitem__)
         cause = f", most of it for {whom} ({waits[whom]:.0%})" if recent["idle/share"] >= 0.01 else ""
         says.append(f"Ranks wait {recent['idle/share']:.0%} of their time{cause}.")
-    parts = [(recent[key], name) for key, name, _ in SYNC_PARTS if key in recent]
-    if longest == "weight_sync" and parts:
-        says.append(f"The longest part of the sync is {max(parts)[1]}, {duration(max(parts)[0])}.")
     if run.at("rollout.max_staleness") and (sentence := starving(run)):
         says.append(sentence)
-    if rate := recent.get("tokens/per_s", tokens_per_second(recent)):
+    if rate := recent.get("tokens/per_s"):
         mfu = recent.get(f"mfu/{longest}")
         says.append(f"{rate:,.0f} tokens a second." + (f" MFU of {longest}: {mfu:.0%}." if mfu else ""))
     return Answer(question, f"{share:.0%} in {longest}", says, "bad" if recent.get("idle/share", 0.0) > 0.4 else "open")
+
+
+def totals(run: Run) -> list[str]:
+    """Return a run's totals over all its starts, and where the time of its last steps went, as lines of text."""
+    steps, _ = run.points("time/step")
+    seconds, start_s, useful = (sum(run.points(key)[1]) for key in ("time/step", "run/start_s", "tokens/useful"))
+    if not steps:
+        return []
+    text = f"{len(steps)} steps in {duration(seconds)}" + (f", and {duration(start_s)} to start" if start_s else "")
+    text += f"; {useful / seconds:,.0f} useful tokens a second, {3600 * useful / seconds:,.0f} an hour" if useful else ""
+    return [text, *time(run).says]
 
 
 def starving(run: Run) -> str:

@@ -1,27 +1,23 @@
-"""A run as a report reads it, finished or not, and its reward curve in the terminal."""
+"""A run as a report reads it, finished or not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import starts_summary
 from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
 from megarl.telemetry.run_directory import TRANSPORT, value_at
-from megarl.telemetry.time_metrics import totals_lines
 
 RECENT = 10  # steps whose means describe the run now
-ENDS = 3  # steps at each end of the curve that the summary compares
-PLOT_WIDTH = 72
-BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -69,15 +65,13 @@ class Run:
         """Return how many completions were sampled by the end of each step, with the extra rounds of
         `algorithm.dynamic_sampling`; None without a recipe."""
         prompts, size = self.at("phases.rollout.prompts"), self.at("algorithm.group_size")
-        supervised = self.at("warmup.sft.steps") or 0
         if prompts is None or size is None:
             return None
-        extra, sampled = 0, {}
-        for line in self.steps:
-            if is_number(line.get("rollout/extra_prompts")):
-                extra += int(line["rollout/extra_prompts"])
-            sampled[line["step"]] = (max(0, line["step"] - supervised) * int(prompts) + extra) * int(size)
-        return sampled
+        supervised = self.at("warmup.sft.steps") or 0
+        extra = [line.get("rollout/extra_prompts") for line in self.steps]
+        so_far = accumulate(number if is_number(number) else 0 for number in extra)
+        steps = [line["step"] for line in self.steps]
+        return {step: (max(0, step - supervised) * prompts + more) * size for step, more in zip(steps, so_far, strict=True)}
 
     def recent(self) -> dict[str, float]:
         """Return means over the last steps. The first step warms up and counts only in a short run."""
@@ -122,20 +116,3 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[li
     parts = list(zip(edges, edges[1:], strict=False))
     middles = [steps[a] if b - a == 1 else fmean(steps[a:b]) for a, b in parts]
     return middles, [float(f"{fmean(values[a:b]):.5g}") for a, b in parts]
-
-
-def show_curve(run: Run, console: Console) -> None:
-    """Print the mean reward of a run, or minus its loss, as a row of bars, and its totals. Raises ValueError without any."""
-    steps, rewards = run.rewards()
-    if not rewards:
-        raise ValueError(f"{run.path / 'metrics.jsonl'} has no {run.goal} yet; a run has one after its first step")
-    ends = min(ENDS, len(rewards))
-    first, last = fmean(rewards[:ends]), fmean(rewards[-ends:])
-    summary = f"first {ends} steps {first:.3f}, last {ends} steps {last:.3f}, change {last - first:+.3f}"
-    _, columns = thin(steps, rewards, PLOT_WIDTH)
-    low, high = min(0.0, *columns), max(columns)  # from 0 where no value is negative, so that heights compare like rewards
-    curve = "".join(BLOCKS[round((column - low) / ((high - low) or 1.0) * 8)] for column in columns)
-    curve = f"{low:.3f} ... {high:.3f}  {curve}  steps {steps[0]} to {steps[-1]}"
-    totals = totals_lines(run.steps) if run.points("time/step")[0] else []
-    for line in (f"{run.goal} of {run.name}", curve, summary, *totals, *run.starts):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import re
-from collections.abc import Iterator
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -19,7 +17,6 @@ from pydantic import ValidationError
 from megarl.recipe import Recipe, recipe_yaml
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.exit_status import started_in
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
 # A resumed run must keep these keys, because they give a position in the prompts, or an adapter, its meaning.
@@ -140,18 +137,6 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.recipe} holds no recipe; write the run's recipe there, or remove {self.path}")
         return content
 
-    def moved_paths(self) -> list[str]:
-        """Return overrides that make the recipe's relative paths absolute, for paths that exist in the working directory of
-        the run's last start; empty if this process has the same working directory."""
-        old_directory = started_in(self.path)
-        if old_directory is None or old_directory == Path.cwd():
-            return []
-        return [
-            f"{key}={json.dumps(str(old_directory / path))}"
-            for key, path in _paths(self.read_recipe())
-            if not Path(path).is_absolute() and (old_directory / path).exists()
-        ]
-
     def check(self, recipe: Recipe, resume: Resume) -> Path | None:
         """Return the checkpoint to resume from; None for a new run. Raises RunDirectoryError if the run would overwrite
         another run, has nothing to resume from, or would resume with another recipe."""
@@ -210,17 +195,16 @@ class RunDirectory:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
 
-def _paths(content: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of every path that a recipe reads."""
-    for key, value in enumerate(content) if isinstance(content, list) else content.items():
-        if isinstance(value, dict | list):
-            yield from _paths(value, f"{above}{key}.")
-        elif key in ("path", "replay") and isinstance(value, str):
-            yield f"{above}{key}", value
-
-
 def value_at(content: Any, key: str) -> Any:
     """Return the value of a dotted key; None if the recipe lacks the key."""
     for part in key.split("."):
         content = content.get(part) if isinstance(content, dict) else None
     return content
+
+
+def dotted(content: Any, key: str = "") -> dict[str, Any]:
+    """Return all values of a recipe by dotted key."""
+    if not isinstance(content, dict) or not content:
+        return {key: content}
+    parts = [dotted(value, f"{key}.{name}" if key else name) for name, value in content.items()]
+    return {name: value for part in parts for name, value in part.items()}

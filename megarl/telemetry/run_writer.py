@@ -18,12 +18,14 @@ from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock, StepTimes
 from megarl.telemetry.disk import write_whole
-from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.progress import ProgressLine
+from megarl.telemetry.report_findings import totals
+from megarl.telemetry.report_run import read_run
 from megarl.telemetry.run_directory import RunDirectory
 from megarl.telemetry.sinks import Row, Sinks
-from megarl.telemetry.time_metrics import Sizes, TimeMetrics, totals_lines
-from megarl.telemetry.trace import EngineReport, EngineTraces, TraceWriter, clock_offsets
+from megarl.telemetry.time_metrics import Sizes, TimeMetrics
+from megarl.telemetry.trace import EngineReport, TraceWriter, clock_offsets, write_engines
 
 CLOCK_READINGS = 5
 Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
@@ -109,18 +111,16 @@ class RunWriter:
         self._recipe, self._run, self._gather = recipe, run, gather
         self._progress, self._sinks, self._measures = progress, sinks, measures
         self.profiler = profiler
-        traced, first = recipe.run.trace != "none", rank == 0
         evaluates = any(part is not None and part.evaluation is not None for part in (recipe, recipe.supervised))
         self._trace: TraceWriter | None = None
-        if traced:
+        if recipe.run.trace != "none":
             readings = []  # of this rank's clock right after common barriers, to write traces on rank 0's clock
             for _ in range(CLOCK_READINGS):
                 gather(None)
                 readings.append(time.time())
             self._trace = TraceWriter(run.path, rank, host_name(), clock_offsets(gather(readings))[rank])
-        self._engine_traces = EngineTraces(run.path) if traced else None
-        self._metrics = MetricsWriter(run.metrics) if first else None
-        self._evaluations = MetricsWriter(run.evaluations) if first and evaluates else None
+        self._metrics = MetricsWriter(run.metrics) if rank == 0 else None
+        self._evaluations = MetricsWriter(run.evaluations) if rank == 0 and evaluates else None
         self._start: dict[str, Any] = {}
         if self._metrics is not None:
             self._metrics.truncate_after(done or 0)
@@ -174,8 +174,8 @@ class RunWriter:
             if peaks:
                 metrics["memory/reserved"] = max(peaks)
             self._start = {}
-            if self._engine_traces is not None:
-                self._engine_traces.write(number, times.start, engines)
+            if self._trace is not None:
+                write_engines(self._run.path, number, times.start, engines)
             # Write the line first: a run killed in between drops the line and repeats the step.
             line = self._metrics.write(number, metrics | self._sinks.metrics())
             self._sinks.write(number, line, rows)
@@ -189,7 +189,7 @@ class RunWriter:
         if self._trace is not None:
             self._trace.write("end", times)
         if self._metrics is not None:
-            print("\n".join(totals_lines(read_metrics(self._run.metrics))), flush=True)
+            print("\n".join(totals(read_run(self._run.path))), flush=True)
         for file in (self._metrics, self._evaluations, self._trace):
             if file is not None:
                 file.close()

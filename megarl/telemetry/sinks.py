@@ -12,13 +12,12 @@ import contextlib
 import importlib
 import json
 import logging
-import math
 import os
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,10 @@ import yaml
 
 from megarl.recipe import Recipe
 from megarl.recipe.telemetry_section import MlflowSinkSection, TensorboardSinkSection, WandbSinkSection
-from megarl.recipe.violation import Violation
 from megarl.telemetry.disk import write_whole
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
+from megarl.telemetry.metrics_file import is_number
+from megarl.telemetry.run_directory import dotted
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 512  # pending calls of a sink; further calls are dropped
@@ -43,11 +43,9 @@ Row = Mapping[str, Any]
 class Sink(Protocol):
     """A destination for a run's metrics. One thread makes the calls in the order of steps; a call may raise any error."""
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of a step, as in its line of metrics.jsonl."""
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Write the sample table of a step, as in its file in `samples/`."""
+    def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        """Write the metrics of a step, as in its line of metrics.jsonl, and its sample table, as in its file in `samples/`;
+        a step may have no samples."""
 
     def close(self, status: int) -> None:
         """Write buffered content. `status` is the run's: COMPLETE, REQUEUE (the run will be resumed) or FAILED."""
@@ -89,11 +87,7 @@ class SinkStart:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are finite numbers, because sinks draw no curves of texts, lists or NaN."""
-    return {
-        key: float(value)
-        for key, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value) and key != "step"
-    }
+    return {key: float(value) for key, value in metrics.items() if is_number(value) and key != "step"}
 
 
 class TensorboardSink:
@@ -109,17 +103,15 @@ class TensorboardSink:
         text = yaml.safe_dump(start.recipe, sort_keys=False)
         self._writer.add_text("recipe", f"```\n{text}\n```", start.done + 1)
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
         for key, value in numbers(metrics).items():
             self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
         lines = [f"| {' | '.join(self.COLUMNS)} |", f"|{' --- |' * len(self.COLUMNS)}"]
         for row in rows:  # one line of markdown each
             cells = [str(row[name]).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ↵ ") for name in self.COLUMNS]
             lines.append(f"| {' | '.join(cells)} |")
-        self._writer.add_text("samples", "\n".join(lines), step)
+        if rows:
+            self._writer.add_text("samples", "\n".join(lines), step)
         self._writer.flush()
 
     def close(self, status: int) -> None:
@@ -156,13 +148,11 @@ class WandbSink:
             ),
         )
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(numbers(metrics), step=step)
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
         # A column has one type, so the parts of a reward, whose names differ between rows, become text.
         data = [[str(value) if isinstance(value, dict) else value for value in row.values()] for row in rows]
-        self._run.log({"samples": self._table(columns=[*rows[0]], data=data)}, step=step)
+        samples = {"samples": self._table(columns=[*rows[0]], data=data)} if rows else {}
+        self._run.log(numbers(metrics) | samples, step=step)
 
     def close(self, status: int) -> None:
         self._run.finish(exit_code=0 if status == COMPLETE else 1)
@@ -187,7 +177,10 @@ class MlflowSink:
             experiment = self._client.create_experiment(section.experiment) if known is None else known.experiment_id
             run = self._client.create_run(experiment, run_name=start.name)
             start.memory.keep(id=run.info.run_id)
-            params = [Param(key, value[: self.LONGEST_PARAM]) for key, value in self._flat(start.recipe).items()]
+            values = {
+                key: value if isinstance(value, str) else json.dumps(value) for key, value in dotted(start.recipe).items()
+            }
+            params = [Param(key, text[: self.LONGEST_PARAM]) for key, text in values.items()]
             for first in range(0, len(params), self.MOST_PARAMS):
                 self._client.log_batch(run.info.run_id, params=params[first : first + self.MOST_PARAMS])
         assert start.memory.id is not None
@@ -196,27 +189,15 @@ class MlflowSink:
         # Named after this start: a resumed run may have another recipe.
         self._client.log_dict(self._id, start.recipe, f"recipe-from-step-{start.done + 1:06d}.yaml")
 
-    @classmethod
-    def _flat(cls, recipe: Mapping[str, Any], above: str = "") -> dict[str, str]:
-        """Return the recipe's values as text by dotted key."""
-        values: dict[str, str] = {}
-        for key, value in recipe.items():
-            if isinstance(value, dict) and value:
-                values |= cls._flat(value, f"{above}{key}.")
-            else:
-                values[f"{above}{key}"] = value if isinstance(value, str) else json.dumps(value)
-        return values
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
         now = int(time.time() * 1000)
         points = [self._metric(key, value, now, step) for key, value in numbers(metrics).items()]
         for first in range(0, len(points), self.MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[first : first + self.MOST_METRICS])
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns = list(rows[0])  # MLflow shows this form as a table
-        table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
-        self._client.log_text(self._id, json.dumps(table), f"samples/step-{step:06d}.json")
+        if rows:
+            columns = list(rows[0])  # MLflow shows this form as a table
+            table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+            self._client.log_text(self._id, json.dumps(table), f"samples/step-{step:06d}.json")
 
     def close(self, status: int) -> None:
         self._client.set_terminated(self._id, status={COMPLETE: "FINISHED", REQUEUE: "KILLED", FAILED: "FAILED"}[status])
@@ -235,13 +216,14 @@ REWINDS = ("tensorboard",)
 
 
 class Relay:
-    """Passes calls to one sink in a thread. The thread opens the sink; if that fails, it tries again at the next call."""
+    """Passes steps to one sink in a thread. The thread opens the sink; if that fails, it tries again at the next call."""
 
     def __init__(self, key: str, kind: str, memory: Memory, open_sink: Callable[[], Sink]) -> None:
         """`key` is the sink's recipe key, for messages."""
         self._key, self._kind, self._memory, self._open_sink = key, kind, memory, open_sink
         self._last_step = 0 if kind in REWINDS else memory.step
-        self._calls: queue.Queue[tuple[int, str, Callable[[Sink], None]] | int] = queue.Queue(MOST_WAITING)
+        # Each step with its metrics and samples, then the run's status.
+        self._calls: queue.Queue[tuple[int, Mapping[str, Any], Sequence[Row]] | int] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._failures = 0
         self._has_warned = False
@@ -249,16 +231,16 @@ class Relay:
         self._thread = threading.Thread(target=self._work, name=f"sink {kind}", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, content: str, call: Callable[[Sink], None]) -> None:
-        """Queue a call with `content` of a step, unless the sink has the step from an earlier start."""
+    def put(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
+        """Queue a step, unless the sink has it from an earlier start."""
         if step > self._last_step:
-            self._put((step, content, call), f"step {step}: {content}")
+            self._put((step, metrics, rows), f"step {step}")
 
     def end(self, status: int) -> None:
-        """Queue the end of the run, after which no call comes. Returns at once."""
+        """Queue the end of the run, after which no step comes. Returns at once."""
         self._put(status, "its end")
 
-    def _put(self, item: tuple[int, str, Callable[[Sink], None]] | int, name: str) -> None:
+    def _put(self, item: tuple[int, Mapping[str, Any], Sequence[Row]] | int, name: str) -> None:
         try:
             self._calls.put_nowait(item)
         except queue.Full:
@@ -279,24 +261,25 @@ class Relay:
     def _work(self) -> None:
         """Make the calls. A service's library may raise any error; the run goes on, and so do later calls."""
         sink: Sink | None = None
-        try:
+        with self._counted("not opened"):
             sink = self._open_sink()
-        except Exception as error:  # a library of a service raises anything
-            self._fail(f"not opened: {type(error).__name__}: {error}")
         while not isinstance(item := self._calls.get(), int):
-            step, content, call = item
-            try:
+            step, metrics, rows = item
+            with self._counted(f"step {step} not written"):
                 sink = self._open_sink() if sink is None else sink
-                if step > self._memory.step:
-                    self._memory.keep(step=step)
-                call(sink)
-            except Exception as error:  # a library of a service raises anything
-                self._fail(f"step {step}: {content} not written: {type(error).__name__}: {error}")
-        try:
-            if sink is not None:
+                self._memory.keep(step=step)
+                sink.write(step, metrics, rows)
+        if sink is not None:
+            with self._counted("not closed"):
                 sink.close(item)
+
+    @contextlib.contextmanager
+    def _counted(self, content: str) -> Iterator[None]:
+        """Count an error of the body, and go on."""
+        try:
+            yield
         except Exception as error:  # a library of a service raises anything
-            self._fail(f"not closed: {type(error).__name__}: {error}")
+            self._fail(f"{content}: {type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:
         with self._lock:
@@ -314,11 +297,9 @@ class Sinks:
         self._relays = relays
 
     def write(self, step: int, metrics: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Queue a step's metrics and, unless it is empty, its sample table. Returns at once."""
+        """Queue a step's metrics and its sample table, which may be empty. Returns at once."""
         for relay in self._relays:
-            relay.put(step, "metrics", lambda sink: sink.write(step, metrics))
-            if rows:
-                relay.put(step, "samples", lambda sink: sink.samples(step, rows))
+            relay.put(step, metrics, rows)
 
     def metrics(self) -> dict[str, int]:
         """Return `telemetry/sink_failures`, the calls that failed since the last step; nothing without sinks."""
@@ -349,13 +330,3 @@ def open_sinks(recipe: Recipe, run: Path, done: int) -> Sinks:
         start = SinkStart(run, recipe.run.name, content, done, memory)
         relays.append(Relay(f"telemetry.sinks.{number}", section.kind, memory, partial(sink_class, section, start)))
     return Sinks(relays)
-
-
-def missing_on_machine(recipe: Recipe, device: str) -> list[Violation]:
-    """Return the `telemetry` settings that a machine that computes on `device` cannot serve. A check of a recipe does not
-    need this function."""
-    profile = recipe.telemetry.profile
-    if profile is None or profile.kind != "nsight" or device == "cuda":
-        return []
-    rule = f"Nsight Systems captures what GPUs do, and this machine computes on {device}"
-    return [Violation("telemetry.profile.kind", profile.kind, rule, "torch")]

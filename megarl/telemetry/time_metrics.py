@@ -5,7 +5,6 @@ A rank's time is given as seconds by (phase, span) that sum to the rank's step (
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from megarl.planner.flops import forward_flops, update_flops
 from megarl.recipe import ENGINE_PHASES, UPDATE_PHASES, Recipe, kind_of, role_of
 from megarl.schedule import MiniBatch
 from megarl.telemetry.clock import UNACCOUNTED, WAIT, StepTimes
-from megarl.telemetry.metrics_file import duration
 
 Spans = Mapping[tuple[str, str], float]  # seconds of one rank by (phase, span)
 OFFLOAD, BUSY = "offload", "busy"
@@ -186,45 +184,3 @@ def _phase_flops(recipe: Recipe, shapes: Mapping[str, ModelShape], phase: str) -
     freeze = None if section is None else section.freeze
     lora = recipe.actor.lora if role == "actor" else None
     return partial(update_flops, shape, critic=has_value_head, lora=lora, freeze=freeze)
-
-
-# The run ----------------------------------------------------------------------------------------------------------------
-
-
-def totals_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a run's totals as a few lines of text, from its lines of `metrics.jsonl`, which survive a resume. Raises
-    ValueError without a step."""
-    # NaN is null in a line.
-    lines = [{key: value for key, value in line.items() if value is not None} for line in lines if line.get("time/step")]
-    if not lines:
-        raise ValueError("no step has time/step")
-    seconds, start_s = (sum(line.get(key, 0.0) for line in lines) for key in ("time/step", "run/start_s"))
-    times, shares, flops = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[str, float](float)
-    for line in lines:
-        for key, value in line.items():
-            area, _, name = key.partition("/")
-            if area == "time" and name != "step":
-                times[name] += value
-            elif area == "mfu":  # a mean over the phase's time
-                flops[name] += value * line.get(f"time/{name}", 0.0)
-            elif area in ("idle", "offload") and re.fullmatch(r"(\w+_)?share", name):  # a mean over the steps' time
-                shares[OFFLOAD if area == OFFLOAD else name.removesuffix("_share")] += value * line["time/step"] / seconds
-    text = f"{len(lines)} steps in {duration(seconds)}"
-    if start_s:
-        text += f", and {duration(start_s)} to start"
-    if rate := sum(line.get("tokens/useful", 0) for line in lines) / seconds:
-        text += f"; {rate:,.0f} useful tokens a second, {3600 * rate:,.0f} an hour"
-    result = [text]
-    if "share" in shares:
-        idle, unaccounted, offload = (shares.pop(name, 0.0) for name in ("share", UNACCOUNTED, OFFLOAD))
-        waits = ", ".join(f"{name} {share:.0%}" for name, share in _largest(shares))
-        result.append(f"ranks: {1 - idle - unaccounted - offload:.0%} busy, {idle:.0%} waiting ({waits})")
-    phases = _largest({phase: spent / seconds for phase, spent in times.items()})
-    result.append("phases: " + ", ".join(f"{phase} {share:.0%}" for phase, share in phases))
-    if utilization := [f"{phase} {product / times[phase]:.1%}" for phase, product in flops.items() if times[phase]]:
-        result.append("model FLOPs utilization: " + ", ".join(utilization))
-    return result
-
-
-def _largest(shares: Mapping[str, float], most: int = 4) -> list[tuple[str, float]]:
-    return sorted(((name, share) for name, share in shares.items() if share >= 0.005), key=lambda item: -item[1])[:most]

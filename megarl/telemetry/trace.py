@@ -1,10 +1,10 @@
 """`trace/` of a run directory: the timeline of each rank and rollout engine, and all timelines in one file for Perfetto.
 
-`rank-00000.jsonl` has a line for each step: `step`, `start` (rank 0's clock, seconds since 1970), `seconds`, `dropped` (the
-number of dropped events) and `events`: name, depth (0 for a phase), start in the step and length. `engine-00000.jsonl`,
-written by rank 0, has `step`, `start`, `busy` (pairs of start and length) and `requests`: name, group, arrival, begin,
-first token, end, number of tokens, weight version. Times are in microseconds from `start`. The first line of each start
-names the owner of the file.
+`rank-00000.jsonl` has a line for each step, and for the time before the first step and after the last one: `rank`, `host`,
+`step` or `part`, `start` (rank 0's clock, seconds since 1970), `seconds` and `events`: name, depth (0 for a phase), start in
+the step and length. `engine-00000.jsonl`, written by rank 0, has `engine`, `host`, `step`, `start`, `busy` (pairs of start
+and length) and `requests`: name, group, arrival, begin, first token, end, number of tokens, weight version. Times are in
+microseconds from `start`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,14 @@ class TraceWriter:
 
     def __init__(self, run: Path, rank: int, host: str, offset_s: float) -> None:
         """`offset_s`: how far this rank's clock is ahead of rank 0's."""
-        self._owner = {"rank": rank, "host": host, "offset_s": offset_s}
-        self._offset_s = offset_s
+        self._owner, self._offset_s = {"rank": rank, "host": host}, offset_s
         self._file = LineFile(run / FOLDER / f"rank-{rank:05d}.jsonl")
-        self._file.append(json.dumps(self._owner))
 
     def write(self, step: int | str, times: StepTimes) -> None:
         """Append a step, or a part of the run with a name: before the first step or after the last one."""
-        head = self._owner | {"part": step} if isinstance(step, str) else {"step": step}
+        line = self._owner | {"part" if isinstance(step, str) else "step": step, "start": times.start - self._offset_s}
         events = [[name, depth, round(start * SCALE), round(spent * SCALE)] for name, depth, start, spent in times.events]
-        start = times.start - self._offset_s
-        self._file.append(
-            json.dumps(head | {"start": start, "seconds": times.seconds, "dropped": times.dropped, "events": events})
-        )
+        self._file.append(json.dumps(line | {"seconds": times.seconds, "events": events}))
 
     def close(self) -> None:
         """Close the file."""
@@ -90,96 +85,67 @@ class EngineReport:
         return sum(seconds for _, seconds in self.busy)
 
 
-class EngineTraces:
-    """Appends a line for each engine and step, flushed."""
-
-    def __init__(self, run: Path) -> None:
-        self._folder = run / FOLDER
-        self._begun: set[int] = set()
-
-    def write(self, step: int, start: float, engines: Sequence[EngineReport]) -> None:
-        """Append a step that began at `start` on rank 0's clock."""
-        for report in engines:
-            engine_start = start + report.offset_s
-            requests = [
-                [name, group, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
-                for name, group, *moments, tokens, version in report.requests
-            ]
-            busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in report.busy]
-            file = LineFile(self._folder / f"engine-{report.engine:05d}.jsonl")
-            if report.engine not in self._begun:
-                self._begun.add(report.engine)
-                file.append(json.dumps({"engine": report.engine, "host": report.host, "offset_s": report.offset_s}))
-            file.append(json.dumps({"step": step, "start": start, "busy": busy, "requests": requests}))
-            file.close()
+def write_engines(run: Path, step: int, start: float, engines: Sequence[EngineReport]) -> None:
+    """Append a line for each engine: a step that began at `start` on rank 0's clock."""
+    for report in engines:
+        engine_start = start + report.offset_s
+        requests = [
+            [name, group, *(round((moment - engine_start) * SCALE) for moment in moments), tokens, version]
+            for name, group, *moments, tokens, version in report.requests
+        ]
+        busy = [[round((begun - engine_start) * SCALE), round(spent * SCALE)] for begun, spent in report.busy]
+        line = {"engine": report.engine, "host": report.host, "step": step, "start": start}
+        file = LineFile(run / FOLDER / f"engine-{report.engine:05d}.jsonl")
+        file.append(json.dumps(line | {"busy": busy, "requests": requests}))
+        file.close()
 
 
-@dataclass(frozen=True)
-class TraceFile:
-    """The content of a file: the owner, the steps, and the parts outside of steps. A repeated step appears as it ran
+def read_traces(run: str | Path, owner: str) -> list[list[dict[str, Any]]]:
+    """Return the lines of each "rank" or "engine" that has written any, the steps last. A repeated step appears as it ran
     last."""
-
-    owner: dict[str, Any]
-    steps: list[dict[str, Any]]
-    parts: list[dict[str, Any]]
-
-    @property
-    def rank(self) -> int:
-        """The rank that wrote the file."""
-        return int(self.owner["rank"])
-
-
-def read_ranks(run: str | Path) -> list[TraceFile]:
-    """Return the traces of all ranks."""
-    paths = sorted((Path(run) / FOLDER).glob("rank-*.jsonl"))
-    return [trace for path in paths if (trace := _read(path)) is not None]
-
-
-def _read(path: Path) -> TraceFile | None:
-    """Return a file's content; None if a kill came before the first line."""
-    steps: dict[int, dict[str, Any]] = {}
-    parts: list[dict[str, Any]] = []
-    owner: dict[str, Any] = {}
-    for line in read_lines(path):
-        if "step" in line:
-            steps = {step: kept for step, kept in steps.items() if step < line["step"]}
-            steps[line["step"]] = line
-        else:
-            owner = line
-        if "part" in line:
-            parts.append(line)
-    return TraceFile(owner, list(steps.values()), parts) if owner else None
+    traces = []
+    for path in sorted((Path(run) / FOLDER).glob(f"{owner}-*.jsonl")):
+        parts, steps = [], dict[int, dict[str, Any]]()
+        for line in read_lines(path):
+            if "part" in line:
+                parts.append(line)
+            else:
+                steps = {step: earlier for step, earlier in steps.items() if step < line["step"]}
+                steps[line["step"]] = line
+        if parts or steps:
+            traces.append([*parts, *steps.values()])
+    return traces
 
 
 def merge(run: str | Path) -> dict[str, Any]:
     """Return all traces in Chrome's format: a process is a rank or an engine; a slice is a step, phase, span or request.
     Raises ValueError without a trace."""
-    ranks = read_ranks(run)
-    folder = Path(run) / FOLDER
+    ranks = read_traces(run, "rank")
     if not ranks:
+        folder = Path(run) / FOLDER
         raise ValueError(f"{folder} has no rank-*.jsonl: the run was started with run.trace: none, or has made no step yet")
     events: list[dict[str, Any]] = []
-    for rank in ranks:
-        events.append(_name("process_name", rank.rank, f"rank {rank.rank} on {rank.owner['host']}"))
-        for step in [*rank.parts, *rank.steps]:
-            start, kind = round(step["start"] * SCALE), "part" if "part" in step else "step"
-            name = step["part"] if kind == "part" else f"step {step['step']}"
-            events.append(_slice(rank.rank, 0, kind, name, start, round(step["seconds"] * SCALE)))
-            for name, depth, begun, spent in step["events"]:
+    for lines in ranks:
+        rank = lines[-1]["rank"]
+        events.append(_name("process_name", rank, f"rank {rank} on {lines[-1]['host']}"))
+        for line in lines:
+            start, kind = round(line["start"] * SCALE), "part" if "part" in line else "step"
+            name = line["part"] if kind == "part" else f"step {line['step']}"
+            events.append(_slice(rank, 0, kind, name, start, round(line["seconds"] * SCALE)))
+            for name, depth, begun, spent in line["events"]:
                 kind = "wait" if name.startswith(WAIT) else "span" if depth else "phase"
-                events.append(_slice(rank.rank, 0, kind, name, start + begun, spent))
-    for path in sorted(folder.glob("engine-*.jsonl")):
-        if (engine := _read(path)) is not None:
-            events += _engine_events(engine)
+                events.append(_slice(rank, 0, kind, name, start + begun, spent))
+    for lines in read_traces(run, "engine"):
+        events += _engine_events(lines)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _engine_events(trace: TraceFile) -> list[dict[str, Any]]:
+def _engine_events(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events of an engine: lane 0 shows when the engine had requests; each request has a lane that is free."""
-    process, engine = FIRST_PROCESS + trace.owner["engine"], trace.owner["engine"]
-    events = [_name("process_name", process, f"rollout engine {engine} on {trace.owner['host']}")]
-    num_lanes = 0
-    for step in trace.steps:
+    engine = steps[-1]["engine"]
+    process, num_lanes = FIRST_PROCESS + engine, 0
+    events = [_name("process_name", process, f"rollout engine {engine} on {steps[-1]['host']}")]
+    for step in steps:
         start = round(step["start"] * SCALE)
         events += [_slice(process, 0, "engine", "generating", start + begun, spent) for begun, spent in step["busy"]]
         lanes = in_lanes([(begun, ended) for _, _, _, begun, _, ended, _, _ in step["requests"]])

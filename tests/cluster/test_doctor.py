@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import NodeReport, compare_nodes, examine
-from megarl.cluster.doctor_checks import (
+from megarl.cluster.doctor import (
     CheckResult,
     DoctorOptions,
+    NodeReport,
     Severity,
     check_machine,
     check_network,
     check_packages,
     check_precision,
     check_slurm,
+    compare_nodes,
+    examine,
 )
 from tests.ports import unused_port
 
@@ -149,11 +151,6 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
     assert_fails(check_network({}), "host name", "no-such-node.invalid", "/etc/hosts")
 
 
-def test_a_proxy_that_would_catch_rays_messages() -> None:
-    item = finding_of(check_network({}, {"https_proxy": "http://proxy:3128"}), "https_proxy")
-    assert item.severity == Severity.WARN and "no_proxy" in item.fix
-
-
 def test_a_silent_controller_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(check_slurm({})) == []
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at node0 is DOWN'\nexit 1\n")
@@ -162,9 +159,13 @@ def test_a_silent_controller_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "slurm controller", "node0 is DOWN", "slurmctld")
 
 
-def test_a_model_that_this_node_lacks(tmp_path: Path) -> None:
-    options = DoctorOptions(run_dir=tmp_path, model=str(tmp_path / "model"), master=("127.0.0.1", unused_port()))
-    assert_fails(examine(options), "model", "no config.json", "copy it to each")
+def test_a_model_that_this_node_lacks_and_a_port_of_ray_in_use(tmp_path: Path, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    master = ("127.0.0.1", unused_port())
+    options = DoctorOptions(run_dir=tmp_path, model=str(tmp_path / "model"), master=master, ray_port=port)
+    findings = list(examine(options))
+    assert_fails(findings, "model", "no config.json", "copy it to each")
+    assert_fails(findings, f"port {port}", "for Ray", "already in use")
 
 
 def compare(

@@ -23,7 +23,8 @@ def adapted(**environment: str) -> dict[str, str]:
 
 
 def test_a_working_environment_stays_unchanged(tmp_path: Path) -> None:
-    fits = {"HOME": str(tmp_path), "TMPDIR": "/tmp", "PYTHONUTF8": "1", "VLLM_PORT": "8000", "MASTER_PORT": "29500"}
+    fits = {"HOME": str(tmp_path), "TMPDIR": "/tmp", "PYTHONUTF8": "1", "VLLM_PORT": "8000", "MASTER_PORT": "29500",
+            "RAY_AUTH_MODE": "token"}  # fmt: skip
     assert adapted(**fits) == fits
 
 
@@ -72,7 +73,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
-from megarl.cluster.doctor_checks import check_writable
+from megarl.cluster.doctor import check_writable
 from megarl.cluster.job_environment import adapt_environment
 if os.getuid() == 0:
     os.setuid(65534)

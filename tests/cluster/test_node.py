@@ -74,19 +74,15 @@ NODE = """
 import os, signal, sys, time
 from pathlib import Path
 from megarl.cluster import processes
-processes.TERM_S = 0.5
-processes.adopt_orphans()
-shared = processes.SharedMemory()
+descendants = processes.Descendants()
 processes.start_tied([sys.executable, "-c", *sys.argv[1:4]], os.environ, signal.SIGKILL).wait()
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)
 if sys.argv[4] == "killed":
-    shared.scan_changes()
+    descendants.tend((int(Path(sys.argv[3]).read_text()),))
     os.kill(int(Path(sys.argv[3]).read_text()), signal.SIGKILL)
     os.waitpid(-1, 0)
-shared.scan()
-processes.end_descendants()
-shared.remove()
+descendants.end()
 """
 
 

@@ -135,7 +135,7 @@ def test_a_rank_killed_on_one_node_restarts_or_ends_the_ranks_of_both(tmp_path, 
 
 def test_no_node_restarts_ranks_without_the_store_of_node_0():
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    others = OtherNodes.connect("127.0.0.1", server.port, "job", 2, keeps_store=False)
+    others = OtherNodes("127.0.0.1", server.port, "job", 2, keeps_store=False)
     del server
     assert others.publish(0, Outcome(FAILED, "rank 3 was killed by SIGKILL", restarts=True)) == STORE_GONE
     others.close()

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from megarl.cluster import preemption
-from megarl.cluster.node import FORWARDED, ForwardedSignals
-from megarl.cluster.preemption import Abandoned, Asked, LeaveNow, Preemption, handle_signals
+from megarl.cluster.node import ForwardedSignals
+from megarl.cluster.preemption import SIGNALS, Abandoned, Asked, LeaveNow, Preemption, handle_signals
 from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted, record_end, record_start, starts_summary
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
 from tests.ranks import run_ranks
@@ -38,7 +38,7 @@ def test_a_repeated_signal_counts_once_and_a_later_signal_is_the_second():
 
 
 def test_a_closing_terminal_makes_a_run_save_unless_nohup_ignores_the_signal():
-    kept = {number: signal.getsignal(number) for number in FORWARDED}
+    kept = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
     try:
         for result in (signal.SIG_DFL, signal.SIG_IGN):
             signal.signal(signal.SIGHUP, result)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from megarl.cluster import watched
-from megarl.cluster.watchdog import RANK_ENDED, _Rank
+from megarl.cluster.watchdog import _Rank
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watchdog_network import WatcherSettings
 from megarl.cluster.watched import Watch, WatcherProcess
@@ -121,8 +121,9 @@ def test_a_rank_reports_a_passed_deadline_to_the_watcher(watch, monkeypatch, err
     assert not noted or (standing.phase, standing.span) == place_of(error)
 
 
-def test_a_rank_that_lost_a_peer_waits_for_a_hang_until_a_rank_has_ended(watch, monkeypatch):
+def test_a_rank_that_lost_a_peer_waits_for_the_verdict_on_a_hang(watch, monkeypatch):
     monkeypatch.setattr(watched, "LOST_S", DEADLINE_S)
+    monkeypatch.setattr(watched, "END_S", 0.0)
     begun, rank = time.monotonic(), _Rank(watch.handle)
 
     def leave():
@@ -133,6 +134,6 @@ def test_a_rank_that_lost_a_peer_waits_for_a_hang_until_a_rank_has_ended(watch, 
     leaving.start()
     _poll(lambda: rank.standing(0.0).phase == "actor_update")
     assert leaving.is_alive()
-    rank.tell(RANK_ENDED)
+    watch._is_ending.set()  # as at the watcher's order, which would end this process
     leaving.join()
     assert time.monotonic() - begun < DEADLINE_S

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster import doctor_checks
-from megarl.cluster.doctor_checks import Severity
+from megarl.cluster import doctor
+from megarl.cluster.doctor import Severity
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.phases_section import RewardPhaseSection
@@ -200,12 +200,12 @@ def test_a_killed_program_hit_its_cpu_limit_even_if_its_seconds_are_below_it(cpu
 
 
 def test_without_a_sandbox_no_code_runs(monkeypatch):
-    assert doctor_checks.check_sandbox().severity == Severity.OK
-    for module in (verifiers, doctor_checks):
+    assert doctor.check_sandbox().severity == Severity.OK
+    for module in (verifiers, doctor):
         monkeypatch.setattr(module, "refusal", lambda: "unshare: not permitted; code runs in namespaces")
     with pytest.raises(ValueError, match="reward kind code: this machine has no sandbox: unshare"):
         code_verifier(CodeRewardSection(kind="code"))
-    finding = doctor_checks.check_sandbox()
+    finding = doctor.check_sandbox()
     assert finding.severity == Severity.FAIL and finding.message == "unshare: not permitted" and "namespaces" in finding.fix
 
 

@@ -21,9 +21,9 @@ ADDRESS = "10.0.0.1:6379"
 DEADLINE_S = 560.0
 
 
-def started(ranks: int, each: int, address: str | None = None, master: str = "node0") -> dict[str, str]:
+def started(ranks: int, each: int, address: str | None = None) -> dict[str, str]:
     """What torchrun and the launcher say to rank 0."""
-    said = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": "0", "MASTER_ADDR": master}
+    said = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": "0"}
     return said if address is None else said | {"MEGARL_RAY_ADDRESS": address}
 
 
@@ -73,7 +73,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, recipe, variables in (
         ("trainer.ranks = 4, but 2 ranks were started", of(4), started(2, 2)),
         ("4 trainer ranks are on 2 nodes, and MEGARL_RAY_ADDRESS names no Ray cluster", of(4), started(4, 2)),
-        ("engine 0 is on node 1, and MASTER_ADDR = 127.0.0.1", of(2, "separate"), started(2, 2, ADDRESS, "127.0.0.1")),
         ("need 3 nodes, and there are 2", of(6), started(6, 2, ADDRESS)),
         ("mapped: trainer ranks and engines are on several hosts; use auto", synced(of(4), "mapped"),
          started(4, 2, ADDRESS)),

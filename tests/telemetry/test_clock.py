@@ -144,7 +144,7 @@ def finished_work():
 
 def test_traces_of_all_ranks_become_one_on_one_clock(tmp_path):
     def times(start, event):
-        return StepTimes(start, 2.0, {}, {}, [Event(*event)], 0)
+        return StepTimes(start, 2.0, {}, {}, [Event(*event)])
 
     for rank, offset in ((0, 0.0), (1, 100.0)):
         writer = TraceWriter(tmp_path, rank, "here", offset)

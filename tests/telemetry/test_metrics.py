@@ -73,7 +73,7 @@ def test_without_a_terminal_each_step_is_one_plain_line():
                 begin_work("micro-batches", 4)
                 advance_work()
             seconds = {1: 60.0, 2: 30.0, 3: 20.0}[step]
-            tokens = {"tokens/prompt": 200, "tokens/completion": 100}
+            tokens = {"tokens/per_s": 300 / seconds}
             progress.step(step, {"reward/mean": 0.25 * step, "time/step": seconds, "actor/entropy": None} | tokens)
         progress.step(12, {"reward/mean": 1.0})
     assert output.getvalue().splitlines() == [
@@ -108,9 +108,7 @@ def test_a_terminal_shows_the_running_phase_its_progress_and_the_end(columns):
                         advance_work()
                 assert progress._live is not None
                 progress._live.refresh()
-                progress.step(
-                    step, {"reward/mean": 0.25 * step, "time/step": 60.0, "tokens/prompt": 6000, "tokens/completion": 0}
-                )
+                progress.step(step, {"reward/mean": 0.25 * step, "time/step": 60.0, "tokens/per_s": 100.0})
                 progress.phase("actor_update")
             written = b""
             while select.select([reader], [], [], 0.0)[0]:  # a terminal returns its content in parts

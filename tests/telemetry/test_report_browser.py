@@ -13,6 +13,7 @@ from tests.report_cases import make_run, metrics_of
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; bash launch/setup.sh --tests installs Debian's")
+SHARE = "schedule/actor_update/useful_share"
 DESKTOP, PHONE = (1280, 1600), (500, 1600)
 
 
@@ -43,7 +44,8 @@ def look(page: Path, size: tuple[int, int], scratch: Path) -> tuple[str, list[st
     ],
 )
 def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
-    a, b = (make_run(tmp_path / name, [metrics_of(step) for step in range(1, 13)]) for name in ("a", "b"))
+    steps = [metrics_of(step) | {"sync/pack_s": step / 10, SHARE: 0.9 + step / 200} for step in range(1, 13)]
+    a, b = (make_run(tmp_path / name, steps) for name in ("a", "b"))
     page = report(a) if kind == "one" else compare(a, b)
     dom, message, picture = look(page, size, tmp_path)
     assert message == []
@@ -51,7 +53,8 @@ def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
     plots = re.findall(r'class="plot js-plotly-plot" id="([\w-]+)"', body)
     assert len(plots) >= (6 if kind == "one" else 4)
     assert re.match(rf'[^>]*data-drawn="{len(plots)}"', body)
-    assert {"reward", "ranks-time", "useful-share", "sync-split"} <= set(plots) or kind == "two"
+    small = {"curve-schedule-reward_model-useful_share", "curve-sync-total_s"}
+    assert {"reward", "ranks-time", "phase-times", *small} <= set(plots) or kind == "two"
     for plot in plots:  # each with something in it
         drawn = body.split(f'id="{plot}"', 1)[1].split('class="plot ', 1)[0]
         assert re.search(r'<path class="js-line"|<g class="point"><path d="M', drawn), plot

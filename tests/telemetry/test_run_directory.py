@@ -1,6 +1,5 @@
 """A run directory that is full, torn, or wanted by two runs loses as little as possible, and the fault is named."""
 
-import json
 import os
 import signal
 import subprocess
@@ -212,25 +211,6 @@ def test_a_torn_lock_is_taken_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.lock()
     run.unlock()
-
-
-def test_relative_paths_start_at_the_directory_of_the_runs_last_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, other = tmp_path / "home", tmp_path / "other"
-    for place in (home / "models/tiny", home / "data", other / "data"):
-        place.mkdir(parents=True)
-    for row in (home / "data/a.jsonl", home / "data/b.jsonl", other / "data/a.jsonl"):
-        row.write_text("")
-    run = RunDirectory(home / "runs/x")
-    monkeypatch.chdir(home)
-    exit_status.record_start(run.path, ["a"], 0)
-    sources = [{"path": "data/a.jsonl"}, {"path": "data/gone.jsonl"}, {"path": str(home / "data/a.jsonl")}]
-    content = {"model": {"path": "models/tiny"}, "reference": None, "data": {"prompts": {"parts": sources}}}
-    run.recipe.write_text(json.dumps(content | {"critic": {"path": "Qwen/Qwen3-0.6B"}}))
-    assert run.moved_paths() == []
-    monkeypatch.chdir(other)
-    assert run.moved_paths() == [f'model.path="{home}/models/tiny"', f'data.prompts.parts.0.path="{home}/data/a.jsonl"']
 
 
 def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:

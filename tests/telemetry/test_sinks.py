@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from megarl.recipe import Recipe, RecipeError, parse_recipe
+from megarl.recipe.device_section import with_gpus, without_gpus
 from megarl.telemetry import sinks as module
 from megarl.telemetry.exit_status import COMPLETE, FAILED, REQUEUE, Preempted
-from megarl.telemetry.sinks import Memory, Relay, Sinks, missing_on_machine, open_sinks
+from megarl.telemetry.sinks import Memory, Relay, Sinks, open_sinks
 from tests.recipe_cases import edited, make_folder
 from tests.sink_cases import (
     mlflow_client,
@@ -38,14 +39,11 @@ class Kept:
         self.fails, self.gate = fails, threading.Event()
         self.gate.set()
 
-    def write(self, step: int, metrics: Any) -> None:
+    def write(self, step: int, metrics: Any, rows: Any) -> None:
         self.gate.wait()
         if step in self.fails:
             raise OSError("no space left on device")
-        self.given.append((step, metrics["reward/mean"]))
-
-    def samples(self, step: int, rows: Any) -> None:
-        self.given.append((step, len(rows)))
+        self.given.append((step, metrics["reward/mean"], len(rows)))
 
     def close(self, status: int) -> None:
         self.given.append(status)
@@ -61,11 +59,11 @@ def test_a_failing_sink_is_reported_once_and_counted_and_other_sinks_get_everyth
     with caplog.at_level(logging.WARNING), sinks:
         for step in (1, 2, 3):
             sinks.write(step, {"reward/mean": step / 2}, [sample_row(step, 0)] if step == 2 else [])
-    assert broken.given == [(2, 1.0), (2, 1), COMPLETE]
-    assert whole.given == [(1, 0.5), (2, 1.0), (2, 1), (3, 1.5), COMPLETE]
+    assert broken.given == [(2, 1.0, 1), COMPLETE]
+    assert whole.given == [(1, 0.5, 0), (2, 1.0, 1), (3, 1.5, 0), COMPLETE]
     assert sinks.metrics() == {"telemetry/sink_failures": 2} and sinks.metrics() == {"telemetry/sink_failures": 0}
     (warning,) = caplog.messages
-    assert "telemetry.sinks.0 (wandb): step 1: metrics not written: OSError: no space left on device" in warning
+    assert "telemetry.sinks.0 (wandb): step 1 not written: OSError: no space left on device" in warning
     assert "metrics.jsonl has every step" in warning
 
 
@@ -82,7 +80,7 @@ def test_a_hanging_sink_delays_no_step_and_the_end_only_briefly(tmp_path, caplog
                 sinks.write(step, {"reward/mean": 0.0}, [])  # returns while the first sink hangs in step 1
                 wait_for(lambda has=whole_has: len(whole.given) > has)
         wait_for(lambda: whole.given[-1] == COMPLETE)  # the end waited so briefly that a busy machine may finish later
-        assert [step for step, _ in whole.given[:-1]] == list(range(1, 9))
+        assert [step for step, *_ in whole.given[:-1]] == list(range(1, 9))
         assert sinks.metrics()["telemetry/sink_failures"] >= 6, "one running call and two waiting calls are not lost yet"
         assert hangs.given == []
     finally:
@@ -101,7 +99,7 @@ def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
     with Sinks([Relay("telemetry.sinks.0", "wandb", Memory(tmp_path / "wandb.json", True), open_late)]) as sinks:
         for step in (1, 2):
             sinks.write(step, {"reward/mean": 0.0}, [])
-    assert kept.given == [(2, 0.0), COMPLETE]
+    assert kept.given == [(2, 0.0, 0), COMPLETE]
     assert sinks.metrics() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
@@ -114,7 +112,7 @@ def test_a_sink_learns_of_an_end_before_the_last_step(tmp_path, error, end):
     with pytest.raises(type(error)), Sinks([relay_to(kept, tmp_path)]) as sinks:
         sinks.write(1, {"reward/mean": 0.0}, [])
         raise error
-    assert kept.given == [(1, 0.0), end]
+    assert kept.given == [(1, 0.0, 0), end]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("wandb", [4, 5]), ("tensorboard", [3, 4, 5])])
@@ -126,7 +124,7 @@ def test_a_resumed_run_repeats_steps_only_for_a_sink_that_drops_old_steps(tmp_pa
     with Sinks([relay_to(again, tmp_path, new=False, kind=kind)]) as sinks:
         for step in (3, 4, 5):  # from a checkpoint after step 2
             sinks.write(step, {"reward/mean": 0.0}, [])
-    assert [step for step, _ in again.given[:-1]] == expected
+    assert [step for step, *_ in again.given[:-1]] == expected
 
 
 def recipe_with(**telemetry: Any) -> Recipe:
@@ -176,8 +174,8 @@ def test_settings_that_do_not_fit_the_run_are_named(in_folder):
 
 def test_settings_that_this_machine_cannot_serve_are_refused_at_the_start_and_not_by_a_check(in_folder):
     recipe = recipe_with(profile={"kind": "nsight", "steps": [1]})
-    assert [violation.key for violation in missing_on_machine(recipe, "cpu")] == ["telemetry.profile.kind"]
-    assert missing_on_machine(recipe, "cuda") == []
+    assert [violation.key for violation in without_gpus(recipe)] == ["telemetry.profile.kind"]
+    assert list(with_gpus(recipe)) == []
 
 
 def test_a_recipe_without_sinks_imports_no_sink_library():

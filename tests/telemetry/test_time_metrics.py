@@ -10,7 +10,7 @@ from megarl.platform.diagnostics import peak_of
 from megarl.recipe import load_recipe
 from megarl.schedule import MicroBatch, MiniBatch
 from megarl.telemetry.clock import StepTimes
-from megarl.telemetry.time_metrics import Sizes, TimeMetrics, bubble_metrics, engine_metrics, idle_metrics, totals_lines
+from megarl.telemetry.time_metrics import Sizes, TimeMetrics, bubble_metrics, engine_metrics, idle_metrics
 from tests.runs import tiny_recipe, tiny_run
 
 # Two ranks in a step of 10 s: rank 1 computes for longer, and rank 0 waits for it.
@@ -49,30 +49,6 @@ def test_engines_wait_for_each_other_for_weights_and_for_the_trainer():
     assert ahead["idle/engines/weight_sync_share"] == pytest.approx(0.05) and ahead["idle/engines/training_share"] == 0
 
 
-def line(step, seconds, **more):
-    shares = {"idle/share": 0.4, "idle/ranks_share": 0.4, "idle/unaccounted_share": 0.1}
-    phase = {"time/rollout": seconds / 4, "mfu/rollout": 0.1 * step, "idle/rollout/bubble_share": 0.2}
-    return {"step": step, "time/step": seconds, "tokens/useful": 1000, **phase, **shares, **more}
-
-
-def test_a_runs_totals_follow_from_its_lines():
-    """Steps count by their length; starts count separately."""
-    lines = [
-        line(1, 4.0, **{"run/start_s": 3.0}),
-        line(2, 12.0, **{"run/start_s": 5.0, "idle/share": 0.8}),
-        line(3, 4.0, **{"idle/ranks_share": None}),  # the value was not finite
-    ]
-    # A line without time/step does not count.
-    assert totals_lines([*lines, {"step": 4, "reward/mean": 1.0}]) == [
-        "3 steps in 20.0 s, and 8.0 s to start; 150 useful tokens a second, 540,000 an hour",
-        "ranks: 26% busy, 64% waiting (ranks 32%)",
-        "phases: rollout 25%",
-        "model FLOPs utilization: rollout 20.0%",
-    ]
-    with pytest.raises(ValueError, match="time/step"):
-        totals_lines([])
-
-
 def test_the_page_explains_every_metric():
     page = (Path(__file__).parents[2] / "docs" / "reading-a-run.md").read_text()
     waits = {("actor_update", f"wait_{whom}"): 1.0
@@ -102,7 +78,7 @@ def test_utilisation_and_rates_count_only_useful_work(tmp_path):
     recipe = recipe_with(tmp_path, peak_tflops=2.0)
     once = MiniBatch(0, (0, 1), ((MicroBatch((0,), 7, 7),), (MicroBatch((1,), 7, 7),)))
     sizes = Sizes([3, 5], [4, 2], [True, False], {"actor_update": (once, once), "critic_value": (once,)})
-    times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [], 0)
+    times = StepTimes(0.0, 10.0, {"rollout": 2.0, "actor_update": 4.0, "critic_value": 1.0}, {}, [])
     shapes = dict.fromkeys(("actor", "reference", "critic"), shape)
     done = {"schedule/actor_update/tokens": 28}
     metrics = TimeMetrics(recipe, shapes, 1, lambda precision: None).of(times, RANKS, sizes, [2.0], done)
