@@ -119,7 +119,7 @@ class Form:
         answers = [None if answer_field is None else self._answer(fields, where, answer_field, "answer_field")]
         if self.rejected_field is not None:
             answers.append(self._answer(fields, where, self.rejected_field, "rejected_field"))
-        examples = [self._example(chat, answer, place) for answer in answers]
+        examples = [self._example(chat, answer) for answer in answers]
         return Row(chat[-1]["content"], "", fields, tuple(examples), where, prompt_field, answer_field or prompt_field)
 
     def _prompt(self, fields: Any, where: str, name: str) -> tuple[Any, str]:
@@ -135,16 +135,12 @@ class Form:
             return _messages(value, place)
         return [{"role": "assistant", "content": _text(value, place, f"{self.key}.{key}")}]
 
-    def _example(self, chat: list[Message], answer: list[Message] | None, place: str) -> list[Message] | Pair:
+    def _example(self, chat: list[Message], answer: list[Message] | None) -> list[Message] | Pair:
         if not self.data.chat_template:
             return chat[0]["content"], None if answer is None else answer[0]["content"]
         if answer is not None:  # messages that begin with another role than the assistant's are a whole chat
-            chat = [*chat, *answer] if answer[0]["role"] in ANSWERERS else answer
-        if self.data.system_prompt is None:
-            return chat
-        if any(message["role"] == "system" for message in chat):
-            raise ValueError(f"{place}: the chat has a system message, and data.system_prompt is another one; remove one")
-        return [{"role": "system", "content": self.data.system_prompt}, *chat]
+            return [*chat, *answer] if answer[0]["role"] in ANSWERERS else answer
+        return chat
 
 
 def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:

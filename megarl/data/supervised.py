@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.data.sample import Example
 from megarl.data.sources import BadRows, Form, Message, Pair, Row
-from megarl.data.tokenizer import ANSWERERS, apply_template, render_questions
+from megarl.data.tokenizer import ANSWERERS, apply_template, render_questions, with_system
 from megarl.recipe.data_section import DataSection
 
 # Stand for the content of a turn: no template changes them, and they share neither first nor last character.
@@ -75,6 +75,7 @@ def _text(tokenizer: Any, pair: Pair, system_prompt: str | None) -> Example:
 
 def _conversations(tokenizer: Any, chats: Sequence[list[Message]], system_prompt: str | None) -> tuple[Example, ...]:
     """Render the chats of a row; of a pair only the turns after the messages that both share are trained."""
+    chats = [with_system(chat, system_prompt) for chat in chats]
     same = zip(*chats, strict=False) if len(chats) > 1 else ()
     num_shared = len(list(takewhile(lambda messages: messages[0] == messages[1], same)))
 

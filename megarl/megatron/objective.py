@@ -93,7 +93,7 @@ class PolicyObjective:
             sums["kl_sum"] = (divergence.detach() * kept).sum()
         if distillation is not None:
             if teacher is not None:
-                divergence = kl(logprobs, teacher, distillation.estimator or "k1")
+                divergence = kl(logprobs, teacher, "k2" if distillation.place == "loss" else "k1")
             else:
                 divergence = outputs["divergence"] if order is None else outputs["divergence"][place]
             if distillation.place == "loss":

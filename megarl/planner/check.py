@@ -233,12 +233,8 @@ def first_steps_lines(recipe: Recipe, plan: Forecast | None = None) -> list[str]
         if plan is not None and plan.warmup is not None and plan.job.warmup is not None and plan.warmup.seconds is not None:
             seconds, origin = plan.warmup.seconds, plan.job.warmup.lengths.origin
             lines[-1] += f"; {_short(seconds)} seconds a step, {_short(recipe.sft_steps * seconds)} in all, with {origin}"
-    if recipe.critic_warmup_steps:
-        then = (
-            f"the {recipe.critic_warmup_steps} steps after them"
-            if lines
-            else f"the first {recipe.critic_warmup_steps} steps"
-        )
+    if count := recipe.critic_warmup_steps:
+        then = f"the {count} steps after them" if lines else f"the first {count} steps"
         lines.append(f"{then} (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
     return lines
 

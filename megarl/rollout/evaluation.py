@@ -35,7 +35,7 @@ from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stream import RolloutStream, Sampling, open_stream
-from megarl.rollout.taken import KnownBatches, Resync
+from megarl.rollout.taken import Resync
 from megarl.telemetry.clock import span
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
@@ -49,7 +49,7 @@ class Evaluation:
     """Rewards and answers of each prompt's completions, in the order of the prompts; `HeldOut.go_on` adds them."""
 
     prompts: Sequence[Prompt]
-    counts: dict[str, float]  # `HeldOutPrompts.counts`
+    counts: dict[str, float]  # `HeldOut.counts`
     rewards: list[np.ndarray] = field(default_factory=list)  # of each prompt float [completions], NaN if masked
     answers: list[list[str | None]] = field(default_factory=list)  # empty if no part of the reward reads answers
     lengths: list[int] = field(default_factory=list)  # of all completions
@@ -100,8 +100,8 @@ class Evaluation:
         return "".join(lines)
 
 
-class HeldOutPrompts:
-    """The prompts of an evaluation, without those of the training data. Raises ValueError if none is left."""
+class HeldOut:
+    """The prompts, or rows, of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
     def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream, area: str = "evaluation") -> None:
         """`held_out` is a stream of `held_out_data`; the names of the metrics begin with `area`."""
@@ -116,15 +116,11 @@ class HeldOutPrompts:
             f"{area}/num_bad_rows": held_out.num_bad_rows,
         }
 
-
-class HeldOut(HeldOutPrompts):
-    """Held-out prompts that the engines answer."""
-
     def begin(self) -> Evaluation:
         """Return an evaluation without answers."""
         return Evaluation(self.prompts, self.counts)
 
-    def go_on(self, judged: Evaluation, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
+    def go_on(self, judged: Evaluation, stream: RolloutStream, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
         whether prompts are left; after the last round a warning names the first completion that could not be scored. Raises
         what rollouts and rewards raise."""

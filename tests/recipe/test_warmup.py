@@ -55,13 +55,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "warmup.sft.optimizer.beta1": {f"{SFT}__optimizer__beta1": 0.5},
     "warmup.sft.actor_update.epochs": {f"{SFT}__actor_update__epochs": 2},
     "warmup.sft.actor_update.micro_batch.max_tokens": {f"{SFT}__actor_update__micro_batch__max_tokens": 40},
-    "warmup.sft.evaluation.micro_batch": {f"{SFT}__evaluation": {"prompts": HELD_OUT}},
-    "warmup.sft.evaluation.completions": {
-        f"{SFT}__evaluation": {"prompts": HELD_OUT, "completions": 2, "micro_batch": {"max_tokens": 96}}
-    },
-    "warmup.sft.evaluation.micro_batch.max_tokens": {
-        f"{SFT}__evaluation": {"prompts": HELD_OUT, "micro_batch": {"max_tokens": 40}}
-    },
+    "warmup.sft.evaluation.completions": {f"{SFT}__evaluation": {"prompts": HELD_OUT, "completions": 2}},
     "warmup.sft.actor_update.mini_batch": {f"{SFT}__actor_update__mini_batch": 7, "trainer__ranks": 2},
     "reference.layout": {"reference": {"layout": {"tensor": 2}}, "trainer__ranks": 2},
     "actor.optimizer.warmup_steps": {"actor__optimizer__warmup_steps": 4},
