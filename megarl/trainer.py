@@ -225,7 +225,7 @@ class Trainer:
         """Run phases on the part of the step's groups that is sampled next."""
         rollouts: RolloutBatch | None = None
         with self._phase("rollout"):
-            if isinstance(self.parts.rollouts, RolloutStream):
+            if self.parts.rollouts is not None:
                 num_groups = self.recipe.phases.rollout.prompts // EARLY_PARTS
                 with span("wait_engines"):
                     rollouts = self.parts.rollouts.next_part(num_groups, self._sync_restarted_from_first)
@@ -450,17 +450,16 @@ class Trainer:
             shards = actor.shards()
             if self.parts.engines_sleep:  # they wake in the sync and need the memory
                 platform.release_memory()
-            stream = self.parts.rollouts
-            if isinstance(stream, RolloutStream):
+            if self.parts.rollouts is not None:
                 with span("wait_engines"):  # one may start again
-                    stream.pause()
+                    self.parts.rollouts.pause()
             metrics = self.parts.weights.publish(version, shards, self.parts.engines, engines)
         if canary is not None:
             pool = self.parts.engines
             score = None if pool is None else partial(pool.score, canary.sequences, engines)
             metrics |= canary.check(score, restarted=engines is not None)
-        if isinstance(stream, RolloutStream):
-            stream.resume(version, engines)
+        if self.parts.rollouts is not None:
+            self.parts.rollouts.resume(version, engines)
         return metrics
 
     # Around the step --------------------------------------------------------------------------------------------------
@@ -478,7 +477,7 @@ class Trainer:
                 if leaves():
                     return None
                 answer: Any = None
-                if held_out is not None and isinstance(self.parts.rollouts, RolloutStream):
+                if held_out is not None and self.parts.rollouts is not None:
                     evaluation = evaluation or held_out.begin()
                     answer = held_out.go_on(evaluation, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
@@ -533,7 +532,7 @@ class Trainer:
             done = number
             # Before an evaluation, whose times do not count.
             engines = [] if self.parts.engines is None else self.parts.engines.take_times()
-            if isinstance(self.parts.rollouts, RolloutStream):
+            if self.parts.rollouts is not None:
                 self.parts.rollouts.follow(engines)
             metrics |= self._evaluate_after(number, writer, preemption.agreed)
             metrics |= self.take_restart_metrics()

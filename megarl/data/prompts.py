@@ -75,7 +75,14 @@ class PromptStream:
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, each from the part that is furthest behind its share."""
-        return [self._next() for _ in range(num_prompts)]
+        prompts = []
+        for _ in range(num_prompts):
+            shares = zip(self._weights, self._parts, strict=True)
+            behind = [weight * (self.position + 1) - part.taken for weight, part in shares]
+            number = behind.index(max(behind))
+            prompts.append(self._parts[number].prompt(self.position, (number, self._parts[number].next_row())))
+            self.position += 1
+        return prompts
 
     def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
         """Return a prompt that was taken, by its `index` and `origin`."""
@@ -114,13 +121,6 @@ class PromptStream:
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.restore(saved)
         self.position = state["position"]
-
-    def _next(self) -> Prompt:
-        behind = [weight * (self.position + 1) - part.taken for weight, part in zip(self._weights, self._parts, strict=True)]
-        number = behind.index(max(behind))
-        prompt = self._parts[number].prompt(self.position, (number, self._parts[number].next_row()))
-        self.position += 1
-        return prompt
 
 
 class Curriculum:

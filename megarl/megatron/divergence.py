@@ -57,12 +57,6 @@ class Divergence:
         local = normalisers[:, rows].unsqueeze(-1)
         return policy.sub_(local[0]), teacher.sub_(local[1])
 
-    def reduce(self, sums: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Join the sums of the tensor ranks in place."""
-        if self.head.group.size() > 1:
-            dist.all_reduce(sums, op=op, group=self.head.group)
-        return sums
-
 
 class _OverVocabulary(torch.autograd.Function):
     @staticmethod
@@ -78,14 +72,14 @@ class _OverVocabulary(torch.autograd.Function):
             highest = torch.maximum(own[0], more[0])
             own[1:] = own[1:] * (own[0] - highest).exp() + more[1:] * (more[0] - highest).exp()
             own[0] = highest
-        highest = divergence.reduce(sums[0].clone(), dist.ReduceOp.MAX)
-        totals, weighted = divergence.reduce(sums[1:] * (sums[0] - highest).exp())
+        highest = head.reduce(sums[0].clone(), dist.ReduceOp.MAX)
+        totals, weighted = head.reduce(sums[1:] * (sums[0] - highest).exp())
         normalisers = highest + totals.log()
         if divergence.kind == "jensen_shannon":
             parts = torch.zeros_like(totals)
             for some_rows, columns in head.blocks(len(hidden), weight, _PARTS):
                 parts[:, some_rows] += divergence.mixture_sums(*divergence.logs(inputs, some_rows, columns, normalisers))
-            policy, teacher = divergence.reduce(parts)
+            policy, teacher = head.reduce(parts)
             value, slope_value = divergence.mixture * teacher + (1.0 - divergence.mixture) * policy, policy
         else:  # the weighted sum is of the differences of logits, not of log-probabilities
             value = slope_value = weighted[0] / totals[0] - normalisers[0] + normalisers[1]

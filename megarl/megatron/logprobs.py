@@ -54,6 +54,12 @@ class LogProbabilities:
         logprobs = logprobs.view(targets.shape)
         return {"logprobs": logprobs, "entropy": entropies} if entropy else {"logprobs": logprobs}
 
+    def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Join the values of the tensor ranks in place."""
+        if self.group.size() > 1:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
     @contextmanager
     def at(self, temperature: float) -> Iterator[None]:
         """Use another temperature inside the block."""
@@ -91,9 +97,7 @@ class LogProbabilities:
             if grad_weight is not None:
                 add_product(grad_weight[columns], block.t(), hidden[rows])
             del block  # before the next block is made
-        grad_hidden = grad_hidden.to(hidden.dtype)
-        if self.group.size() > 1:
-            dist.all_reduce(grad_hidden, group=self.group)
+        grad_hidden = self.reduce(grad_hidden.to(hidden.dtype))
         if grad_weight is None or (has_buffer and hasattr(weight, "zero_out_wgrad")):
             return grad_hidden, None
         if not has_buffer:
@@ -113,15 +117,11 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: LogProbabilities, entropy: bool) -> Any:
         local = targets - head.first_column(weight)  # [n, targets]
         highest, total, weighted, at_target = _over_blocks(hidden, weight, local, head, entropy)
-        overall = highest.clone()
-        if head.group.size() > 1:
-            dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=head.group)
+        overall = head.reduce(highest.clone(), dist.ReduceOp.MAX)
         total, weighted = _shift(highest, overall, total, weighted)
         # Only the rank that has a target contributes.
         at_target = torch.where((local >= 0) & (local < len(weight)), at_target.t() - overall.unsqueeze(-1), 0.0)
-        whole = torch.cat([torch.stack([total, weighted] if entropy else [total]), at_target.t()])
-        if head.group.size() > 1:
-            dist.all_reduce(whole, group=head.group)
+        whole = head.reduce(torch.cat([torch.stack([total, weighted] if entropy else [total]), at_target.t()]))
         log_total = whole[0].log()
         entropies = log_total - whole[1] / whole[0] if entropy else None
         at_target = whole[2 if entropy else 1 :].t()

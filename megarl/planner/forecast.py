@@ -222,7 +222,7 @@ class Forecast:
     rollout_flops: float
     worst_memory: dict[str, DeviceMemory]
     engine_room: int | None
-    warmup: PhaseForecast | None = None  # the update of a warm-up's step
+    warmup: Forecast | None = None  # of a warm-up's step
 
     @property
     def fullest(self) -> str:
@@ -254,9 +254,9 @@ def forecast(job: Job) -> Forecast:
     shape, lengths = job.role("actor_update").shape, job.lengths
     pairs = zip(lengths.totals, lengths.completions, strict=True)
     worst = {phase.phase: phase.worst_memory for phase in phases}
-    warmup = None if job.warmup is None else forecast_phase(job.warmup, job.warmup.schedules[0])
+    warmup = None if job.warmup is None else forecast(job.warmup)
     if warmup is not None:
-        worst["warmup.sft"] = warmup.worst_memory
+        worst["warmup.sft"] = warmup.phases[0].worst_memory
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
     return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())), warmup)
 

@@ -296,8 +296,10 @@ def algorithm_rules(recipe: Recipe) -> Violations:
         if algorithm.mismatch is not None and algorithm.mismatch.level == "token":
             rule = "weights each token's loss, and with algorithm.policy_loss.kind = gmpo each is the whole sequence's"
             yield Violation("algorithm.mismatch.level", "token", rule, "sequence or geometric")
-        if algorithm.advantage in OF_TOKENS:
-            rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
+        taught = algorithm.distillation is not None and algorithm.distillation.place == "advantage"
+        if taught or algorithm.advantage in OF_TOKENS:
+            key, value = ("distillation.place", "advantage") if taught else ("advantage", algorithm.advantage)
+            rule = f"has one advantage a sequence; algorithm.{key} = {value} gives each token its own"
             yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
     yield from _distillation_rules(recipe)
     if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None and algorithm.has_policy_loss:
@@ -355,9 +357,6 @@ def _distillation_rules(recipe: Recipe) -> Violations:
     """Runs without rewards have a teacher, and nothing that would only change rewards."""
     algorithm, key = recipe.algorithm, "algorithm.advantage"
     distillation = algorithm.distillation
-    if distillation is not None and distillation.place == "advantage" and algorithm.policy_loss.kind == "gmpo":
-        rule = "has one advantage a sequence; algorithm.distillation.place = advantage gives each token its own"
-        yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
     if distillation is not None and distillation.data_share:
         refused = {
             f"the policy loss of algorithm.advantage = {algorithm.advantage} is of what the policy sampled": (

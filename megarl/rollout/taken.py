@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -73,10 +73,27 @@ class Taken:
 
 
 class KnownBatches:
-    """What a stream whose batches are known beforehand has as `RolloutStream` does: no engine samples, pauses or reports."""
+    """The members of `RolloutStream` where there are no engines: nothing is sampled, paused or under way."""
 
     def __init__(self, prompts: PromptStream) -> None:
         self._prompts = prompts
+
+    def next_part(self, num_groups: int, resync: Resync) -> NoReturn:
+        """Refuse: a recipe without engines starts no phase early."""
+        raise AssertionError("checking the recipe refuses `start: early` without engines")
+
+    def sample(self, prompts: Sequence[Any], sampling: Any, resync: Resync | None = None, answers: bool = False) -> NoReturn:
+        """Refuse: a recipe without engines has no evaluation that samples."""
+        raise AssertionError("checking the recipe refuses an evaluation of rollouts without engines")
+
+    def pause(self) -> None:
+        """Return at once: no engine changes its weights."""
+
+    def resume(self, version: int, engines: Sequence[int] | None) -> None:
+        """Return at once: no engine has changed its weights."""
+
+    def follow(self, reports: Sequence[Any]) -> None:
+        """Return at once: no engine reports."""
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.planner.check import first_steps_lines
+from megarl.planner.check import _planned_rows
 from megarl.planner.forecast import forecast, job_of
 from megarl.planner.suggest import suggest
 from megarl.recipe import RecipeError, load_recipe
@@ -112,10 +112,14 @@ def test_the_plan_gives_the_time_of_a_supervised_step_as_that_of_a_supervised_ru
     recipe = load_recipe(warm_recipe(folder, "timed", device=device))
     (alone,) = forecast(job_of(load_recipe(supervised_recipe(folder, "alone", device=device)))).phases
     plan = forecast(job_of(recipe))
-    warmup = plan.warmup
-    assert warmup is not None and warmup.seconds is not None and alone.seconds is not None
+    assert plan.warmup is not None
+    (warmup,) = plan.warmup.phases
+    assert warmup.seconds is not None and alone.seconds is not None
     assert warmup.seconds == pytest.approx(alone.seconds)
-    assert f"; {warmup.seconds:.3g} seconds a step" in first_steps_lines(recipe, plan)[0]
+    supervised = recipe.supervised
+    assert supervised is not None
+    ((_, *_, shown),) = [row for row in _planned_rows(supervised, plan.warmup) if row[0] == "actor_update"]
+    assert shown == f"{warmup.seconds:.3g}"
 
 
 def test_a_suggested_layout_divides_the_rows_of_a_warmup(folder: Path) -> None:
