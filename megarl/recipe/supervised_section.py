@@ -163,7 +163,9 @@ class SupervisedStepsSection(Section):
 
     def run_of(self, recipe: Recipe) -> Recipe:
         """Return the recipe of the supervised steps: a run of `run.kind: sft` of the same model, ranks and actor."""
-        optimizer = recipe.actor.optimizer.model_copy(update=dict(self.optimizer))
+        rate = self.optimizer
+        rates = {"lr": rate.lr, "warmup_steps": rate.warmup_steps, "decay": rate.decay, "min_lr_share": rate.min_lr_share}
+        optimizer = recipe.actor.optimizer.model_copy(update=rates)
         of_rows = {"data": self.data, "evaluation": self.evaluation}
         sections: dict[str, Any] = {
             "run": recipe.run.model_copy(update={"kind": "sft", "steps": self.steps}),
