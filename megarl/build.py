@@ -260,7 +260,7 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
     if recipe.algorithm.distillation is not None:
         directories = {role: model_directory(teacher.path) for role, teacher in teachers.items()}
-        connect(recipe.algorithm.distillation, roles, directories, settings.compile)
+        connect(recipe.algorithm.distillation, roles, directories)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None

@@ -79,7 +79,7 @@ def _learn(
     for name, directory in teachers.items():
         roles[f"teachers.{name}"] = engine(str(directory), places[layouts[1]], f"teachers.{name}")
     assert settings.distillation is not None
-    connect(settings.distillation, roles, {f"teachers.{name}": path for name, path in teachers.items()}, compile=False)
+    connect(settings.distillation, roles, {f"teachers.{name}": path for name, path in teachers.items()})
     batch = judged_batch(teachers, settings.distillation.data_share > 0)
     update_plan = _plan("actor_update", batch, layouts[0], max_tokens)
     for name in teachers:

@@ -11,7 +11,6 @@ A tensor rank holds the same tokens of both heads; one MAX and one SUM all-reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,15 +29,15 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class Divergence:
     """Compares hidden rows under the policy's head with a teacher's under its own. `kind` is
-    `algorithm.distillation.divergence`; vocabulary, temperature and tensor ranks are those of the policy's `head`."""
+    `algorithm.distillation.divergence`; vocabulary, temperature and tensor ranks are those of the policy's `head`, and so is
+    whether torch.compile compiles the arithmetic of a block."""
 
-    def __init__(self, kind: str, mixture: float, head: LogProbabilities, compile: bool = False) -> None:
+    def __init__(self, kind: str, mixture: float, head: LogProbabilities) -> None:
         self.kind, self.mixture, self.head = kind, mixture, head
-        compiled: Callable[[Any], Any] = partial(torch.compile, dynamic=True) if compile else lambda function: function
         slopes = {"reverse_kl": formulas.reverse_slopes, "forward_kl": formulas.forward_slopes}
-        self.sums = compiled(formulas.normaliser_sums if kind == "jensen_shannon" else formulas.kl_sums)
-        self.mixture_sums = compiled(partial(formulas.mixture_sums, mixture=mixture))
-        self.slopes = compiled(slopes.get(kind, partial(formulas.mixture_slopes, mixture=mixture)))
+        self.sums = head.compiled(formulas.normaliser_sums if kind == "jensen_shannon" else formulas.kl_sums)
+        self.mixture_sums = head.compiled(partial(formulas.mixture_sums, mixture=mixture))
+        self.slopes = head.compiled(slopes.get(kind, partial(formulas.mixture_slopes, mixture=mixture)))
 
     def __call__(self, hidden: Tensor, weight: Tensor, rows: Tensor, teacher_weight: Tensor) -> Tensor:
         """Return the divergence [n] of hidden [n, hidden] from the teacher's rows [n, teacher's hidden]; the weights are

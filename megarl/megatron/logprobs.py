@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ class LogProbabilities:
 
     def __init__(self, vocab: int, temperature: float, group: dist.ProcessGroup, compile: bool = False) -> None:
         self.vocab, self.temperature, self.group = vocab, temperature, group
-        functions: Any = (sums, sums_with_entropy, slopes, slopes_with_entropy)
         if compile:
             torch._dynamo.config.suppress_errors = True
-            functions = tuple(torch.compile(function, dynamic=True) for function in functions)
+        self.compiled: Callable[[Any], Any] = partial(torch.compile, dynamic=True) if compile else lambda function: function
+        functions = map(self.compiled, (sums, sums_with_entropy, slopes, slopes_with_entropy))
         self.sums, self.sums_with_entropy, self.slopes, self.slopes_with_entropy = functions
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> dict[str, Tensor]:

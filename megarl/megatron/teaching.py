@@ -131,7 +131,7 @@ def _move_rows(
 # Both ends ----------------------------------------------------------------------------------------------------------------
 
 
-def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path], compile: bool) -> None:
+def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path]) -> None:
     """Let teachers give the rows that `algorithm.distillation` reads, and the actor compare itself with them.
 
     `directories` are the teachers' models by role.
@@ -139,7 +139,7 @@ def connect(section: DistillationSection, roles: Mapping[str, Role], directories
     if section.over == "sampled":
         return
     actor = roles["actor"]
-    divergence = Divergence(section.divergence, section.mixture, actor.head, compile)
+    divergence = Divergence(section.divergence, section.mixture, actor.head)
     compare = FromTeachers(divergence, section.top_k, actor.place)
     for name, directory in directories.items():
         teacher = roles[name]
