@@ -543,6 +543,5 @@ def share_results(
             host = flat.cpu()  # here the host waits for a GPU
         ordered += host.split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
-    absent = {sample for sample in range(len(batch.own_lengths)) if sample not in by_sample}
-    by_sample |= {sample: torch.zeros(int(batch.own_lengths[sample])) for sample in absent}
-    return [by_sample[sample] for sample in range(len(batch.own_lengths))]
+    lengths = batch.own_lengths.tolist()
+    return [by_sample[sample] if sample in by_sample else torch.zeros(length) for sample, length in enumerate(lengths)]

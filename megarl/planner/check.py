@@ -205,9 +205,9 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     if recipe.critic_warmup_steps:
         show(critic_warmup_line(recipe))
     if recipe.supervised is not None and plan.warmup is not None:
-        rows, lengths = _planned_rows(recipe.supervised, plan.warmup), plan.warmup.job.lengths.origin
-        title = f"the first {recipe.sft_steps} steps (warmup.sft), lengths: {lengths}"
-        console.print(_table([*PHASE_COLUMNS, *NUMBER_COLUMNS], rows, len(PHASE_COLUMNS), title))
+        title = f"the first {recipe.sft_steps} steps (warmup.sft), lengths: {plan.warmup.job.lengths.origin}"
+        warmup = _planned_rows(recipe.supervised, plan.warmup)
+        console.print(_table([*PHASE_COLUMNS, *NUMBER_COLUMNS], warmup, len(PHASE_COLUMNS), title))
     show(NOTES, style="dim")
     kinds = [*(field.name for field in fields(DeviceMemory)), "total"]
     memories = [[phase, *(gib(getattr(memory, kind)) for kind in kinds)] for phase, memory in plan.worst_memory.items()]

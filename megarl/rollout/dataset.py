@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -46,13 +46,13 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
         facts.append(GroupFacts.of(GroupResult.of_segments(samples[0].group, segments, ["stop"] * len(samples))))
     payload = DataPayload(tuple(chain.from_iterable(rows)))
     batch = RolloutBatch.of(facts, payload, RolloutExecuted(len(rows), len(rows[0]), 0), {})
-    batch.metrics.update({
+    metrics: dict[str, float] = {
         "tokens/prompt": int(batch.prompt_lengths.sum()),
         "tokens/completion": int(batch.completion_lengths.sum()),
         "tokens/trained": int(batch.own_lengths.sum()),
         **{f"data/length_p{q:02d}": float(np.percentile(batch.lengths, q)) for q in QUANTILES},
-    })  # fmt: skip
-    return batch
+    }
+    return replace(batch, metrics=metrics)
 
 
 class DatasetStream(KnownBatches):
