@@ -89,8 +89,7 @@ def train_megarl(folder: Path, seed: int, settings: dict[str, Any]) -> Run:
         "trainer": {"ranks": 1, "precision": "fp32", "threads": settings["threads"]},
         "actor": {"optimizer": {"kind": "adam", **OPTIMIZER}},
         "phases": {"actor_update": update},
-        "evaluation": {"prompts": fields | {"path": str(folder / "held_out.jsonl")}, "every": settings["every"],
-                       "micro_batch": {"max_tokens": MAX_TOKENS}},
+        "evaluation": {"prompts": fields | {"path": str(folder / "held_out.jsonl")}, "every": settings["every"]},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     execute(["-m", "megarl.cli", "train", str(folder / "recipe.yaml")], settings["threads"])

@@ -47,7 +47,7 @@ from megarl.recipe.violation import Violation
 from megarl.recipe.weight_sync_section import BUCKET_BYTES
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
-from megarl.rollout.dataset import DatasetStream, HeldOutRows
+from megarl.rollout.dataset import DatasetStream
 from megarl.rollout.environment_workers import check_environment
 from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
 from megarl.rollout.loop_thread import collect_seldom
@@ -243,15 +243,8 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
 
     actor, critic, place = recipe.actor, recipe.critic, places["actor"]
     steps, supervised = recipe.rollout_steps - recipe.critic_warmup_steps, recipe.supervised
-    training = Training(
-        actor.optimizer,
-        steps,
-        recipe.updates_per_batch,
-        actor.lora,
-        actor.freeze,
-        None if supervised is None else supervised.actor.optimizer,
-        recipe.sft_steps,
-    )
+    warmup = None if supervised is None else Training(supervised.actor.optimizer, recipe.sft_steps)
+    training = Training(actor.optimizer, steps, recipe.updates_per_batch, actor.lora, actor.freeze, warmup)
     more: dict[str, Any] = {"memory": actor.memory, "router_replay": actor.router_replay}
     built = build(recipe.trained_role, recipe.model.path, place, training=training, **more)
     roles = {"actor": built}
@@ -266,7 +259,7 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
     if recipe.algorithm.distillation is not None:
         directories = {role: model_directory(teacher.path) for role, teacher in teachers.items()}
-        connect(recipe.algorithm.distillation, roles, directories, settings.compile)
+        connect(recipe.algorithm.distillation, roles, directories)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
@@ -350,22 +343,21 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         longest = recipe.rollout.max_new_tokens
         answer = partial(answer_of, data=recipe.data, tokenizer=tokenizer, stop_token_ids=stops, max_new_tokens=longest)
     prompts = stream(recipe.data, answer=answer)
-    _print_dropped("data", prompts, "max_tokens" if recipe.run.is_supervised else "max_prompt_tokens")
+    _print_dropped("data", prompts)
     trained_on = [prompts]
     if (supervised := recipe.supervised) is not None:
-        key = "warmup.sft.data"
         rows_of = open_data(supervised, directory, run.first_start)[1]
-        rows = rows_of(supervised.data, key=f"{key}.prompts")
-        _print_dropped(key, rows, "max_tokens")
+        rows = rows_of(supervised.data, key="warmup.sft.data.prompts")
+        _print_dropped("warmup.sft.data", rows)
         parts.rows = DatasetStream(supervised, rows)
         trained_on.append(rows)
         if supervised.evaluation is not None:
             held_out = rows_of(held_out_data(supervised), key="warmup.sft.evaluation.prompts")
-            parts.held_out_rows = HeldOutRows(supervised, held_out, rows, area="warmup_evaluation")
+            parts.held_out_rows = HeldOut(supervised, held_out, rows, area="warmup_evaluation")
     teachers_of(recipe, prompts.every())  # a row that names no teacher ends the run at once
     if recipe.evaluation is not None:
         held_out = stream(held_out_data(recipe), key="evaluation.prompts")
-        parts.held_out = (HeldOutRows if recipe.run.is_supervised else HeldOut)(recipe, held_out, *trained_on)
+        parts.held_out = HeldOut(recipe, held_out, *trained_on)
     if recipe.telemetry.samples_per_step:
         parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
     if recipe.run.is_supervised:
@@ -393,7 +385,8 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.dump = partial(dump_rollout, run.rollouts)
 
 
-def _print_dropped(key: str, rows: PromptStream, limit: str) -> None:
+def _print_dropped(key: str, rows: PromptStream) -> None:
+    limit = "max_prompt_tokens" if rows.data.max_tokens is None else "max_tokens"
     if rows.num_dropped:
         print(f"{key}: {rows.num_dropped} rows left out, longer than {key}.{limit}", file=sys.stderr)
 

@@ -36,7 +36,7 @@ from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import Recipe, kind_of, role_of
 from megarl.recipe.phases_section import EARLY_PARTS
-from megarl.rollout.dataset import DatasetStream, HeldOutLoss, HeldOutRows, held_out_loss
+from megarl.rollout.dataset import DatasetStream, HeldOutLoss, held_out_loss
 from megarl.rollout.evaluation import Evaluation, HeldOut
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
@@ -79,10 +79,10 @@ class RunParts:
     engines: EnginePool | None = None
     rollouts: RolloutStream | ReplayStream | DatasetStream | None = None
     rows: DatasetStream | None = None  # of the supervised steps of a warm-up
-    held_out_rows: HeldOutRows | None = None  # of those steps
+    held_out_rows: HeldOut | None = None  # of those steps
     dump: Callable[[int, RolloutBatch], Any] | None = None  # writes the rollouts of a step to a file
     samples: SampleTable | None = None
-    held_out: HeldOut | HeldOutRows | None = None
+    held_out: HeldOut | None = None
     refreshes: bool = False  # whether the reference takes weights of the actor (`Recipe.reference_follows`)
     engines_sleep: bool = False  # without weights, from the end of a rollout to the next sync
 
@@ -301,12 +301,6 @@ class Trainer:
         role, schedule = role_of(phase), schedule or self.recipe.schedule(phase)
         layout = self.parts.roles[role].place.layout
         samples = samples_of(role, batch, schedule, layout, self.recipe.max_sequence_tokens)
-        columns = {
-            "groups": batch.groups,
-            "prompts": batch.prompt_lengths,
-            "rollouts": batch.rollouts,
-            "prefixes": batch.prefixes,
-        }
         plan = plan_phase(
             schedule,
             batch.lengths[samples].tolist(),
@@ -314,7 +308,10 @@ class Trainer:
             # Each step has another order of mini-batches, which a resume repeats.
             seed=self.recipe.run.seed * 1_000_003 + self.number,
             cost=self.costs[role],
-            **{name: column[samples].tolist() for name, column in columns.items()},
+            groups=batch.groups[samples].tolist(),
+            prompts=batch.prompt_lengths[samples].tolist(),
+            rollouts=batch.rollouts[samples].tolist(),
+            prefixes=batch.prefixes[samples].tolist(),
         )
         return plan if len(samples) == len(batch.lengths) else join_plans([plan], [samples])
 
@@ -475,13 +472,12 @@ class Trainer:
         evaluation, more, held_out = None, True, self.parts.held_out
         with self.clock.phase("evaluation"):
             if self.recipe.run.is_supervised:
-                rows = held_out if isinstance(held_out, HeldOutRows) else None
-                return held_out_loss(rows, self._measure, leaves)
+                return held_out_loss(held_out, self._measure, leaves)
             while more:
                 if leaves():
                     return None
                 answer: Any = None
-                if isinstance(held_out, HeldOut) and self.parts.rollouts is not None:
+                if held_out is not None and self.parts.rollouts is not None:
                     evaluation = evaluation or held_out.begin()
                     answer = held_out.go_on(evaluation, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
@@ -504,7 +500,8 @@ class Trainer:
         """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""
         batch = self._empty_batch(rollouts, np.zeros(len(valid), np.float32), valid)
         for phase in [phase for phase in FORWARD_PHASES if self.recipe.runs(phase)] or ["actor_logprob"]:
-            plan = self._plan(phase, batch, self.recipe.evaluation_schedule(phase))
+            rule = self.recipe.schedule(phase if self.recipe.runs(phase) else "actor_update")
+            plan = self._plan(phase, batch, Schedule(phase, rule.sequences, rule.max_tokens))
             samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[role_of(phase)].place)
             ran = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
             batch = batch.with_fields(**{FORWARD_PHASES[phase][1]: ran.results})

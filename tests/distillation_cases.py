@@ -79,7 +79,7 @@ def _learn(
     for name, directory in teachers.items():
         roles[f"teachers.{name}"] = engine(str(directory), places[layouts[1]], f"teachers.{name}")
     assert settings.distillation is not None
-    connect(settings.distillation, roles, {f"teachers.{name}": path for name, path in teachers.items()}, compile=False)
+    connect(settings.distillation, roles, {f"teachers.{name}": path for name, path in teachers.items()})
     batch = judged_batch(teachers, settings.distillation.data_share > 0)
     update_plan = _plan("actor_update", batch, layouts[0], max_tokens)
     for name in teachers:
@@ -126,14 +126,14 @@ def expected(student: Path, teachers: Mapping[str, Path], settings: AlgorithmSec
         targets = tokens[len(sample.prompt_ids) :, None]
         if section.over == "sampled":
             ours, theirs = policy.gather(-1, targets)[:, 0], teacher.gather(-1, targets)[:, 0]
-            values.append(ours - theirs if section.estimator is None else 0.5 * (ours - theirs).square())
+            values.append(ours - theirs if section.place == "advantage" else 0.5 * (ours - theirs).square())
             # The ratio is 1 before the first update.
             policy_losses.append((ours - theirs).detach() * (ours - ours.detach() + 1).exp() / np.e)
             continue
         if section.top_k is not None:
             chosen = teacher.topk(section.top_k).indices
             policy, teacher = (_with_rest(side.exp().gather(-1, chosen)).log() for side in (policy, teacher))
-        values.append(divergence(section.divergence, policy.exp(), teacher.exp(), section.mixture or 0.5))
+        values.append(divergence(section.divergence, policy.exp(), teacher.exp(), section.mixture))
     mean = torch.cat(values).mean()
     loss = section.coefficient * (mean if section.place == "loss" else torch.cat(policy_losses).mean())
     loss.backward()

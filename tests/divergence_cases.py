@@ -84,7 +84,7 @@ def run(cases: list[Case], tensor: int, main_grad: bool) -> list[dict[str, np.nd
 
 def _run(case: Case, place: Any, tensor: int, main_grad: bool) -> dict[str, np.ndarray]:
     from megarl.algorithm.divergence import over_likeliest
-    from megarl.megatron.divergence import Divergence, likeliest_tokens, log_probabilities_of
+    from megarl.megatron.divergence import Divergence, likeliest_tokens
 
     head = LogProbabilities(case.vocab, case.temperature, place.tensor_group)
     hidden, whole, rows, teacher, slope = case.inputs()
@@ -98,7 +98,7 @@ def _run(case: Case, place: Any, tensor: int, main_grad: bool) -> dict[str, np.n
         value = Divergence(case.kind, case.mixture, head)(hidden, weight, rows, teacher[own])
     else:
         logprobs, numbers = likeliest_tokens(rows, teacher[own], head, case.top_k).split(case.top_k, -1)
-        chosen = log_probabilities_of(hidden, weight, numbers.long(), head)
+        chosen = head(hidden, weight, numbers.long(), entropy=False)["logprobs"]
         value = over_likeliest(chosen, logprobs, case.kind, case.mixture)
     (slope * value).sum().backward()
     gradient = weight.main_grad - 1 if main_grad else weight.grad

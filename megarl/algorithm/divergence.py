@@ -19,30 +19,21 @@ import math
 import torch
 from torch import Tensor
 
-HALF = 0.5  # the mixture of Jensen and Shannon
 
-
-def normaliser_sums(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+def normaliser_sums(logits: Tensor, other_logits: Tensor) -> Tensor:
     """Return [3, 2, rows]: the highest logit, the sum of the exponentials relative to it, and 0; of either side."""
-    highest = torch.stack([logits.amax(-1), teacher_logits.amax(-1)])
-    sides = zip((logits, teacher_logits), highest.unsqueeze(-1), strict=True)
+    highest = torch.stack([logits.amax(-1), other_logits.amax(-1)])
+    sides = zip((logits, other_logits), highest.unsqueeze(-1), strict=True)
     totals = torch.stack([side.sub_(most).exp_().sum(-1) for side, most in sides])
     return torch.stack([highest, totals, torch.zeros_like(totals)])
 
 
-def reverse_sums(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """As `normaliser_sums`, with the sum of exp(l - highest) (l - l of the teacher) instead of the policy's 0."""
-    difference = logits - teacher_logits
-    sums = normaliser_sums(logits, teacher_logits)  # leaves the exponentials
+def kl_sums(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """As `normaliser_sums`, with the sum of exp(l - highest) (l - l of the other side) instead of the first side's 0: for
+    KL(first || other)."""
+    difference = logits - other_logits
+    sums = normaliser_sums(logits, other_logits)  # leaves the exponentials
     sums[2, 0] = difference.mul_(logits).sum(-1)
-    return sums
-
-
-def forward_sums(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """As `reverse_sums`, with the two sides exchanged."""
-    difference = teacher_logits - logits
-    sums = normaliser_sums(logits, teacher_logits)
-    sums[2, 1] = difference.mul_(teacher_logits).sum(-1)
     return sums
 
 

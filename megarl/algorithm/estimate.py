@@ -235,37 +235,24 @@ def _gae(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> S
 
 
 def _dpo(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
-    """How much the mean loss of the pairs falls as each sequence's log-probability rises. Source: see `pair_slopes`."""
+    """How much the mean loss of the pairs falls as each sequence's log-probability rises.
+
+    The score of a sequence is its implicit reward, beta * log(policy / reference). Source: Rafailov et al. 2023 (DPO,
+    arXiv:2305.18290), section 4.
+    """
     section, results = settings.dpo or DpoSection(), step.results
-    rewards = implicit_rewards(results["logprobs"], results["reference_logprobs"], section)
-    return _of_pairs(pair_slopes(rewards, step.valid, section.beta, section.label_smoothing), step)
+    pairs = zip(results["logprobs"], results["reference_logprobs"], strict=True)
+    scores = section.beta * torch.stack([(policy.double() - reference.double()).sum() for policy, reference in pairs])
+    return pair_slopes(step, scores, section.beta, section.label_smoothing)
 
 
 def _bradley_terry(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
     """The same for the scores of a reward model, one a sequence, which stand in for its log-probabilities."""
-    return _of_pairs(pair_slopes(torch.cat(list(step.results["logprobs"])), step.valid), step)
+    return pair_slopes(step, torch.cat(list(step.results["logprobs"])))
 
 
-PairSlopes = tuple[Tensor, Tensor, dict[str, float]]  # weights and marks [sequences], and metrics
-
-
-def _of_pairs(slopes: PairSlopes, step: StepRewards) -> StepAdvantages:
-    weights, valid, metrics = slopes
-    pairs = zip(weights, step.results["logprobs"], strict=True)
-    return StepAdvantages([weight.to(tokens.dtype).expand(len(tokens)) for weight, tokens in pairs], None, valid, metrics)
-
-
-def implicit_rewards(logprobs: Sequence[Tensor], reference: Sequence[Tensor], section: DpoSection) -> Tensor:
-    """Return beta * log(policy / reference) of each sequence, [sequences] fp64, from [own tokens] of each.
-
-    Source: Rafailov et al. 2023 (DPO, arXiv:2305.18290), section 4.
-    """
-    ratios = [(new.double() - old.double()).sum() for new, old in zip(logprobs, reference, strict=True)]
-    return section.beta * torch.stack(ratios)
-
-
-def pair_slopes(scores: Tensor, valid: Tensor, scale: float = 1.0, label_smoothing: float = 0.0) -> PairSlopes:
-    """Return the weight of each sequence in the update (fp64), which sequences count, and metrics of the loss.
+def pair_slopes(step: StepRewards, scores: Tensor, scale: float = 1.0, label_smoothing: float = 0.0) -> StepAdvantages:
+    """Return the weight of each sequence in the update, which sequences count, and metrics of the loss.
 
     A batch has the pairs one after the other, the chosen sequence first. A pair counts if both of its sequences are valid.
     With the weights w_i the loss sum_i -w_i x_i / (sequences that count) has the gradient of the pairs' mean loss, where
@@ -275,12 +262,12 @@ def pair_slopes(scores: Tensor, valid: Tensor, scale: float = 1.0, label_smoothi
         loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m), e = label_smoothing
         -d loss / d score of the chosen = sigmoid(-m) - e, and the opposite for the rejected
 
-    scores [sequences], valid [sequences] bool.
+    scores [sequences].
     Sources: Bradley and Terry 1952, as in Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), equation 1; Rafailov et al.
     2023 (DPO, arXiv:2305.18290), equation 7 and the gradient below it; label smoothing: Mitchell 2023, "A note on DPO with
     noisy preferences".
     """
-    pairs, counted = scores.double().view(-1, 2), valid.view(-1, 2).all(1)
+    pairs, counted = scores.double().view(-1, 2), step.valid.view(-1, 2).all(1)
     margin = pairs[:, 0] - pairs[:, 1]
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     slope = torch.where(counted, torch.sigmoid(-margin) - label_smoothing, 0.0)
@@ -290,7 +277,9 @@ def pair_slopes(scores: Tensor, valid: Tensor, scale: float = 1.0, label_smoothi
         known = {"loss": losses, "accuracy": (margin > 0).double(), "margin": margin}
         known |= {"chosen": pairs[:, 0], "rejected": pairs[:, 1]}
         metrics = {f"preference/{name}": float(values[counted].mean()) for name, values in known.items()}
-    return weights, counted.repeat_interleave(2), metrics
+    results = zip(weights, step.results["logprobs"], strict=True)
+    spread = [weight.to(tokens.dtype).expand(len(tokens)) for weight, tokens in results]
+    return StepAdvantages(spread, None, counted.repeat_interleave(2), metrics)
 
 
 ADVANTAGES: dict[str, Callable[[StepRewards, float, AlgorithmSection], StepAdvantages]] = {

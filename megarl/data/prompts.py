@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Example, Prompt
-from megarl.data.sources import BadRows, Row, load_rows
-from megarl.data.supervised import render_examples
+from megarl.data.sources import BadRows, Row, load_rows, naming
+from megarl.data.supervised import examples_of
 from megarl.data.tokenizer import render_chat, render_questions
 from megarl.recipe.data_section import CurriculumSection, DataSection
 
@@ -75,7 +75,14 @@ class PromptStream:
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, each from the part that is furthest behind its share."""
-        return [self._next() for _ in range(num_prompts)]
+        prompts = []
+        for _ in range(num_prompts):
+            shares = zip(self._weights, self._parts, strict=True)
+            behind = [weight * (self.position + 1) - part.taken for weight, part in shares]
+            number = behind.index(max(behind))
+            prompts.append(self._parts[number].prompt(self.position, (number, self._parts[number].next_row())))
+            self.position += 1
+        return prompts
 
     def prompt(self, index: int, origin: tuple[int, int]) -> Prompt:
         """Return a prompt that was taken, by its `index` and `origin`."""
@@ -114,13 +121,6 @@ class PromptStream:
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.restore(saved)
         self.position = state["position"]
-
-    def _next(self) -> Prompt:
-        behind = [weight * (self.position + 1) - part.taken for weight, part in zip(self._weights, self._parts, strict=True)]
-        number = behind.index(max(behind))
-        prompt = self._parts[number].prompt(self.position, (number, self._parts[number].next_row()))
-        self.position += 1
-        return prompt
 
 
 class Curriculum:
@@ -197,10 +197,8 @@ class _Part:
                 if stream.answer is not None:
                     examples = (stream.answer(row),)
                     _check_vocabulary(row, examples[0].token_ids.tolist(), stream.num_tokens)
-                try:
+                with naming(f"{row.where}: field {row.answer_field!r}"):
                     stream.judge(Prompt(len(self.rows), np.zeros(0, np.int32), row.question, row.answer, row.fields))
-                except ValueError as error:
-                    raise ValueError(f"{row.where}: field {row.answer_field!r}: {error}") from error
             except ValueError as error:
                 bad.add(error)
                 continue
@@ -264,23 +262,24 @@ def _rendered(
 ) -> Iterator[tuple[Row, Sequence[int], tuple[Example, ...]]]:
     """Yield each row with its token ids, those of a supervised run's examples end to end; rows that the chat template
     refuses are bad rows."""
-    if data.max_tokens is not None:
-        for row, examples in render_examples(data, rows, tokenizer, bad):
-            yield row, np.concatenate([example.token_ids for example in examples]), examples
-        return
     if data.prompt_format == "token_ids":
         yield from ((row, row.prompt, ()) for row in rows)
         return
-    if data.prompt_format == "text":
+    if data.prompt_format == "text" and data.max_tokens is None:
         questions = [row.question for row in rows]
         tokens = render_questions(tokenizer, questions, data.system_prompt, data.prompt_template, data.chat_template)
         yield from ((row, ids, ()) for row, ids in zip(rows, tokens, strict=True))
         return
     for row in rows:
         try:
-            yield row, render_chat(tokenizer, row.prompt, data.system_prompt), ()
+            if data.max_tokens is not None:
+                examples = examples_of(data, row, tokenizer)
+                yield row, np.concatenate([example.token_ids for example in examples]), examples
+            else:
+                with naming(row.prompt_place):
+                    yield row, render_chat(tokenizer, row.prompt, data.system_prompt), ()
         except ValueError as error:
-            bad.add(ValueError(f"{row.prompt_place}: {error}"))
+            bad.add(error)
 
 
 def _check_vocabulary(row: Row, token_ids: Sequence[int], num_tokens: int | None) -> None:

@@ -14,7 +14,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from io import BufferedReader, BytesIO
@@ -76,6 +76,15 @@ class BadRows:
             logger.warning("left out: %s%s", error, " (more are only counted)" if self.count == NUM_SHOWN else "")
 
 
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Put a place before the message of a ValueError that the block raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Form:
     """Checks rows by the formats of `data`. `key` is the source's recipe key; `rejected_field` is given for pairs of a
@@ -89,16 +98,7 @@ class Form:
         """Check a row of a run with rollouts; `where` names its file and position. Raises ValueError with the row, the field
         and its value."""
         assert answer_field is not None, "refused in the recipe"
-        prompt, place = self._prompt(fields, where, prompt_field)
-        if self.data.prompt_format == "messages":
-            prompt = _messages(prompt, place)
-            question = prompt[-1]["content"]
-        elif self.data.prompt_format == "token_ids":
-            if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
-                raise ValueError(f"{place} is {shown(prompt)}; data.prompt_format: token_ids needs a list of whole numbers")
-            question = ""
-        else:
-            question = prompt = _text(prompt, place, f"{self.key}.prompt_field")
+        prompt, question = self._prompt(fields, where, prompt_field)
         answer = _value(fields, where, answer_field, f"{self.key}.answer_field")
         if self.data.answer_format == "json" and isinstance(answer, list | dict):
             text = json.dumps(answer, default=_plain)
@@ -108,25 +108,30 @@ class Form:
 
     def examples(self, fields: Any, where: str, prompt_field: str, answer_field: str | None) -> Row:
         """Check a row of a supervised run, as `question`."""
-        given, place = self._prompt(fields, where, prompt_field)
-        if self.data.prompt_format == "messages":
-            chat = _messages(given, place)
-        else:
-            question = _text(given, place, f"{self.key}.prompt_field")
-            if self.data.prompt_template is not None:
-                question = self.data.prompt_template.replace("{question}", question)
-            chat = [{"role": "user", "content": question}]
+        chat, question = self._prompt(fields, where, prompt_field)
+        if self.data.prompt_format == "text":
+            template = self.data.prompt_template
+            chat = [{"role": "user", "content": question if template is None else template.replace("{question}", question)}]
         answers = [None if answer_field is None else self._answer(fields, where, answer_field, "answer_field")]
         if self.rejected_field is not None:
             answers.append(self._answer(fields, where, self.rejected_field, "rejected_field"))
-        examples = [self._example(chat, answer, place) for answer in answers]
+        examples = [self._example(chat, answer) for answer in answers]
         return Row(chat[-1]["content"], "", fields, tuple(examples), where, prompt_field, answer_field or prompt_field)
 
     def _prompt(self, fields: Any, where: str, name: str) -> tuple[Any, str]:
-        """Return the prompt of a row, and its place for errors."""
+        """Return the prompt of a row, and the question in it."""
         if not isinstance(fields, dict):
             raise ValueError(f"{where}: a row is an object of named fields, this is {type(fields).__name__}")
-        return _value(fields, where, name, f"{self.key}.prompt_field"), _place(where, name)
+        prompt, place = _value(fields, where, name, f"{self.key}.prompt_field"), _place(where, name)
+        if self.data.prompt_format == "messages":
+            messages = _messages(prompt, place)
+            return messages, messages[-1]["content"]
+        if self.data.prompt_format == "text":
+            question = _text(prompt, place, f"{self.key}.prompt_field")
+            return question, question
+        if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+            raise ValueError(f"{place} is {shown(prompt)}; data.prompt_format: token_ids needs a list of whole numbers")
+        return prompt, ""
 
     def _answer(self, fields: dict, where: str, name: str, key: str) -> list[Message]:
         """Return an answer as messages: a text is one of the assistant."""
@@ -135,16 +140,12 @@ class Form:
             return _messages(value, place)
         return [{"role": "assistant", "content": _text(value, place, f"{self.key}.{key}")}]
 
-    def _example(self, chat: list[Message], answer: list[Message] | None, place: str) -> list[Message] | Pair:
+    def _example(self, chat: list[Message], answer: list[Message] | None) -> list[Message] | Pair:
         if not self.data.chat_template:
             return chat[0]["content"], None if answer is None else answer[0]["content"]
         if answer is not None:  # messages that begin with another role than the assistant's are a whole chat
-            chat = [*chat, *answer] if answer[0]["role"] in ANSWERERS else answer
-        if self.data.system_prompt is None:
-            return chat
-        if any(message["role"] == "system" for message in chat):
-            raise ValueError(f"{place}: the chat has a system message, and data.system_prompt is another one; remove one")
-        return [{"role": "system", "content": self.data.system_prompt}, *chat]
+            return [*chat, *answer] if answer[0]["role"] in ANSWERERS else answer
+        return chat
 
 
 def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:

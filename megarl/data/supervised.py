@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from megarl.data.sample import Example
-from megarl.data.sources import BadRows, Form, Message, Pair, Row
-from megarl.data.tokenizer import ANSWERERS, apply_template, render_questions
+from megarl.data.sources import Form, Message, Pair, Row, naming
+from megarl.data.tokenizer import ANSWERERS, apply_template, render_questions, with_system
 from megarl.recipe.data_section import DataSection
 
 # Stand for the content of a turn: no template changes them, and they share neither first nor last character.
@@ -20,20 +20,10 @@ _STAND_INS = ("forty-two", "Seven")
 Render = Callable[..., str]  # (messages, add_generation_prompt) to text
 
 
-def render_examples(
-    data: DataSection, rows: Sequence[Row], tokenizer: Any, bad: BadRows
-) -> Iterator[tuple[Row, tuple[Example, ...]]]:
-    """Yield each row with its sequences: one, or the chosen and the rejected one. Rows that cannot be rendered, or in which
-    nothing is trained, are bad rows."""
-    for row in rows:
-        try:
-            yield row, _examples(data, row, tokenizer)
-        except ValueError as error:
-            bad.add(error)
-
-
-def _examples(data: DataSection, row: Row, tokenizer: Any) -> tuple[Example, ...]:
-    try:
+def examples_of(data: DataSection, row: Row, tokenizer: Any) -> tuple[Example, ...]:
+    """Return the sequences of a row: one, or the chosen and the rejected one. Raises ValueError for a row that cannot be
+    rendered, or in which nothing is trained."""
+    with naming(row.prompt_place):
         if data.chat_template:
             examples = _conversations(tokenizer, row.prompt, data.system_prompt)
         else:
@@ -41,8 +31,6 @@ def _examples(data: DataSection, row: Row, tokenizer: Any) -> tuple[Example, ...
         for example in examples:
             if not example.trained[1:].any():  # nothing predicts the first token
                 raise ValueError("no token is trained: a chat needs a message of the role assistant, a text two tokens")
-    except ValueError as error:
-        raise ValueError(f"{row.prompt_place}: {error}") from error
     return examples
 
 
@@ -50,7 +38,7 @@ def answer_of(row: Row, data: DataSection, tokenizer: Any, stop_token_ids: Seque
     """Return a row's answer as the policy might have sampled it for the row's prompt: up to the first token that ends a
     completion. Raises ValueError for an answer that cannot be rendered, or is longer than `max_new_tokens`."""
     form = Form(data, "data.prompts")
-    (example,) = _examples(data, form.examples(row.fields, row.where, row.prompt_field, row.answer_field), tokenizer)
+    (example,) = examples_of(data, form.examples(row.fields, row.where, row.prompt_field, row.answer_field), tokenizer)
     ids, trained = example.token_ids, example.trained
     end = int(np.flatnonzero(trained)[-1]) + 1
     start = int(np.flatnonzero(~trained[:end])[-1]) + 1  # earlier turns of a chat are a part of the prompt
@@ -75,6 +63,7 @@ def _text(tokenizer: Any, pair: Pair, system_prompt: str | None) -> Example:
 
 def _conversations(tokenizer: Any, chats: Sequence[list[Message]], system_prompt: str | None) -> tuple[Example, ...]:
     """Render the chats of a row; of a pair only the turns after the messages that both share are trained."""
+    chats = [with_system(chat, system_prompt) for chat in chats]
     same = zip(*chats, strict=False) if len(chats) > 1 else ()
     num_shared = len(list(takewhile(lambda messages: messages[0] == messages[1], same)))
 

@@ -102,12 +102,18 @@ def _chat(messages: list[dict[str, str]], system_prompt: str | None) -> list[dic
         raise ValueError(
             f"the last message has the role {messages[-1]['role']!r}, so the prompt would hold an answer; remove it"
         )
-    if system_prompt is not None and any(message["role"] == "system" for message in messages):
+    return with_system(messages, system_prompt)
+
+
+def with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    """Return a chat that begins with the system prompt, if there is one. Raises ValueError for a second system message."""
+    if system_prompt is None:
+        return messages
+    if any(message["role"] == "system" for message in messages):
         raise ValueError(
             f"the chat has a system message, and data.system_prompt ({system_prompt[:40]!r}) is another one; remove one"
         )
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    return [*system, *messages]
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_template(tokenizer: Any) -> None:

@@ -79,10 +79,6 @@ class Batch:
         """Return this batch with further per-token results."""
         return replace(self, fields={**self.fields, **fields})
 
-    def with_teacher_rows(self, rows: dict[int, Tensor]) -> Batch:
-        """Return this batch with the rows of one more teacher."""
-        return replace(self, teacher_rows={**self.teacher_rows, **rows})
-
     def without(self, samples: Collection[int]) -> Batch:
         """Return this batch with `samples` and all other segments of their rollouts masked: they no longer count.
 

@@ -31,12 +31,34 @@ def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest
 
 
 @dataclass
-class PolicyObjective:
-    """Policy loss, entropy bonus, and the KL term and the divergence from teachers if the recipe puts them in the loss."""
+class MicroBatchObjective:
+    """A loss of micro-batches: `weights` are those of each sequence's tokens (`token_weights`)."""
 
     settings: AlgorithmSection
     batch: Batch
     weights: dict[int, float]
+
+    def columns(
+        self, micro: PackedMicroBatch, names: Sequence[str], device: torch.device, *more: np.ndarray
+    ) -> list[Tensor]:
+        """Move what the host knows of a micro-batch to the device in one transfer, [own tokens] each: the weight
+        of each token in the loss, whether it counts, `more`, and the named fields of the batch.
+
+        Sequences without gradient do not count in metrics, so that KL and early stop follow what is trained on.
+        """
+        batch, samples = self.batch, list(micro.samples)
+        per_sequence = np.array([[self.weights[sample] for sample in samples], batch.valid[samples]], np.float32)
+        weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
+        return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)
+
+    def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
+        """Return the micro-batch's part of the loss, and sums for the metrics."""
+        raise NotImplementedError
+
+
+@dataclass
+class PolicyObjective(MicroBatchObjective):
+    """Policy loss, entropy bonus, and the KL term and the divergence from teachers if the recipe puts them in the loss."""
 
     def __post_init__(self) -> None:
         self._loss = load_policy_loss(self.settings.policy_loss)
@@ -52,7 +74,7 @@ class PolicyObjective:
             versions = np.concatenate([completion.versions[completion.own] for completion in sampled])
             known["staleness"] = self.batch.version - versions
         moves = [] if order is None else [order]
-        weight, kept, *columns = _columns(self, micro, names, logprobs.device, *known.values(), *moves)
+        weight, kept, *columns = self.columns(micro, names, logprobs.device, *known.values(), *moves)
         if order is not None:
             place = columns.pop(len(known))
             weight, kept, logprobs, entropy, *columns = (of[place] for of in (weight, kept, logprobs, entropy, *columns))
@@ -93,7 +115,7 @@ class PolicyObjective:
             sums["kl_sum"] = (divergence.detach() * kept).sum()
         if distillation is not None:
             if teacher is not None:
-                divergence = kl(logprobs, teacher, distillation.estimator or "k1")
+                divergence = kl(logprobs, teacher, "k2" if distillation.place == "loss" else "k1")
             else:
                 divergence = outputs["divergence"] if order is None else outputs["divergence"][place]
             if distillation.place == "loss":
@@ -143,58 +165,30 @@ def staleness_sums(staleness: Tensor, kept: Tensor, most: int, columns: dict[str
     return sums
 
 
-@dataclass
-class ValueObjective:
+class ValueObjective(MicroBatchObjective):
     """Clipped value loss (half the squared error)."""
-
-    settings: AlgorithmSection
-    batch: Batch
-    weights: dict[int, float]
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         values = outputs["values"]  # [own tokens]
-        weight, kept, old, returns = _columns(self, micro, ("values", "returns"), values.device)
+        weight, kept, old, returns = self.columns(micro, ("values", "returns"), values.device)
         assert self.settings.value_loss is not None
         losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
         loss = (weight * losses).sum()
         return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
 
 
-@dataclass
-class ScoreObjective:
+class ScoreObjective(MicroBatchObjective):
     """Move each sequence's score by its weight in the batch's loss: the gradient of the loss of pairs."""
-
-    settings: AlgorithmSection
-    batch: Batch
-    weights: dict[int, float]
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         scores = outputs["scores"]  # [sequences]
-        weight, kept, advantages = _columns(self, micro, ("advantages",), scores.device)
+        weight, kept, advantages = self.columns(micro, ("advantages",), scores.device)
         loss = -(weight * advantages * scores).sum()
         return loss, {"loss": loss.detach(), "clipped_sum": torch.zeros_like(loss), "tokens": kept.sum()}
 
 
-def _columns(
-    objective: PolicyObjective | ValueObjective | ScoreObjective,
-    micro: PackedMicroBatch,
-    names: Sequence[str],
-    device: torch.device,
-    *more: np.ndarray,
-) -> list[Tensor]:
-    """Move what the host knows of a micro-batch's own tokens to the device in one transfer, [own tokens] each: the weight of
-    each token in the loss, whether it counts, `more`, and the named fields of the batch.
-
-    Sequences without gradient do not count in metrics, so that KL and early stop follow what is trained on.
-    """
-    batch, samples = objective.batch, list(micro.samples)
-    per_sequence = np.array([[objective.weights[sample] for sample in samples], batch.valid[samples]], np.float32)
-    weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
-    return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)
-
-
 # By the role that is updated.
-OBJECTIVES: dict[str, type[PolicyObjective] | type[ValueObjective] | type[ScoreObjective]] = {
+OBJECTIVES: dict[str, type[MicroBatchObjective]] = {
     "actor": PolicyObjective,
     "critic": ValueObjective,
     "reward_model": ScoreObjective,

@@ -121,8 +121,7 @@ class Training:
     updates_per_step: int = 1
     lora: LoraSection | None = None
     frozen: FreezeSection = FreezeSection()
-    supervised: OptimizerSection | None = None  # of the supervised steps of a warm-up, which take one update each
-    supervised_steps: int = 0
+    warmup: Training | None = None  # of the supervised steps of a warm-up
 
 
 class Role:
@@ -214,10 +213,7 @@ class Role:
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         fuse(self.optimizer)
         self._training = training
-        if training.supervised is None:
-            self._start_schedule(optimizer, training.steps * training.updates_per_step, training.updates_per_step)
-        else:
-            self._start_schedule(training.supervised, training.supervised_steps)
+        self._start_schedule(training.warmup or training)
         refuse_non_finite_norm(self.optimizer)
         self._backward = BackwardWatch(self.models)
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -226,9 +222,10 @@ class Role:
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def _start_schedule(self, optimizer: OptimizerSection, updates: int, updates_per_step: int = 1) -> None:
-        """Begin a learning-rate schedule over a number of updates."""
-        warmup_updates = optimizer.warmup_steps * updates_per_step
+    def _start_schedule(self, training: Training) -> None:
+        """Begin a learning-rate schedule over the updates of a training."""
+        optimizer, updates = training.optimizer, training.steps * training.updates_per_step
+        warmup_updates = optimizer.warmup_steps * training.updates_per_step
         rates = {"max_lr": optimizer.lr, "min_lr": optimizer.lr * optimizer.min_lr_share}
         for group in self.optimizer.param_groups:  # megatron-core reads these before those of the schedule
             group.update(rates)
@@ -252,10 +249,9 @@ class Role:
 
     def end_supervised(self) -> None:
         """Begin the schedule of the steps after a warm-up, as a run from these weights would: without moments."""
-        training = self._training
         with self.present(training=True), self.place.active():
             forget(self.optimizer)
-            self._start_schedule(training.optimizer, training.steps * training.updates_per_step, training.updates_per_step)
+            self._start_schedule(self._training)
 
     @contextmanager
     def present(self, training: bool = False) -> Iterator[None]:
@@ -547,6 +543,5 @@ def share_results(
             host = flat.cpu()  # here the host waits for a GPU
         ordered += host.split(lengths)
     by_sample = dict(zip(mini_batch.order, ordered, strict=True))
-    absent = {sample for sample in range(len(batch.own_lengths)) if sample not in by_sample}
-    by_sample |= {sample: torch.zeros(int(batch.own_lengths[sample])) for sample in absent}
-    return [by_sample[sample] for sample in range(len(batch.own_lengths))]
+    lengths = batch.own_lengths.tolist()
+    return [by_sample[sample] if sample in by_sample else torch.zeros(length) for sample, length in enumerate(lengths)]

@@ -8,9 +8,10 @@ A teacher that an engine serves (`teachers.NAME.engine`) has no role; rank 0 ask
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithm.divergence import HALF, over_likeliest
+from megarl.algorithm.divergence import over_likeliest
 from megarl.megatron.batch import Batch, PackedMicroBatch
-from megarl.megatron.divergence import Divergence, likeliest_tokens, log_probabilities_of
-from megarl.megatron.logprobs import LogProbabilities
+from megarl.megatron.divergence import Divergence, likeliest_tokens
+from megarl.megatron.logprobs import LogProbabilities, scaled
 from megarl.megatron.parallel import Place, broadcast_from_first
 from megarl.megatron.role import Role
 from megarl.megatron.weights import load_shards
@@ -61,12 +62,12 @@ def take_judgement(
 ) -> Batch:
     """Return the batch with what the teacher of a `plan` gave for the samples that it judges: `results` everywhere, or
     `rows` to the ranks that run the actor's `update`. Collective."""
-    teacher, actor = roles[role_of(plan.phase)], roles["actor"].place
+    teacher = roles[role_of(plan.phase)]
     judged = np.flatnonzero(batch.teachers == teacher.role.removeprefix(TEACHERS)).tolist()
-    if teacher.reads_head is not None:
-        moved = move_rows(rows, judged, plan, update, teacher, actor, batch)
-        return batch.with_teacher_rows(moved)
-    return _with_logprobs(batch, {sample: results[sample] for sample in judged})
+    if teacher.reads_head is None:
+        return _with_logprobs(batch, {sample: results[sample] for sample in judged})
+    moved = _move_rows(rows, judged, plan, update, teacher, batch)
+    return replace(batch, teacher_rows={**batch.teacher_rows, **moved})
 
 
 def _with_logprobs(batch: Batch, judged: Mapping[int, Tensor]) -> Batch:
@@ -98,55 +99,39 @@ def ask_engines(
     return batch, metrics
 
 
-def move_rows(
-    rows: Mapping[int, Tensor], judged: Iterable[int], plan: Plan, update: Plan, teacher: Role, actor: Place, batch: Batch
+def _move_rows(
+    rows: Mapping[int, Tensor], judged: Sequence[int], plan: Plan, update: Plan, teacher: Role, batch: Batch
 ) -> dict[int, Tensor]:
-    """Send the rows of the samples that a teacher judges to the ranks whose update reads them; returns those of this rank.
+    """Send the rows of the samples that a teacher judges to the ranks of the actor's last stage that train on them; returns
+    those that this rank trains on.
 
     `rows` are on this rank where it is the source of a data-parallel rank of the teacher's. All ranks go through the samples
     in the same order, so that none waits for one that waits for it. Collective.
     """
-    (mini_batch,), place, width = plan.mini_batches, teacher.place, teacher.row_width
-    source = {
-        sample: place.source_of(data_rank)
-        for data_rank, micro_batches in enumerate(mini_batch.micro_batches)
-        for micro in micro_batches
-        for sample in micro.samples
-    }
-    readers: dict[int, set[int]] = defaultdict(set)
-    for mini in update.mini_batches:
-        for data_rank, micro_batches in enumerate(mini.micro_batches):
-            ranks = last_stage(actor.layout, data_rank)
-            for micro in micro_batches:
-                for sample in micro.samples:
-                    readers[sample] |= ranks
-    moved: dict[int, Tensor] = {}
+    place, layout, moved = teacher.place, update.layout, dict[int, Tensor]()
+    of_teacher, of_update = plan.data_ranks, update.data_ranks
+    last, parts = layout.pipeline - 1, list(product(range(layout.tensor), range(layout.context)))
     with span("wait_ranks"):
         for sample in judged:
-            if place.rank in readers[sample]:
-                moved[sample] = rows.get(sample, torch.empty(0))
-            if place.rank == source[sample]:
+            source = place.source_of(*of_teacher[sample])
+            readers = {layout.rank(tensor, last, data, context) for data in of_update[sample] for tensor, context in parts}
+            if place.rank == source:
                 on_device = rows[sample].to(place.device)
-                for reader in sorted(readers[sample] - {place.rank}):
+                for reader in sorted(readers - {source}):
                     dist.send(on_device, reader)
-            elif place.rank in readers[sample]:
-                size = int(batch.own_lengths[sample]), width
-                received = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
-                dist.recv(received, source[sample])
-                moved[sample] = received.cpu()
+            elif place.rank in readers:
+                size = int(batch.own_lengths[sample]), teacher.row_width
+                on_device = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
+                dist.recv(on_device, source)
+            if place.rank in readers:
+                moved[sample] = rows[sample] if place.rank == source else on_device.cpu()
     return moved
-
-
-def last_stage(layout: Layout, data_rank: int) -> set[int]:
-    """Return the ranks of a data-parallel rank's last pipeline stage."""
-    ranks = ((tensor, context) for tensor in range(layout.tensor) for context in range(layout.context))
-    return {layout.rank(tensor, layout.pipeline - 1, data_rank, context) for tensor, context in ranks}
 
 
 # Both ends ----------------------------------------------------------------------------------------------------------------
 
 
-def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path], compile: bool) -> None:
+def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path]) -> None:
     """Let teachers give the rows that `algorithm.distillation` reads, and the actor compare itself with them.
 
     `directories` are the teachers' models by role.
@@ -154,8 +139,7 @@ def connect(section: DistillationSection, roles: Mapping[str, Role], directories
     if section.over == "sampled":
         return
     actor = roles["actor"]
-    mixture = HALF if section.mixture is None else section.mixture
-    divergence = Divergence(section.divergence, mixture, actor.head, compile)
+    divergence = Divergence(section.divergence, section.mixture, actor.head)
     compare = FromTeachers(divergence, section.top_k, actor.place)
     for name, directory in directories.items():
         teacher = roles[name]
@@ -198,28 +182,22 @@ class FromTeachers:
 
     def __call__(self, batch: Batch, micro: PackedMicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the divergence at this context rank's own tokens, from their hidden rows and the actor's head."""
-        own = np.repeat(batch.teachers[list(micro.samples)], micro.own_lengths)  # [own tokens]
-        row_of = torch.full((len(own),), -1, device=hidden.device)
-        row_of[micro.heads] = torch.arange(len(hidden), device=hidden.device)
-        parts, places = [], []
+        own = np.repeat(batch.teachers[list(micro.samples)], micro.own_lengths)  # the teacher of each own token
+        heads = micro.heads.cpu().numpy()  # those of another context rank have no hidden row here
+        result = scaled(hidden.new_zeros(len(hidden)), 1.0)
         for name in dict.fromkeys(own.tolist()):
             rows = torch.cat([_rows(batch, sample) for sample in micro.samples if batch.teachers[sample] == name])
-            at = row_of[torch.from_numpy(np.flatnonzero(own == name)).to(hidden.device)]
-            here = at >= 0  # not a row of another context rank
-            rows, at = rows.to(hidden.device)[here], at[here]
-            parts.append(self._compare(name, hidden[at], weight, rows))
-            places.append(at)
-        if not parts:
-            return hidden.sum(-1).float() * 0.0
-        return torch.zeros_like(row_of[: len(hidden)], dtype=parts[0].dtype).index_copy(
-            0, torch.cat(places), torch.cat(parts)
-        )
+            judged = np.flatnonzero(own[heads] == name)
+            rows = rows[np.searchsorted(np.flatnonzero(own == name), heads[judged])].to(hidden.device)
+            at = torch.from_numpy(judged).to(hidden.device)
+            result = result.index_add(0, at, self._compare(name, hidden[at], weight, rows))
+        return result
 
     def _compare(self, name: str, hidden: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
         if self._top_k is None:
             return self._divergence(hidden, weight, rows, self._heads[name])
         logprobs, numbers = rows.split(self._top_k, -1)
-        chosen = log_probabilities_of(hidden, weight, numbers.long(), self._divergence.head)
+        chosen = self._divergence.head(hidden, weight, numbers.long(), entropy=False)["logprobs"]
         return over_likeliest(chosen, logprobs, self._divergence.kind, self._divergence.mixture)
 
 

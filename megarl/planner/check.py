@@ -146,8 +146,11 @@ def _show_phases(console: Console, recipe: Recipe) -> None:
     for row in phase_table(recipe):
         table.add_row(*astuple(row))
     console.print(table)
-    for line in first_steps_lines(recipe):
-        console.print(line, markup=False, soft_wrap=True)
+    if recipe.critic_warmup_steps:
+        console.print(critic_warmup_line(recipe), markup=False, soft_wrap=True)
+    if recipe.supervised is not None:
+        console.print("of these the first steps are those of warmup.sft:")
+        _show_phases(console, recipe.supervised)
 
 
 def _suggestions_for_caps(path: str, overrides: list[str], request: CheckRequest, console: Console) -> dict[str, Any]:
@@ -199,8 +202,12 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     tokens = f"{min(totals)} ... {max(totals)} tokens, mean {sum(totals) / len(totals):.0f}"
     show(f"lengths: {plan.job.lengths.origin}; {len(totals)} sequences of {tokens}")
     console.print(_table([*PHASE_COLUMNS, *NUMBER_COLUMNS], _planned_rows(recipe, plan), num_texts=len(PHASE_COLUMNS)))
-    for line in first_steps_lines(recipe, plan):
-        show(line)
+    if recipe.critic_warmup_steps:
+        show(critic_warmup_line(recipe))
+    if recipe.supervised is not None and plan.warmup is not None:
+        title = f"the first {recipe.sft_steps} steps (warmup.sft), lengths: {plan.warmup.job.lengths.origin}"
+        warmup = _planned_rows(recipe.supervised, plan.warmup)
+        console.print(_table([*PHASE_COLUMNS, *NUMBER_COLUMNS], warmup, len(PHASE_COLUMNS), title))
     show(NOTES, style="dim")
     kinds = [*(field.name for field in fields(DeviceMemory)), "total"]
     memories = [[phase, *(gib(getattr(memory, kind)) for kind in kinds)] for phase, memory in plan.worst_memory.items()]
@@ -221,26 +228,11 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
     show(_balance(plan))
 
 
-def first_steps_lines(recipe: Recipe, plan: Forecast | None = None) -> list[str]:
-    """What the first steps of a run do where they differ from the others; with a `plan` also the time of supervised ones."""
-    lines, supervised = [], recipe.supervised
-    if supervised is not None:
-        row = phase_table(supervised)[-1]
-        lines.append(
-            f"the first {recipe.sft_steps} steps (warmup.sft): {', '.join(supervised.running_phases)}, of {row.mini_batch} "
-            f"with at most {supervised.max_sequence_tokens} tokens each, {row.micro_batch}"
-        )
-        if plan is not None and plan.warmup is not None and plan.job.warmup is not None and plan.warmup.seconds is not None:
-            seconds, origin = plan.warmup.seconds, plan.job.warmup.lengths.origin
-            lines[-1] += f"; {_short(seconds)} seconds a step, {_short(recipe.sft_steps * seconds)} in all, with {origin}"
-    if recipe.critic_warmup_steps:
-        then = (
-            f"the {recipe.critic_warmup_steps} steps after them"
-            if lines
-            else f"the first {recipe.critic_warmup_steps} steps"
-        )
-        lines.append(f"{then} (critic.warmup_steps): {', '.join(recipe.warmup_phases)}")
-    return lines
+def critic_warmup_line(recipe: Recipe) -> str:
+    """What the first steps with rollouts do in which the critic alone is updated."""
+    after = " with rollouts" if recipe.sft_steps else ""
+    phases = ", ".join(recipe.warmup_phases)
+    return f"the first {recipe.critic_warmup_steps} steps{after} (critic.warmup_steps): {phases}"
 
 
 def _balance(plan: Forecast) -> str:
@@ -344,9 +336,7 @@ def _document(recipe: Recipe, plan: Forecast) -> dict[str, Any]:
         "name": recipe.run.name,
         "running_phases": list(recipe.running_phases),
         "warmup_phases": list(recipe.warmup_phases) if recipe.critic_warmup_steps else [],
-        "supervised_steps": recipe.sft_steps,
-        "supervised_lengths": None if job.warmup is None else job.warmup.lengths.origin,
-        "supervised_update": None if plan.warmup is None else _phase_document(job, plan.warmup),
+        "supervised_update": None if plan.warmup is None else _phase_document(plan.warmup.job, plan.warmup.phases[0]),
         "lengths": lengths.origin,
         "phases": {phase.phase: _phase_document(job, phase) for phase in plan.phases},
         "rollout_flops": plan.rollout_flops,

@@ -46,8 +46,7 @@ class Job:
 
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said. `bucket_bytes` are what the buckets
-    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the update of a warm-up's steps, their limits,
-    and the lengths of their rows.
+    of a weight sync take of it (`bucket_bytes_of`). `supervised` is the job of a warm-up's steps as a run of their own.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -59,7 +58,7 @@ class Job:
     device_bytes: int | None = None
     tflops: float | None = None
     bucket_bytes: int = 0
-    supervised: tuple[Schedule, BatchLimits, Lengths] | None = None
+    supervised: Job | None = None
     teachers: Mapping[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
 
     def role(self, phase: str) -> PlannedRole:
@@ -74,11 +73,12 @@ class Job:
     @property
     def warmup(self) -> Job | None:
         """The job of a warm-up's step, with the same devices; None without a warm-up."""
-        if self.supervised is None:
+        if (alone := self.supervised) is None:
             return None
-        schedule, limits, lengths = self.supervised
         roles = tuple(role.supervised if role.name == "actor" else role for role in self.roles)
-        return replace(self, roles=roles, schedules=(schedule,), limits=limits, lengths=lengths, supervised=None)
+        return replace(
+            self, roles=roles, schedules=alone.schedules, limits=alone.limits, lengths=alone.lengths, supervised=None
+        )
 
     @property
     def ranks(self) -> int:
@@ -152,10 +152,7 @@ def job_of(
     `tflops` wins over the recipe's `device.tflops`. Raises what `find_lengths` raises.
     """
     roles, limits, device = memory_roles(recipe), limits_of(recipe), recipe.device
-    supervised: tuple[Schedule, BatchLimits, Lengths] | None = None
-    if recipe.supervised is not None:
-        rows, drawn = limits_of(recipe.supervised), lengths if lengths in DISTRIBUTIONS else DEFAULT_LENGTHS
-        supervised = recipe.supervised.schedule("actor_update"), rows, find_lengths(drawn, rows, seed)
+    drawn = lengths if lengths in DISTRIBUTIONS else DEFAULT_LENGTHS
     return Job(
         roles=tuple(roles.values()),
         schedules=tuple(recipe.schedule(phase) for phase in recipe.engine_phases if recipe.runs(phase)),
@@ -166,7 +163,7 @@ def job_of(
         device_bytes=None if device is None else device.memory_bytes,
         tflops=tflops if tflops is not None or device is None else device.tflops,
         bucket_bytes=bucket_bytes_of(recipe),
-        supervised=supervised,
+        supervised=None if recipe.supervised is None else job_of(recipe.supervised, drawn, seed),
         teachers=teacher_engines(recipe),
     )
 
@@ -225,7 +222,7 @@ class Forecast:
     rollout_flops: float
     worst_memory: dict[str, DeviceMemory]
     engine_room: int | None
-    warmup: PhaseForecast | None = None  # the update of a warm-up's step
+    warmup: Forecast | None = None  # of a warm-up's step
 
     @property
     def fullest(self) -> str:
@@ -257,9 +254,9 @@ def forecast(job: Job) -> Forecast:
     shape, lengths = job.role("actor_update").shape, job.lengths
     pairs = zip(lengths.totals, lengths.completions, strict=True)
     worst = {phase.phase: phase.worst_memory for phase in phases}
-    warmup = None if job.warmup is None else forecast_phase(job.warmup, job.warmup.schedules[0])
+    warmup = None if job.warmup is None else forecast(job.warmup)
     if warmup is not None:
-        worst["warmup.sft"] = warmup.worst_memory
+        worst["warmup.sft"] = warmup.phases[0].worst_memory
     flops = sum(forward_flops(shape, length, head) for length, head in pairs)
     return Forecast(job, phases, flops, on_devices(job, worst), engine_room(job, list(worst.values())), warmup)
 
@@ -298,7 +295,7 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     def operations(length: int, head_tokens: int) -> float:
         if schedule.is_update:
             return executed_flops(role, length, head_tokens)
-        return forward_flops(role.shape, length, 0 if role.gives_hidden_rows else head_tokens, role.has_value_head)
+        return forward_flops(role.shape, length, role.head_passes * head_tokens, role.has_value_head)
 
     # Where prompts are shared, sequences leave out the prompt that another one has.
     spared = [length for micro_batch in micro_batches for length in micro_batch.spared(prompts)]

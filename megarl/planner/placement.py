@@ -144,17 +144,17 @@ def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePla
         taken[engine.node] = max(taken[engine.node], 1 + max(engine.devices))
     places = []
     for name, section in recipe.served.items():
-        workers = section.layout.workers
+        workers, devices = section.layout.workers, cluster.devices_per_node
         if cluster.shared:
-            places.append(EnginePlace(0, tuple(worker % cluster.devices_per_node for worker in range(workers))))
+            places.append(EnginePlace(0, tuple(worker % devices for worker in range(workers))))
             continue
-        node = next((node for node, used in enumerate(taken) if used + workers <= cluster.devices_per_node), None)
+        node = next((node for node, used in enumerate(taken) if used + workers <= devices), None)
         if node is None:
-            way_out = "more nodes" if workers <= cluster.devices_per_node else f"a smaller teachers.{name}.engine.tensor"
+            way_out = "more nodes" if workers <= devices else f"a smaller teachers.{name}.engine.tensor"
             raise PlacementError(
                 f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
-                f"engine has, and {count(cluster.num_nodes, 'node')} of {count(cluster.devices_per_node, 'device')} "
-                f"{'has' if cluster.num_nodes == 1 else 'have'} none left: {way_out}, or remove teachers.{name}.engine"
+                f"engine has, and of {count(cluster.num_nodes, 'node')} of {count(devices, 'device')} none has them left: "
+                f"{way_out}, or remove teachers.{name}.engine"
             )
         places.append(EnginePlace(node, tuple(range(taken[node], taken[node] + workers))))
         taken[node] += workers

@@ -73,10 +73,12 @@ class PlannedRole:
         return replace(self, distillation=None, divergence_alone=False, entropy_bonus=False)
 
     @property
-    def gives_hidden_rows(self) -> bool:
-        """Whether the role is a teacher whose last hidden rows travel: its head multiplies nothing in its phase."""
-        whole = self.distillation is not None and self.distillation.over == "vocabulary"
-        return whole and self.is_frozen_policy
+    def head_passes(self) -> int:
+        """How often the head multiplies a row in a forward phase: not where a teacher's last hidden rows travel, and twice
+        for its likeliest tokens (`megatron/divergence.py`)."""
+        if self.distillation is None or not self.is_frozen_policy:
+            return 1
+        return 0 if self.distillation.over == "vocabulary" else 2
 
     @property
     def fuses_layers(self) -> bool:

@@ -252,12 +252,9 @@ def _fits(job: Job) -> bool:
     assert usable is not None and budget is not None, "a suggestion has a device"
     if any(memory.total > usable for memory in on_devices(job, {}).values()):
         return False
-    if job.warmup is not None and not job.warmup.runs(job.warmup.schedules[0]):
-        return False
-    jobs = [(job, schedule) for schedule in job.schedules]
-    if job.warmup is not None:
-        jobs.append((job.warmup, job.warmup.schedules[0]))
-    return all(worst_memory(of_phase, schedule).total <= budget for of_phase, schedule in jobs)
+    jobs = [job] if job.warmup is None else [job, job.warmup]
+    phases = [(part, schedule) for part in jobs for schedule in part.schedules]
+    return all(part.runs(schedule) and worst_memory(part, schedule).total <= budget for part, schedule in phases)
 
 
 def _with_caps(job: Job) -> Job:

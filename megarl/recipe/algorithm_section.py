@@ -129,16 +129,14 @@ class DistillationSection(Section):
     """At each position: `sampled` estimates the reverse KL from the sampled token; `top_k` compares the teacher's `top_k`
     likeliest tokens, and the rest as one; `vocabulary` compares all tokens."""
     place: Literal["advantage", "loss"]
-    """Subtract the divergence from the advantage of each token, or add it to the loss."""
+    """Subtract the divergence from the advantage of each token, or add it to the loss; with `over: sampled` that is half the
+    squared difference of the log-probabilities, whose expected gradient is that of the divergence."""
     coefficient: Above = 1.0
     """Factor of the divergence."""
-    estimator: Literal["k1", "k2", "k3", "absolute"] | None = None
-    """With `over: sampled` in the loss, the estimator of the reverse KL, as in `algorithm.kl`; the expected gradient of `k2`
-    is that of the divergence."""
     top_k: Positive | None = None
     """With `over: top_k`, how many of the teacher's tokens are compared."""
-    mixture: Below | None = None
-    """With `jensen_shannon`, the teacher's share of the mixture; null for one half."""
+    mixture: Below = 0.5
+    """With `jensen_shannon`, the teacher's share of the mixture."""
     data_share: Share = 0.0
     """The share of prompts, drawn by `run.seed`, whose completions are not sampled: each is the row's own answer
     (`data.prompts.answer_field`). With `over: top_k` or `vocabulary` only."""
@@ -155,16 +153,11 @@ class DistillationSection(Section):
             yield "", "the policy's own tokens estimate the reverse KL alone", "divergence: reverse_kl, or over: top_k"
         if self.over != "sampled" and self.place == "advantage":
             yield "", "a divergence over several tokens is no advantage of one", "place: loss, or over: sampled"
-        needed = {
-            "estimator": self.over == "sampled" and self.place == "loss",
-            "top_k": self.over == "top_k",
-            "mixture": self.divergence == "jensen_shannon",
-        }
-        for name, is_read in needed.items():
-            if getattr(self, name) is not None and not is_read:
-                yield "", f"nothing reads {name} here", f"remove {name}"
-            if getattr(self, name) is None and is_read and name != "mixture":
-                yield "", f"needs {name}", "estimator: k2" if name == "estimator" else "top_k: 64"
+        if (self.top_k is None) == (self.over == "top_k"):
+            needs = self.top_k is None
+            yield "", "needs top_k" if needs else "nothing reads top_k here", "top_k: 64" if needs else "remove top_k"
+        if self.mixture != 0.5 and self.divergence != "jensen_shannon":
+            yield "", "nothing reads mixture here", "remove mixture"
 
 
 class GroupSection(Section):
@@ -303,8 +296,10 @@ def algorithm_rules(recipe: Recipe) -> Violations:
         if algorithm.mismatch is not None and algorithm.mismatch.level == "token":
             rule = "weights each token's loss, and with algorithm.policy_loss.kind = gmpo each is the whole sequence's"
             yield Violation("algorithm.mismatch.level", "token", rule, "sequence or geometric")
-        if algorithm.advantage in OF_TOKENS:
-            rule = f"has one advantage a sequence; algorithm.advantage = {algorithm.advantage} gives each token its own"
+        taught = algorithm.distillation is not None and algorithm.distillation.place == "advantage"
+        if taught or algorithm.advantage in OF_TOKENS:
+            key, value = ("distillation.place", "advantage") if taught else ("advantage", algorithm.advantage)
+            rule = f"has one advantage a sequence; algorithm.{key} = {value} gives each token its own"
             yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
     yield from _distillation_rules(recipe)
     if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None and algorithm.has_policy_loss:
@@ -362,9 +357,6 @@ def _distillation_rules(recipe: Recipe) -> Violations:
     """Runs without rewards have a teacher, and nothing that would only change rewards."""
     algorithm, key = recipe.algorithm, "algorithm.advantage"
     distillation = algorithm.distillation
-    if distillation is not None and distillation.place == "advantage" and algorithm.policy_loss.kind == "gmpo":
-        rule = "has one advantage a sequence; algorithm.distillation.place = advantage gives each token its own"
-        yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
     if distillation is not None and distillation.data_share:
         refused = {
             f"the policy loss of algorithm.advantage = {algorithm.advantage} is of what the policy sampled": (

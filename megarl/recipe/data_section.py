@@ -203,23 +203,20 @@ def _fields_fit_kind(recipe: Recipe, key: str, source: SourceSection) -> Violati
         if recipe.run.learns_from_pairs:
             yield Violation(f"{key}.kind", source.kind, f"has no pairs, and run.kind is {recipe.run.kind}", "jsonl")
         return
-    if source.answer_field is None and not recipe.run.is_supervised:
-        yield Violation(f"{key}.answer_field", MISSING, "required: column that holds the answer", "answer_field: answer")
-    elif (
-        source.answer_field is None
-        and recipe.data.prompt_format == "text"
-        and (recipe.data.chat_template or recipe.run.learns_from_pairs)
-    ):
-        rule = "required: the prompt field is a user's message, and nothing would be trained"
-        nearest = "answer_field: answer, data.prompt_format: messages, or data.chat_template: false for plain texts"
+    kind, pairs, rejected = recipe.run.kind, recipe.run.learns_from_pairs, f"{key}.rejected_field"
+    is_message = recipe.data.prompt_format == "text" and (recipe.data.chat_template or pairs)
+    if source.answer_field is None and (is_message or not recipe.run.is_supervised):
+        rule, nearest = "required: column that holds the answer", "answer_field: answer"
+        if recipe.run.is_supervised:
+            rule = "required: the prompt field is a user's message, and nothing would be trained"
+            nearest += ", data.prompt_format: messages, or data.chat_template: false for plain texts"
         yield Violation(f"{key}.answer_field", MISSING, rule, nearest)
-    if (source.rejected_field is None) == recipe.run.learns_from_pairs:
-        if source.rejected_field is None:
-            rule = f"required with run.kind: {recipe.run.kind}, which learns from pairs"
-            yield Violation(f"{key}.rejected_field", MISSING, rule, "rejected_field: rejected")
-        else:
-            rule = f"run.kind: {recipe.run.kind} learns from no pairs"
-            yield Violation(f"{key}.rejected_field", source.rejected_field, rule, f"remove {key}.rejected_field")
+    if source.rejected_field is None and pairs:
+        yield Violation(
+            rejected, MISSING, f"required with run.kind: {kind}, which learns from pairs", "rejected_field: rejected"
+        )
+    if source.rejected_field is not None and not pairs:
+        yield Violation(rejected, source.rejected_field, f"run.kind: {kind} learns from no pairs", f"remove {rejected}")
 
 
 def _sources(key: str, prompts: PromptsSection) -> Iterator[tuple[str, SourceSection]]:

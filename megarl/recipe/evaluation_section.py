@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, field_validator
 
 from megarl.recipe.data_section import PromptsSection
-from megarl.recipe.phases_section import MicroBatchSection
 from megarl.recipe.section import BrokenRules, Count, Positive, Section, Weight, broken_rule
-from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
+from megarl.recipe.violation import GIVEN, Violation, Violations
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
 class EvaluationSection(Section):
     prompts: PromptsSection
-    """Held-out questions and answers, rendered as `data` says. Those among the training prompts are left out and counted."""
+    """Held-out questions and answers, rendered as `data` says. Those among the training prompts are left out and counted. If
+    `run.kind` is not `rl`, an evaluation is the mean loss of these rows, in batches of a step's size."""
     max_prompts: Positive | None = None
     """Use only the first this many; null uses all."""
     every: Count = 0
@@ -39,9 +39,6 @@ class EvaluationSection(Section):
     """Each k of pass@k, how likely one of k completions passes; at most `completions`."""
     pass_reward: float = 1.0
     """A completion passes if its reward is at least this."""
-    micro_batch: MicroBatchSection | None = None
-    """How held-out rows are divided into forward passes; only and always if `run.kind` is not `rl`. An evaluation is then
-    their mean loss, in batches of a step's size."""
 
     def broken_rules(self) -> BrokenRules:
         if self.temperature == 0 and self.completions > 1:
@@ -55,14 +52,7 @@ class EvaluationSection(Section):
 def evaluation_rules(recipe: Recipe) -> Violations:
     """Evaluations that deadlines, rewards or replayed rollouts do not allow."""
     section = recipe.evaluation
-    if section is None:
-        return
-    if (section.micro_batch is not None) != recipe.run.is_supervised:
-        given = section.micro_batch is not None
-        rule = "nothing reads it: engines answer held-out prompts" if given else f"required with run.kind: {recipe.run.kind}"
-        nearest = "remove evaluation.micro_batch" if given else "micro_batch: {max_tokens: ...}"
-        yield Violation("evaluation.micro_batch", GIVEN if given else MISSING, rule, nearest)
-    if recipe.run.is_supervised:
+    if section is None or recipe.run.is_supervised:
         return
     if section.completions > recipe.num_rollouts:
         rule = f"deadlines are meant for the {recipe.num_rollouts} sequences of a step, of which a prompt takes this many"

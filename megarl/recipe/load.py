@@ -38,7 +38,7 @@ from megarl.recipe.model_section import (
     same_tokens,
 )
 from megarl.recipe.own_code import modules_exist
-from megarl.recipe.phases_section import batch_size, held_out_rules, phase_rules, rollout_and_reward_phases
+from megarl.recipe.phases_section import batch_size, phase_rules, rollout_and_reward_phases
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.reward_section import reward_rules
 from megarl.recipe.role_sections import (
@@ -157,7 +157,7 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
         faults += with_gpus(recipe)
     rank_faults = list(rank_rules(recipe))
     # Batches and buckets are divided over data-parallel ranks, whose number is not known yet.
-    faults += rank_faults or [*batch_size(recipe), *phase_rules(recipe), *held_out_rules(recipe)]
+    faults += rank_faults or [*batch_size(recipe), *phase_rules(recipe)]
     for key, path in recipe.model_paths.items():
         faults += _model_faults(recipe, key, path, fetch, ranks_divide=not rank_faults)
     if recipe.supervised is not None:

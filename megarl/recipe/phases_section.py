@@ -191,20 +191,6 @@ def phase_rules(recipe: Recipe) -> Violations:
                 yield Violation(f"{key}.share_prompts", True, rule, "false")
 
 
-def held_out_rules(recipe: Recipe) -> Violations:
-    """The forward phases of a supervised run's evaluation run batches of a step's size, whose sequences fit the cap."""
-    section = recipe.evaluation
-    if section is None or section.micro_batch is None or not recipe.run.is_supervised:
-        return
-    for role in ("actor", "reference") if recipe.run.kind == "dpo" else ("actor",):
-        schedule = recipe.evaluation_schedule("actor_logprob")
-        for fault in violations(schedule, recipe.num_sequences, recipe.layout(role), recipe.max_sequence_tokens):
-            if fault.field:  # a batch that does not fit is a fault of actor_update
-                value = section.micro_batch.max_tokens or fault.value
-                rule = f"{fault.rule} (data.max_tokens; layout of the {role})"
-                yield Violation(f"evaluation.{fault.field}", value, rule, fault.nearest)
-
-
 def _early_rules(recipe: Recipe, phase: str) -> Violations:
     """A phase may start early where the groups of a step are known before they are sampled, on devices without engines."""
     key, prompts = f"phases.{kind_of(phase)}.start", recipe.phases.rollout.prompts

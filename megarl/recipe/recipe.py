@@ -371,12 +371,6 @@ class Recipe(Section):
         }
         return sections[kind_of(phase)]
 
-    def evaluation_schedule(self, phase: str) -> Schedule:
-        """The schedule of a forward phase on held-out rows, for a run that is not `rl`."""
-        assert self.evaluation is not None and self.evaluation.micro_batch is not None, "required in the recipe"
-        rule = self.evaluation.micro_batch
-        return Schedule(phase, rule.sequences, 0 if isinstance(rule.max_tokens, str) else rule.max_tokens)  # a rule refuses
-
     def schedule(self, phase: str, automatic_cap: int | None = None) -> Schedule:
         """The schedule of an engine phase, with `automatic_cap` for `max_tokens: auto`. Raises ValueError for a phase
         without a section, and for `auto` without a cap."""

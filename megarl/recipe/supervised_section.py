@@ -33,7 +33,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reward_model": {"advantage": "bradley_terry", **_OF_PAIRS},
 }
 FREE = {"sft": ("aggregation", "entropy_coefficient"), "dpo": ("dpo",), "reward_model": ()}
-FREE_OF_EVALUATION = ("prompts", "max_prompts", "every", "micro_batch")
+FREE_OF_EVALUATION = ("prompts", "max_prompts", "every")
 
 
 def fill_sections(given: Any) -> Any:
@@ -64,7 +64,7 @@ def fill_sections(given: Any) -> Any:
 
 def supervised_rules(recipe: Recipe) -> Violations:
     """A supervised run has a longest sequence, whole pairs, one update a step, and nothing of a rollout."""
-    kind, data, phases = recipe.run.kind, recipe.data, recipe.phases
+    kind, data = recipe.run.kind, recipe.data
     if kind == "rl":
         if data.max_tokens is not None:
             rule = "run.kind: rl limits prompt and completion each for itself"
@@ -78,61 +78,53 @@ def supervised_rules(recipe: Recipe) -> Violations:
     if data.max_tokens is None:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
         return
-    why = f"run.kind: {kind} samples no rollouts"
-    absent: dict[str, Any] = {
-        "environment": recipe.environment,
-        "critic": recipe.critic,
-        "reward_model": recipe.reward_model,
-    }
-    absent |= {"data.curriculum": data.curriculum, "reward": recipe.reward or None}
-    for key, section in absent.items():
-        if section is not None:
-            yield Violation(key, GIVEN, why, f"remove {key}")
-    expected = AlgorithmSection.model_validate(ALGORITHMS[kind])
-    rollout = RolloutSection(max_new_tokens=data.max_tokens - 1)
-    for key in [
-        *_changed("algorithm", recipe.algorithm, expected, FREE[kind]),
-        *_changed("rollout", recipe.rollout, rollout),
-        *_changed("weight_sync", recipe.weight_sync, WeightSyncSection()),
-        *_changed("phases.rollout", phases.rollout, RolloutPhaseSection(prompts=phases.rollout.prompts)),
-        *_changed("phases.reward", phases.reward, RewardPhaseSection()),
-    ]:
-        yield Violation(key, GIVEN, f"{why}, and nothing else than its default can have an effect", f"remove {key}")
-    if data.max_prompt_tokens != 1:
-        rule = f"{why}: data.max_tokens limits whole sequences"
-        yield Violation("data.max_prompt_tokens", data.max_prompt_tokens, rule, "remove data.max_prompt_tokens")
-    if data.answer_format != "text":
-        rule = f"{why}, and no verifier reads answers"
-        yield Violation("data.answer_format", data.answer_format, rule, "remove data.answer_format")
-    if data.prompt_format == "token_ids":
-        yield Violation("data.prompt_format", data.prompt_format, f"{why} to prompts of token ids", "text or messages")
-    for key, given in (("run.dump_rollouts", recipe.run.dump_rollouts), ("actor.router_replay", recipe.actor.router_replay)):
-        if given:
-            yield Violation(key, given, why, "false")
+    for key in _changed(recipe, _without_rollouts(recipe)):
+        rule = f"run.kind: {kind} samples no rollouts, and nothing else than the default can have an effect"
+        yield Violation(key, GIVEN, rule, f"remove {key}")
     if kind == "reward_model" and recipe.actor.lora is not None:
         yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
     if kind == "reward_model" and recipe.actor.freeze.head:
         yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
-    size, update = recipe.algorithm.group_size, phases.actor_update
-    if recipe.num_sequences != update.mini_batch:
-        if update.mini_batch % size:
-            yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
-        else:
-            rule = f"a step has the one mini-batch of phases.actor_update: {update.mini_batch} sequences"
-            yield Violation("phases.rollout.prompts", phases.rollout.prompts, rule, "remove phases.rollout")
+    size, update = recipe.algorithm.group_size, recipe.phases.actor_update
+    if update.mini_batch % size:
+        yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
     if update.epochs > 1:
         rule = f"run.kind: {kind} takes one update a step; rows come again epoch by epoch (data/epochs)"
         yield Violation("phases.actor_update.epochs", update.epochs, rule, "1, and more run.steps")
-    if recipe.evaluation is not None:
-        expected_evaluation = EvaluationSection(prompts=recipe.evaluation.prompts)
-        for key in _changed("evaluation", recipe.evaluation, expected_evaluation, FREE_OF_EVALUATION):
-            yield Violation(key, GIVEN, f"{why}; an evaluation is a loss", f"remove {key}")
 
 
-def _changed(key: str, section: Section, expected: Section, free: tuple[str, ...] = ()) -> Iterator[str]:
+def _without_rollouts(recipe: Recipe) -> Recipe:
+    """Return the recipe of a run without rollouts with the values that say so in every key that describes rollouts."""
+    data, phases, evaluation = recipe.data, recipe.phases, recipe.evaluation
+    free = {name: getattr(recipe.algorithm, name) for name in FREE[recipe.run.kind]}
+    algorithm = AlgorithmSection.model_validate(ALGORITHMS[recipe.run.kind] | free)
+    prompts = RolloutPhaseSection(prompts=max(1, phases.actor_update.mini_batch // algorithm.group_size))
+    rows: dict[str, Any] = {"max_prompt_tokens": 1, "answer_format": "text", "curriculum": None}
+    if data.prompt_format == "token_ids":
+        rows["prompt_format"] = "text"
+    if evaluation is not None:
+        evaluation = EvaluationSection(**{name: getattr(evaluation, name) for name in FREE_OF_EVALUATION})
+    sections: dict[str, Any] = {
+        "run": recipe.run.model_copy(update={"dump_rollouts": False}),
+        "algorithm": algorithm,
+        "data": data.model_copy(update=rows),
+        "actor": recipe.actor.model_copy(update={"router_replay": False}),
+        "rollout": RolloutSection(max_new_tokens=(data.max_tokens or 2) - 1),
+        "phases": phases.model_copy(update={"rollout": prompts, "reward": RewardPhaseSection()}),
+        "weight_sync": WeightSyncSection(),
+        "evaluation": evaluation,
+        "reward": (),
+    }
+    return recipe.model_copy(update=sections | dict.fromkeys(("environment", "critic", "reward_model")))
+
+
+def _changed(section: Section, expected: Section, above: str = "") -> Iterator[str]:
     """Yield the dotted keys in which a section differs from the expected one."""
-    pairs = zip(section, expected, strict=True)
-    yield from (f"{key}.{name}" for (name, value), (_, default) in pairs if value != default and name not in free)
+    for (name, value), (_, default) in zip(section, expected, strict=True):
+        if isinstance(value, Section) and type(value) is type(default):
+            yield from _changed(value, default, f"{above}{name}.")
+        elif value != default:
+            yield f"{above}{name}"
 
 
 SFT = "warmup.sft"
@@ -171,29 +163,20 @@ class SupervisedStepsSection(Section):
 
     def run_of(self, recipe: Recipe) -> Recipe:
         """Return the recipe of the supervised steps: a run of `run.kind: sft` of the same model, ranks and actor."""
-        rates, update = self.optimizer, self.actor_update
-        optimizer = recipe.actor.optimizer.model_copy(
-            update={
-                "lr": rates.lr,
-                "warmup_steps": rates.warmup_steps,
-                "decay": rates.decay,
-                "min_lr_share": rates.min_lr_share,
-            }
-        )
+        rate = self.optimizer
+        rates = {"lr": rate.lr, "warmup_steps": rate.warmup_steps, "decay": rate.decay, "min_lr_share": rate.min_lr_share}
+        optimizer = recipe.actor.optimizer.model_copy(update=rates)
+        of_rows = {"data": self.data, "evaluation": self.evaluation}
         sections: dict[str, Any] = {
-            "run": recipe.run.model_copy(update={"kind": "sft", "steps": self.steps, "dump_rollouts": False}),
+            "run": recipe.run.model_copy(update={"kind": "sft", "steps": self.steps}),
             "algorithm": AlgorithmSection.model_validate(ALGORITHMS["sft"]),
-            "data": self.data,
-            "actor": recipe.actor.model_copy(update={"optimizer": optimizer, "router_replay": False}),
-            "rollout": RolloutSection(max_new_tokens=(self.data.max_tokens or 2) - 1),
-            "phases": PhasesSection(rollout=RolloutPhaseSection(prompts=update.mini_batch), actor_update=update),
-            "weight_sync": WeightSyncSection(),
-            "evaluation": self.evaluation,
-            "reward": (),
+            "actor": recipe.actor.model_copy(update={"optimizer": optimizer}),
+            "phases": PhasesSection(rollout=recipe.phases.rollout, actor_update=self.actor_update),
             "teachers": {},
         }
-        absent = ("environment", "reference", "critic", "reward_model", "warmup")
-        return recipe.model_copy(update=sections | dict.fromkeys(absent))
+        absent = dict.fromkeys(("reference", "warmup"))
+        # The warm-up's own sections stay as they are, so that the rules of a supervised run see them.
+        return _without_rollouts(recipe.model_copy(update=sections | of_rows | absent)).model_copy(update=of_rows)
 
 
 class WarmupSection(Section):

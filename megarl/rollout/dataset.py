@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from megarl.planner.lengths import QUANTILES
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
-from megarl.rollout.evaluation import HeldOutPrompts
-from megarl.rollout.groups import RolloutBatch, RolloutExecuted
+from megarl.rollout.evaluation import HeldOut
+from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.session import Segment
 from megarl.rollout.taken import KnownBatches, Resync, Taken
 
 
@@ -37,29 +39,20 @@ class DataPayload:
 
 def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
     """Return the sequences of some rows, in their order."""
-    samples = tuple(example.sample(prompt.index) for prompt in prompts for example in prompt.examples)
-    own_lengths = np.array([int(sample.completion.own.sum()) for sample in samples])
-    prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
-    lengths = np.array([len(sample.completion.token_ids) for sample in samples])
-    prefixes: dict[bytes, int] = {}  # the sequences of a pair may have different prompts
-    return RolloutBatch(
-        payload=DataPayload(samples),
-        groups=np.array([sample.group for sample in samples]),
-        prompt_lengths=prompt_lengths,
-        completion_lengths=lengths,
-        finish_reasons=["stop"] * len(samples),
-        first_version=np.zeros(len(samples), np.int64),
-        last_version=np.zeros(len(samples), np.int64),
-        executed=RolloutExecuted(len(prompts), len(samples) // len(prompts), 0),
-        metrics={
-            "tokens/prompt": int(prompt_lengths.sum()),
-            "tokens/completion": int(lengths.sum()),
-            "tokens/trained": int(own_lengths.sum()),
-            **{f"data/length_p{q:02d}": float(np.percentile(prompt_lengths + lengths, q)) for q in QUANTILES},
-        },
-        own_lengths=own_lengths,
-        prefixes=np.array([prefixes.setdefault(sample.prompt_ids.tobytes(), len(prefixes)) for sample in samples]),
-    )
+    rows = [[example.sample(prompt.index) for example in prompt.examples] for prompt in prompts]
+    facts = []
+    for samples in rows:
+        segments = [[Segment(sample.prompt_ids, sample.completion)] for sample in samples]
+        facts.append(GroupFacts.of(GroupResult.of_segments(samples[0].group, segments, ["stop"] * len(samples))))
+    payload = DataPayload(tuple(chain.from_iterable(rows)))
+    batch = RolloutBatch.of(facts, payload, RolloutExecuted(len(rows), len(rows[0]), 0), {})
+    metrics: dict[str, float] = {
+        "tokens/prompt": int(batch.prompt_lengths.sum()),
+        "tokens/completion": int(batch.completion_lengths.sum()),
+        "tokens/trained": int(batch.own_lengths.sum()),
+        **{f"data/length_p{q:02d}": float(np.percentile(batch.lengths, q)) for q in QUANTILES},
+    }
+    return replace(batch, metrics=metrics)
 
 
 class DatasetStream(KnownBatches):
@@ -84,44 +77,21 @@ class DatasetStream(KnownBatches):
         return Taken(self._batch, RewardResult(np.zeros(count, np.float32), np.ones(count, bool), {}, {}, 0, ()), None, {})
 
 
-class HeldOutRows(HeldOutPrompts):
-    """Held-out rows, in batches of a step's size."""
-
-    def batches(self) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
-        """Yield each batch with a mask of the sequences that count: the last batch is filled up with rows of the first."""
-        size = self.recipe.phases.rollout.prompts
-        for start in range(0, len(self.prompts), size):
-            rows = self.prompts[start : start + size]
-            filled = [*rows, *(self.prompts[number % len(self.prompts)] for number in range(size - len(rows)))]
-            batch = batch_of_rows(filled)
-            yield batch, np.arange(len(batch)) < len(rows) * batch.executed.group_size
-
-
-@dataclass
+@dataclass(frozen=True)
 class HeldOutLoss:
-    """The metrics of held-out rows, each a mean over `weight` tokens or pairs, summed batch by batch."""
+    """The metrics of held-out rows, each a mean over tokens or pairs."""
 
     area: str
-    counts: dict[str, float]  # `HeldOutPrompts.counts`
-    weight: float = 0.0
-    sums: dict[str, float] | None = None
-
-    def add(self, means: dict[str, float], weight: float) -> None:
-        """Add the means of one batch."""
-        sums = self.sums or dict.fromkeys(means, 0.0)
-        self.sums = {name: sums[name] + weight * value for name, value in means.items()}
-        self.weight += weight
-
-    def _means(self) -> dict[str, float]:
-        return {name: total / max(self.weight, 1.0) for name, total in (self.sums or {}).items()}
+    counts: dict[str, float]  # `HeldOut.counts`
+    means: dict[str, float]
 
     def metrics(self, section: EvaluationSection) -> dict[str, float]:
         """Return the metrics, with their area."""
-        return {f"{self.area}/{name}": mean for name, mean in self._means().items()} | self.counts
+        return {f"{self.area}/{name}": mean for name, mean in self.means.items()} | self.counts
 
     def summary(self, section: EvaluationSection) -> str:
         """Return one line for a person."""
-        shown = [f"{name} {mean:.4f}" for name, mean in self._means().items()]
+        shown = [f"{name} {mean:.4f}" for name, mean in self.means.items()]
         return f"{', '.join(shown)} on {self.counts[f'{self.area}/num_prompts']} held-out rows"
 
     def table(self) -> str:
@@ -129,15 +99,24 @@ class HeldOutLoss:
         return ""
 
 
+def _batches(held_out: HeldOut) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
+    """Yield the rows in batches of a step's size with a mask of the sequences that count: the last batch is filled up with
+    rows of the first."""
+    size, every = held_out.recipe.phases.rollout.prompts, held_out.prompts
+    for start in range(0, len(every), size):
+        rows = every[start : start + size]
+        batch = batch_of_rows([*rows, *(every[number % len(every)] for number in range(size - len(rows)))])
+        yield batch, np.arange(len(batch)) < len(rows) * batch.executed.group_size
+
+
 # Returns the mean metrics of a batch's sequences that count, and over how many tokens or pairs.
 Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 
 
-def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
-    """Measure every batch of the rows, which rank 0 has; returns None if the run `leaves`, which all ranks ask before each
-    batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
-    loss = HeldOutLoss(*broadcast_from_first(None if rows is None else (rows.area, rows.counts)))
-    batches = iter(()) if rows is None else rows.batches()
+def held_out_loss(held_out: HeldOut | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
+    """Measure every batch of held-out rows, which rank 0 has; returns the loss there. Returns None everywhere if the run
+    `leaves`, which all ranks ask before each batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
+    batches, sums, total = iter(()) if held_out is None else _batches(held_out), dict[str, float](), 0.0
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():
             return None
@@ -148,5 +127,8 @@ def held_out_loss(rows: HeldOutRows | None, measure: Measure, leaves: Callable[[
                 f"phase evaluation: {broken[0]} of held-out rows is {means[broken[0]]}: the weights are broken; go on from "
                 "an earlier checkpoint"
             )
-        loss.add(means, weight)
-    return loss
+        sums = {name: sums.get(name, 0.0) + weight * value for name, value in means.items()}
+        total += weight
+    if held_out is None:
+        return None
+    return HeldOutLoss(held_out.area, held_out.counts, {name: value / total for name, value in sums.items()})

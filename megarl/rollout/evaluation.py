@@ -49,7 +49,7 @@ class Evaluation:
     """Rewards and answers of each prompt's completions, in the order of the prompts; `HeldOut.go_on` adds them."""
 
     prompts: Sequence[Prompt]
-    counts: dict[str, float]  # `HeldOutPrompts.counts`
+    counts: dict[str, float]  # `HeldOut.counts`
     rewards: list[np.ndarray] = field(default_factory=list)  # of each prompt float [completions], NaN if masked
     answers: list[list[str | None]] = field(default_factory=list)  # empty if no part of the reward reads answers
     lengths: list[int] = field(default_factory=list)  # of all completions
@@ -100,8 +100,8 @@ class Evaluation:
         return "".join(lines)
 
 
-class HeldOutPrompts:
-    """The prompts of an evaluation, without those of the training data. Raises ValueError if none is left."""
+class HeldOut:
+    """The prompts, or rows, of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
     def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream, area: str = "evaluation") -> None:
         """`held_out` is a stream of `held_out_data`; the names of the metrics begin with `area`."""
@@ -115,10 +115,6 @@ class HeldOutPrompts:
             f"{area}/num_dropped": held_out.num_dropped,
             f"{area}/num_bad_rows": held_out.num_bad_rows,
         }
-
-
-class HeldOut(HeldOutPrompts):
-    """Held-out prompts that the engines answer."""
 
     def begin(self) -> Evaluation:
         """Return an evaluation without answers."""

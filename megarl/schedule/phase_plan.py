@@ -102,6 +102,16 @@ class Plan:
         ranks = (rank for mini_batch in self.mini_batches for rank in mini_batch.micro_batches)
         return tuple(micro_batch for rank in ranks for micro_batch in rank)
 
+    @property
+    def data_ranks(self) -> dict[int, set[int]]:
+        """The data-parallel ranks that run each sample; of an update with several epochs more than one."""
+        ranks: dict[int, set[int]] = {}
+        for mini_batch in self.mini_batches:
+            for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
+                for sample in (sample for micro_batch in micro_batches for sample in micro_batch.samples):
+                    ranks.setdefault(sample, set()).add(data_rank)
+        return ranks
+
 
 def join_plans(plans: Sequence[Plan], positions: Sequence[Sequence[int]]) -> Plan:
     """Return the plan of a forward phase that ran in parts, one after the other. Sample i of part n has position

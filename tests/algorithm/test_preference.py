@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
-from megarl.algorithm.estimate import implicit_rewards, pair_slopes
+from megarl.algorithm.estimate import StepRewards, estimate, pair_slopes
 from megarl.algorithm.loss import loss_weights
-from megarl.recipe.algorithm_section import DpoSection
+from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection
+
+
+def step_of(valid, logprobs, reference=()):
+    """Of sequences with these log-probabilities of their tokens, in pairs."""
+    count, lengths = len(valid), torch.tensor([len(tokens) for tokens in logprobs])
+    results = {"logprobs": logprobs, "reference_logprobs": reference}
+    rewards, groups = torch.zeros(count), torch.arange(count) // 2
+    return StepRewards(rewards, valid, groups, ~valid, [1] * count, lengths, results, None, 2, "")
 
 
 @settings(max_examples=60, deadline=None)
@@ -20,7 +28,9 @@ def test_the_update_has_the_gradient_of_the_mean_loss(pairs, beta, smoothing):
     margin = beta * (values[0::2] - values[1::2])
     whole = valid[0::2] & valid[1::2]
     losses = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
-    slopes, counted, metrics = pair_slopes(beta * values.detach(), valid, beta, smoothing)
+    step = step_of(valid, list(values.detach().split(1)))
+    spread, _, counted, metrics = pair_slopes(step, beta * values.detach(), beta, smoothing)
+    slopes = torch.cat(spread)
     assert torch.equal(counted, whole.repeat_interleave(2))
     if not whole.any():
         assert not metrics and not slopes.any()
@@ -37,4 +47,6 @@ def test_the_update_has_the_gradient_of_the_mean_loss(pairs, beta, smoothing):
 def test_an_implicit_reward_sums_the_tokens_of_its_sequence():
     logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
     reference = [torch.tensor([-2.0, -2.5]), torch.tensor([-1.0])]
-    assert implicit_rewards(logprobs, reference, DpoSection(beta=0.5)).tolist() == [0.75, -1.0]
+    algorithm = AlgorithmSection(advantage="dpo", group_size=2, dpo=DpoSection(beta=0.5))
+    metrics = estimate(step_of(torch.ones(2, dtype=torch.bool), logprobs, reference), 0.0, algorithm).metrics
+    assert (metrics["preference/chosen"], metrics["preference/rejected"]) == (0.75, -1.0)

@@ -18,7 +18,7 @@ ONE, TENSOR, PIPELINE = Layout(), Layout(tensor=2, sequence_parallel=True), Layo
 CONTEXT, DATA = Layout(context=2), Layout(data=2)
 LOSSES: tuple[dict[str, Any], ...] = (
     {"place": "advantage", "coefficient": 0.7},
-    {"place": "loss", "estimator": "k2"},
+    {"place": "loss"},
     {"place": "loss", "over": "vocabulary", "coefficient": 0.5},
     {"place": "loss", "over": "vocabulary", "divergence": "forward_kl"},
     {"place": "loss", "over": "vocabulary", "divergence": "jensen_shannon", "mixture": 0.3, "data_share": 0.25},

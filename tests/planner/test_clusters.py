@@ -80,5 +80,5 @@ def test_there_is_one_for_each_algorithm_and_size_that_matters() -> None:
         "ppo-llama2-70b-critic-13b-16gpus",
     }
     algorithms = {"grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "dapo", "ppo"}
-    others = {"sft", "dpo", "reward_model", "distill", "two_teachers", "warmup"}
+    others = {"sft", "dpo", "reward_model", "distill", "gkd", "served_teacher", "two_teachers", "warmup"}
     assert {file.stem for file in CPU_RECIPES if file.parent.name == "cpu"} == algorithms | others

@@ -29,8 +29,7 @@ def test_the_sinks_are_legal() -> None:
 
 def test_the_recipe_is_legal_and_has_every_key() -> None:
     EvaluationSection.model_validate(BLOCKS["evaluation"])
-    # docs/post-training.md has the key of runs without rollouts.
-    assert set(BLOCKS["evaluation"]) == set(EvaluationSection.model_fields) - {"micro_batch"}
+    assert set(BLOCKS["evaluation"]) == set(EvaluationSection.model_fields)
 
 
 def test_the_table_has_every_metric_and_no_other() -> None:

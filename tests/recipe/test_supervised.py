@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 def evaluation(folder, **more):
     source = {"kind": "jsonl", "path": str(folder / "held_out.jsonl"), "prompt_field": "messages"}
-    return {"prompts": source, "micro_batch": {"max_tokens": 96}} | more
+    return {"prompts": source} | more
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
@@ -70,8 +70,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phases.actor_update.mini_batch": ("dpo", {"phases__actor_update__mini_batch": 7}),
     "phases.actor_logprob.start": ("dpo", {"phases__actor_logprob__start": "early"}),
     "evaluation.pass_reward": ("sft", {"evaluation": {"pass_reward": 2.0}}),
-    "evaluation.micro_batch": ("sft", {"evaluation": {"micro_batch": None}}),
-    "evaluation.micro_batch.max_tokens": ("sft", {"evaluation": {"micro_batch": {"max_tokens": 16}}}),
 }
 
 

@@ -127,12 +127,10 @@ def test_a_wider_vocabulary_is_refused_where_all_of_it_is_compared(folder: Path,
     [
         {"place": "advantage", "divergence": "forward_kl"},
         {"place": "advantage", "over": "vocabulary"},
-        {"place": "loss"},
         {"place": "loss", "over": "top_k"},
-        {"place": "advantage", "estimator": "k2"},
         {"place": "loss", "over": "vocabulary", "top_k": 3},
         {"place": "loss", "over": "vocabulary", "mixture": 0.4},
-        {"place": "loss", "estimator": "k2", "data_share": 0.5},
+        {"place": "loss", "data_share": 0.5},
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(folder: Path, section: dict[str, Any]) -> None:

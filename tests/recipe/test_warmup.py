@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.planner.check import first_steps_lines
+from megarl.planner.check import _planned_rows
 from megarl.planner.forecast import forecast, job_of
 from megarl.planner.suggest import suggest
 from megarl.recipe import RecipeError, load_recipe
@@ -55,13 +55,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "warmup.sft.optimizer.beta1": {f"{SFT}__optimizer__beta1": 0.5},
     "warmup.sft.actor_update.epochs": {f"{SFT}__actor_update__epochs": 2},
     "warmup.sft.actor_update.micro_batch.max_tokens": {f"{SFT}__actor_update__micro_batch__max_tokens": 40},
-    "warmup.sft.evaluation.micro_batch": {f"{SFT}__evaluation": {"prompts": HELD_OUT}},
-    "warmup.sft.evaluation.completions": {
-        f"{SFT}__evaluation": {"prompts": HELD_OUT, "completions": 2, "micro_batch": {"max_tokens": 96}}
-    },
-    "warmup.sft.evaluation.micro_batch.max_tokens": {
-        f"{SFT}__evaluation": {"prompts": HELD_OUT, "micro_batch": {"max_tokens": 40}}
-    },
+    "warmup.sft.evaluation.completions": {f"{SFT}__evaluation": {"prompts": HELD_OUT, "completions": 2}},
     "warmup.sft.actor_update.mini_batch": {f"{SFT}__actor_update__mini_batch": 7, "trainer__ranks": 2},
     "reference.layout": {"reference": {"layout": {"tensor": 2}}, "trainer__ranks": 2},
     "actor.optimizer.warmup_steps": {"actor__optimizer__warmup_steps": 4},
@@ -118,10 +112,14 @@ def test_the_plan_gives_the_time_of_a_supervised_step_as_that_of_a_supervised_ru
     recipe = load_recipe(warm_recipe(folder, "timed", device=device))
     (alone,) = forecast(job_of(load_recipe(supervised_recipe(folder, "alone", device=device)))).phases
     plan = forecast(job_of(recipe))
-    warmup = plan.warmup
-    assert warmup is not None and warmup.seconds is not None and alone.seconds is not None
+    assert plan.warmup is not None
+    (warmup,) = plan.warmup.phases
+    assert warmup.seconds is not None and alone.seconds is not None
     assert warmup.seconds == pytest.approx(alone.seconds)
-    assert f"; {warmup.seconds:.3g} seconds a step" in first_steps_lines(recipe, plan)[0]
+    supervised = recipe.supervised
+    assert supervised is not None
+    ((_, *_, shown),) = [row for row in _planned_rows(supervised, plan.warmup) if row[0] == "actor_update"]
+    assert shown == f"{warmup.seconds:.3g}"
 
 
 def test_a_suggested_layout_divides_the_rows_of_a_warmup(folder: Path) -> None:

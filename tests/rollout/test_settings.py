@@ -16,7 +16,7 @@ from megarl.planner.engine_memory import PlannedEngines
 from megarl.recipe import Recipe, RecipeError, load_recipe
 from megarl.recipe.load import recipe_yaml
 from megarl.recipe.rollout_section import OWNED_ENGINE_ARGS, known_engine_args
-from megarl.recipe.sizes import engines_of, is_sized, with_engine_sizes
+from megarl.recipe.sizes import engines_of, with_engine_sizes
 from megarl.rollout import RolloutError, plugin
 from megarl.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.planner_cases import forecast_of, write_qwen
@@ -140,7 +140,7 @@ def test_null_is_what_the_device_leaves_and_enough_for_every_sequence(tmp_path: 
     caches = {}
     for memory_gib in (34, 36, 80, 141):
         recipe = qwen(tmp_path, f"device.memory_gib={memory_gib}")
-        assert is_sized(recipe) and recipe.phases.rollout.max_concurrent == 64
+        assert recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent == 64
         found = forecast_of(write_qwen(tmp_path, rollout=NULL), [f"device.memory_gib={memory_gib}"])
         engines = engines_of(recipe, ModelShape.from_directory(tmp_path / "qwen-model"))
         cache = recipe.rollout.kv_cache_bytes
@@ -164,7 +164,7 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
     assert (on_cpu.rollout.kv_cache_bytes, on_cpu.phases.rollout.max_concurrent) == (256 << 20, 64)
     monkeypatch.setattr("megarl.recipe.sizes.vllm_is_for_cpus", lambda: False)
     unsized = qwen(tmp_path, "device=null")
-    assert not is_sized(unsized) and "null" in engine_lines(unsized)[1]
+    assert unsized.rollout.kv_cache_bytes is None and "null" in engine_lines(unsized)[1]
     assert with_engine_sizes(unsized, None).rollout.kv_cache_bytes == 256 << 20
     # The device that is found counts as the one that is stated.
     found, stated = with_engine_sizes(unsized, 80 * GIB), qwen(tmp_path, "device.memory_gib=80")

@@ -22,7 +22,7 @@ def first_step(folder: Path, name: str, models: list[Path], teacher: dict[str, A
     recipe["run"] |= {"name": name, "dir": str(folder / "runs"), "steps": 1}
     recipe["model"]["path"] = str(models[0])
     recipe["teachers"] = {"served": {"path": str(models[1])} | teacher, "held": {"path": str(models[2])}}
-    recipe["algorithm"]["distillation"] = {"place": "loss", "estimator": "k2"}
+    recipe["algorithm"]["distillation"] = {"place": "loss"}
     recipe["phases"]["actor_update"] |= {"mini_batch": 32, "epochs": 1}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))

@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_
         "run__checkpoint_every": 2,
         "actor__lora": {"rank": 4, "alpha": 8.0},
         "actor__optimizer": {"lr": 0.02},
-        "evaluation": {"prompts": source, "every": 2, "micro_batch": {"max_tokens": 96}},
+        "evaluation": {"prompts": source, "every": 2},
     }
     whole = supervised_recipe(tmp_path, "whole", run__steps=12, **changes)
     train_on_ranks(whole)

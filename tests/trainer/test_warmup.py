@@ -40,7 +40,7 @@ def evaluations_of(folder: Path, name: str) -> list[dict[str, Any]]:
 def test_a_run_with_a_warmup_is_a_supervised_run_and_a_run_from_its_weights(folder: Path, tensor: int) -> None:
     sft, rl, warm = (f"{name}-{tensor}" for name in ("sft", "rl", "warm"))
     prompts = {"kind": "jsonl", "path": str(folder / "held_out.jsonl"), "prompt_field": "messages"}
-    held_out = {"prompts": prompts, "every": 2, "micro_batch": {"max_tokens": 96}}
+    held_out = {"prompts": prompts, "every": 2}
     train_on_ranks(supervised_recipe(folder, sft, actor__optimizer=SCHEDULE, evaluation=held_out))
     export(folder / "runs" / sft, folder / f"model-{tensor}")
     changes: dict[str, Any] = {"rollout__replay": str(folder / "rollouts"), "model__path": str(folder / f"model-{tensor}")}
