@@ -189,10 +189,10 @@ def test_a_function_must_return_a_finite_number():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("math", "is 'math'; it is written module:function"),
-        ("no_such_module:f", "whose module does not import: No module named 'no_such_module'"),
-        ("math:no_such_function", "math has no function 'no_such_function'"),
-        ("math:pi", "math has no function 'pi'"),
+        ("math", "reward.target = 'math': AttributeError"),
+        ("no_such_module:f", "reward.target = 'no_such_module:f': .* No module named 'no_such_module'"),
+        ("math:no_such_function", "module 'math' has no attribute 'no_such_function'"),
+        ("math:pi", "reward.target = 'math:pi': no function"),
     ],
 )
 def test_a_function_that_does_not_load_is_named(target, message):
