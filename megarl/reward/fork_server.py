@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -159,7 +159,7 @@ class ForkServerClient:
         With `starts` a new child is forked for the key first. A child without an answer is ended."""
         frame = _framed(question)
         if starts:
-            self.end([key])
+            self.end(key)
             try:
                 self._channels[key] = self._fork()
             except OSError as error:
@@ -180,18 +180,18 @@ class ForkServerClient:
             reply = ChildDeath("crash", f"gave an answer that cannot be read: {type(error).__name__}: {error}")
         finally:
             if isinstance(reply, ChildDeath) and self._channels.get(key) is channel:
-                self.end([key])
+                self.end(key)
         return reply
 
-    def end(self, keys: Iterable[Any]) -> None:
-        """Let the server kill the children of some keys, whatever they do, with all that they have started."""
-        for key in keys:
-            if key in self._channels:
-                self._channels.pop(key).end()
+    def end(self, key: Any) -> None:
+        """Let the server kill the child of a key, whatever it does, with all that it has started."""
+        if key in self._channels:
+            self._channels.pop(key).end()
 
     def close(self) -> None:
         """Stop the server and everything below it. A server that has to be killed leaves what its children have started."""
-        self.end(list(self._channels))
+        for key in list(self._channels):
+            self.end(key)
         self._connection.close()
         try:
             self._server.wait(STOP_TIMEOUT_S)
@@ -262,7 +262,7 @@ class ForkServer:
                 else:
                     try:
                         self._fork(socket.socket(fileno=recv_handle(self._client)))
-                    except EOFError:
+                    except (EOFError, ConnectionError):
                         return
             begun = time.monotonic()
             if begun >= next_check:
@@ -429,10 +429,9 @@ def kill_tree(process: int, itself: bool = True) -> None:
     none of them: all are stopped first, until the tree no longer grows."""
     if itself:
         _send(process, signal.SIGSTOP)
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    members, before = below(process, stops=True), list[int]()
-    while members != before and time.monotonic() < deadline:
-        members, before = below(process, stops=True), members
+    deadline, before = time.monotonic() + STOP_TIMEOUT_S, list[int]()
+    while (members := below(process, stops=True)) != before and time.monotonic() < deadline:
+        before = members
     for member in [*reversed(members), *([process] if itself else [])]:  # children first: orphans would leave the tree
         _send(member, signal.SIGKILL)
 

@@ -75,7 +75,6 @@ class VerifierProcess:
         the other texts' time, up to START_TIMEOUT_S for the task.
         """
         left_s, end = timeout_s, time.monotonic() + timeout_s + START_TIMEOUT_S
-        share_s = timeout_s / len(texts)
         scores_empty: dict[int, bool] = {}  # by prompt
         scores: list[TextScore] = []
         for text, prompt in zip(texts, prompts, strict=True):
@@ -84,10 +83,9 @@ class VerifierProcess:
             given_s = left_s / 2 if num_left > 1 else left_s
             score, used_s = await self._score(text, prompt, given_s, answers)
             left_s -= used_s
+            share_s = timeout_s / len(texts)
             if score.cause == "wall_time" and given_s < FULL_SHARE * share_s:
-                failure = (
-                    f"timeout: waited behind slow texts, and was left {given_s:.3g} s, less than its part of {share_s:.3g} s"
-                )
+                failure = f"timeout: waited behind slow texts: left {given_s:.3g} s, less than its part of {share_s:.3g} s"
                 return scores + [TextScore(None, failure, True, cause="waiting")] * num_left
             if score.cause in ZERO_CAUSES:
                 if prompt.index not in scores_empty:

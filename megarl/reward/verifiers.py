@@ -92,9 +92,8 @@ class TextScore:
             failed = self if self.parts is None else other
             return TextScore(None, failed.failure, self.timed_out or other.timed_out, reasons, cause=failed.cause)
         answer, failed = other.answer if self.answer is None else self.answer, self if self.cause else other
-        if not failed.cause:
-            return TextScore(self.parts | other.parts, reasons=reasons, answer=answer)
-        return TextScore(self.parts | other.parts, failed.failure, failed.timed_out, reasons, answer, failed.cause)
+        failure = failed.failure or self.failure  # of a text that was judged once more, without a cause
+        return TextScore(self.parts | other.parts, failure, failed.timed_out, reasons, answer, failed.cause)
 
 
 def numbers(text: str) -> list[Decimal]:

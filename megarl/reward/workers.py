@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -234,14 +234,17 @@ class RewardWorkers:
         self._terms = load_terms(specs)
         self._section = section
         arguments = (list(specs), model_path, tuple(stop_token_ids), sys.path, section.memory_mib << 20)
-        self._local: Scorer | None = None
+        self._runner = asyncio.Runner()
         self._actors: list[Any] = []
+        self._local: Scorer | None = None
         if local:
-            self._local, self._runner = Scorer(*arguments), asyncio.Runner()
-            self._runner.run(self._local.ready())
+            self._local = Scorer(*arguments)
+            self._processes = [self._runner.run(self._local.ready())]
+            self._score: list[Callable[[Task], Awaitable[TaskResult]]] = [self._local.score_task]
         else:
             self._actors, self._processes = _start_actors(arguments, section.workers)
-        self._idle = list(range(max(1, len(self._actors))))
+            self._score = [actor.score_task.remote for actor in self._actors]
+        self._idle = list(range(len(self._score)))
         self._evaluation, self._training = self._queues = _Queue(), _Queue()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -261,8 +264,7 @@ class RewardWorkers:
             await asyncio.gather(*chain.from_iterable(groups))
             return [[score for group in of_batch for score in group.result()] for of_batch in groups]
 
-        scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
-        return [self.join(of_batch) for of_batch in scores]
+        return [self.join(of_batch) for of_batch in self._runner.run(score_all())]
 
     def score_group(
         self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False, is_evaluation: bool = False
@@ -308,7 +310,7 @@ class RewardWorkers:
                 failure = scores[sample].failure
                 logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
         sizes = tuple(sorted((len(task.scores) for task in tasks), reverse=True))
-        busy_s, num_workers = sum(task.busy_s for task in tasks), max(1, len(self._actors))
+        busy_s, num_workers = sum(task.busy_s for task in tasks), len(self._score)
         read = [score.answer for score in scores] if answers and reads_answers(self._terms) else None
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, sizes, busy_s, num_workers, counts, answers=read)
@@ -325,13 +327,12 @@ class RewardWorkers:
         """Stop every scorer."""
         if self._local is not None:
             self._runner.run(self._local.close())
-            self._runner.close()
-        if self._actors:
+        self._runner.close()
+        for actor in self._actors:
             import ray
 
-            for actor in self._actors:
-                ray.kill(actor)
-            self._actors = []
+            ray.kill(actor)
+        self._actors = []
 
     def _send(self) -> None:
         """Give each idle worker a task."""
@@ -350,12 +351,9 @@ class RewardWorkers:
         num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
         name = f"phase reward: a task of {num} sequences on worker {worker}"
         try:
-            if self._local is not None:
-                result = await self._local.score_task(task)
-            else:
-                async with asyncio.timeout(deadline_s):
-                    result = await self._actors[worker].score_task.remote(task)
-                self._note_process(worker, result.process)
+            async with asyncio.timeout(deadline_s):
+                result = await self._score[worker](task)
+            self._note_process(worker, result.process)
         except TimeoutError:
             queue.fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))
         except Exception as error:  # whoever waits for the scores raises it

@@ -130,7 +130,7 @@ class EnvironmentWorker:
         """Construct one environment and return this process. Raises ValueError if the class does not take its options."""
         section = self._section
         reply = await self.ask(None, None)
-        self._server.end([None])
+        self._server.end(None)
         if reply.failure:  # of a class: an agent is not tried
             assert section.kind == "class"
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
@@ -160,7 +160,7 @@ class EnvironmentWorker:
 
     async def end(self, episode: Any) -> None:
         """Kill the processes of an episode, whatever they do."""
-        self._server.end([episode])
+        self._server.end(episode)
 
     def close(self) -> None:
         """Stop all processes, and everything that they have started."""

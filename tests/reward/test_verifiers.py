@@ -30,6 +30,7 @@ from megarl.reward.verifiers import (
     MASK_CAUSES,
     READERS,
     VERIFIERS,
+    TextScore,
     check_answer,
     load_function,
     load_terms,
@@ -198,6 +199,11 @@ def test_a_function_must_return_a_finite_number():
 def test_a_function_that_does_not_load_is_named(target, message):
     with pytest.raises(ValueError, match=message):
         load_function(target)
+
+
+def test_joined_scores_keep_why_a_text_was_judged_once_more():
+    joined = TextScore({}).combined(TextScore({"a": 1.0}, "crash: it died")).combined(TextScore({"b": 2.0}))
+    assert joined == TextScore({"a": 1.0, "b": 2.0}, "crash: it died")
 
 
 def test_every_kind_of_the_recipe_has_a_verifier():
