@@ -301,13 +301,12 @@ class ForkServer:
                 client = Connection(pipe.detach())
                 os.register_at_fork(after_in_child=client.close)  # what it forks may write to whatever it holds
                 mark_from_environment(self._name)
-                for other in (self._client, *(child.pipe for child in self._children.values())):
-                    other.close()
-                question = client.recv()  # before the user's code, which may hang: the client sends without a deadline
+                self._client.close()
+                for child in self._children.values():
+                    child.pipe.close()
                 answer = self._make_answer()
                 while True:
-                    client.send(answer(question))
-                    question = client.recv()
+                    client.send(answer(client.recv()))
         except (EOFError, ConnectionError):
             status = 0
         except BaseException:  # SystemExit too

@@ -96,7 +96,7 @@ class Service:
             reraise=True,
         )
         try:
-            values = await retrying(self._post, as_json(samples), len(texts))
+            values: list[Any] = await retrying(self._post, as_json(samples), len(texts))
         except (httpx.HTTPError, Fault) as error:
             return [self._masked(error, prompts)] * len(texts)
         reason = "answered" if retrying.statistics["attempt_number"] == 1 else "retried"
