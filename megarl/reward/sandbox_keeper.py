@@ -21,7 +21,7 @@ import json
 import os
 import resource
 import secrets
-import selectors
+import select
 import signal
 import struct
 import sys
@@ -362,32 +362,29 @@ def _confine(limits: dict[str, Any], steps: bytes) -> None:
 
 def _watch(process: int, streams: dict[int, str], texts: dict[str, bytes], limits: dict[str, Any], end: float) -> str:
     """Read into `texts` until the program has ended or passed a limit; return the limit, or "" without one."""
-    has_ended, look_at = os.pidfd_open(process), 0.0
-    with selectors.DefaultSelector() as selector:
-        selector.register(has_ended, selectors.EVENT_READ, "")
-        for stream, name in streams.items():
-            os.set_blocking(stream, False)
-            selector.register(stream, selectors.EVENT_READ, name)
-        try:
-            while True:
-                ready = {key.data: key.fd for key, _ in selector.select(LOOK_S)}
-                for name, stream in ready.items():
-                    if name and not _read(stream, texts, name, limits["output_bytes"]):
-                        selector.unregister(stream)
-                if sum(map(len, texts.values())) > limits["output_bytes"]:
-                    return "output"
-                if "" in ready:
-                    return ""
-                now = time.monotonic()
-                if now > end:
-                    return "wall_time"
-                if now >= look_at:
-                    if reason := _over(process, limits["memory_bytes"]):
-                        return reason
-                    checked = time.monotonic()
-                    look_at = checked + (checked - now) / LOOK_SHARE
-        finally:
-            os.close(has_ended)
+    has_ended, look_at, open_streams = os.pidfd_open(process), 0.0, list(streams)
+    for stream in streams:
+        os.set_blocking(stream, False)
+    try:
+        while True:
+            ready = select.select([has_ended, *open_streams], [], [], LOOK_S)[0]
+            for stream in ready:
+                if stream != has_ended and not _read(stream, texts, streams[stream], limits["output_bytes"]):
+                    open_streams.remove(stream)
+            if sum(map(len, texts.values())) > limits["output_bytes"]:
+                return "output"
+            if has_ended in ready:
+                return ""
+            now = time.monotonic()
+            if now > end:
+                return "wall_time"
+            if now >= look_at:
+                if reason := _over(process, limits["memory_bytes"]):
+                    return reason
+                checked = time.monotonic()
+                look_at = checked + (checked - now) / LOOK_SHARE
+    finally:
+        os.close(has_ended)
 
 
 def _read(stream: int, texts: dict[str, bytes], name: str, most: int) -> bool:
