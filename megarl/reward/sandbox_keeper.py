@@ -21,7 +21,7 @@ import json
 import os
 import resource
 import secrets
-import selectors
+import select
 import signal
 import struct
 import sys
@@ -47,15 +47,13 @@ HOME = "/sandbox"  # the working directory of a program: a memory file system of
 PROGRAM = f"{HOME}/program.py"
 DEVICES = ("null", "full", "random", "urandom")  # without zero, which maps as shared memory
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-LOOK_S = 0.01  # between two counts of the processes
-FULL_LOOK_S = 0.05  # between two checks of a single process, whose address space is limited; groups are checked every time
+LOOK_S = 0.01  # between two checks of the processes
 LOOK_SHARE = 0.2  # largest share of the watcher's time for checks
-DESCRIPTORS = 64  # per process
-# Kernel memory that the watcher counts in addition to a process's pages: pipes and sockets count as full.
-PIPE_BYTES, SOCKET_BYTES, MAPPING_BYTES = 1 << 16, 212992, 512  # of a socket net.core.wmem_default
+# Per process. No check counts the kernel's memory for full sockets and pipes: this number bounds it to 14 MiB, with
+# net.core.wmem_default for each. RLIMIT_AS bounds that for mappings to a sixteenth of itself (256 bytes for 4 KiB).
+DESCRIPTORS = 64
 INODE_BYTES, LOCK_LIST_BYTES = 1 << 14, 1 << 15
-LIBC = ctypes.CDLL(None, use_errno=True)
-HOLDS_GIL = ctypes.PyDLL(None, use_errno=True)
+LIBC = ctypes.PyDLL(None, use_errno=True)  # holds the GIL, as a new process without the other threads needs it
 
 
 def main() -> int:
@@ -246,7 +244,7 @@ def _run(program: dict[str, Any], code: bytes, request: dict[str, Any], end: flo
     fcntl.fcntl(given, F_ADD_SEALS, ALL_SEALS)
     # `clone` instead of Python's `fork` is safe, because this process has one thread.
     flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | signal.SIGCHLD
-    process = HOLDS_GIL.syscall(CLONE[os.uname().machine], ctypes.c_ulong(flags), *[ctypes.c_ulong(0)] * 4)
+    process = LIBC.syscall(CLONE[os.uname().machine], ctypes.c_ulong(flags), *[ctypes.c_ulong(0)] * 4)
     if process == 0:
         _start(request, given, {name: ends[1] for name, ends in pipes.items()})
     _checked("clone", process)
@@ -259,7 +257,7 @@ def _run(program: dict[str, Any], code: bytes, request: dict[str, Any], end: flo
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)  # ends everything that the program has started
-    written_proof, status = (_rest(pipes[name][0]) for name in ("proof", "status"))
+    written_proof, status = (os.read(pipes[name][0], 1 << 12) for name in ("proof", "status"))  # nobody can write any more
     for ends in pipes.values():
         os.close(ends[0])
     ending: dict[str, Any] = json.loads(status) if status else {"status": -signal.SIGKILL, "cpu_s": 0.0}
@@ -275,14 +273,6 @@ def _run(program: dict[str, Any], code: bytes, request: dict[str, Any], end: flo
         else _lines(texts["stdout"]) == _lines(program["output"].encode(errors="replace"))
     )
     return "passed" if ending["status"] == 0 and is_right else "failed"
-
-
-def _rest(pipe: int) -> bytes:
-    """Return the bytes that are left in a pipe."""
-    os.set_blocking(pipe, False)
-    with contextlib.suppress(BlockingIOError):
-        return os.read(pipe, 1 << 12)
-    return b""
 
 
 def _start(request: dict[str, Any], given: int, pipes: dict[str, int]) -> NoReturn:
@@ -372,33 +362,29 @@ def _confine(limits: dict[str, Any], steps: bytes) -> None:
 
 def _watch(process: int, streams: dict[int, str], texts: dict[str, bytes], limits: dict[str, Any], end: float) -> str:
     """Read into `texts` until the program has ended or passed a limit; return the limit, or "" without one."""
-    has_ended, look_at = os.pidfd_open(process), 0.0
-    with selectors.DefaultSelector() as selector:
-        selector.register(has_ended, selectors.EVENT_READ, "")
-        for stream, name in streams.items():
-            os.set_blocking(stream, False)
-            selector.register(stream, selectors.EVENT_READ, name)
-        try:
-            while True:
-                ready = {key.data: key.fd for key, _ in selector.select(LOOK_S)}
-                for name, stream in ready.items():
-                    if name and not _read(stream, texts, name, limits["output_bytes"]):
-                        selector.unregister(stream)
-                if sum(map(len, texts.values())) > limits["output_bytes"]:
-                    return "output"
-                if "" in ready:
-                    return ""
-                now = time.monotonic()
-                if now > end:
-                    return "wall_time"
-                processes = [name for name in os.listdir("/proc") if name.isdigit() and name not in ("1", str(process))]
-                if now >= look_at or (len(processes) > 1 and now >= look_at - FULL_LOOK_S):
-                    if reason := _over(processes, limits["memory_bytes"]):
-                        return reason
-                    now, begun = time.monotonic(), now
-                    look_at = now + max(LOOK_S, (now - begun) / LOOK_SHARE) + FULL_LOOK_S
-        finally:
-            os.close(has_ended)
+    has_ended, look_at, open_streams = os.pidfd_open(process), 0.0, list(streams)
+    for stream in streams:
+        os.set_blocking(stream, False)
+    try:
+        while True:
+            ready = select.select([has_ended, *open_streams], [], [], LOOK_S)[0]
+            for stream in ready:
+                if stream != has_ended and not _read(stream, texts, streams[stream], limits["output_bytes"]):
+                    open_streams.remove(stream)
+            if sum(map(len, texts.values())) > limits["output_bytes"]:
+                return "output"
+            if has_ended in ready:
+                return ""
+            now = time.monotonic()
+            if now > end:
+                return "wall_time"
+            if now >= look_at:
+                if reason := _over(process, limits["memory_bytes"]):
+                    return reason
+                checked = time.monotonic()
+                look_at = checked + (checked - now) / LOOK_SHARE
+    finally:
+        os.close(has_ended)
 
 
 def _read(stream: int, texts: dict[str, bytes], name: str, most: int) -> bool:
@@ -414,41 +400,33 @@ def _read(stream: int, texts: dict[str, bytes], name: str, most: int) -> bool:
     return True
 
 
-def _over(processes: Sequence[str], most: int) -> str:
-    """Return the limit that the processes passed: `memory`, `files` for an excessive list of file locks, or "".
+def _over(first: int, most: int) -> str:
+    """Return the limit that the processes below a program's process 1, `first`, passed: `memory`, `files` for an excessive
+    list of file locks, or "".
 
     Pages that forked processes share must count once. This count is slow, so it runs only if a plain sum is above the limit.
     """
     with open("/proc/locks", "rb") as locks:
         if len(locks.read(LOCK_LIST_BYTES)) == LOCK_LIST_BYTES:
             return "files"
-    pages, kernel = 0, 0
-    pipes: set[str] = set()
-    for process in processes:
-        # The process may have ended, or may still be a copy of process 1.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            kernel += MAPPING_BYTES * Path(f"/proc/{process}/maps").read_bytes().count(b"\n")
-            status = sizes(f"/proc/{process}/status")
-            pages += status.get("RssAnon", 0) + status.get("VmSwap", 0)
-            kernel += status.get("VmPTE", 0)
-            try:
-                pipes |= {os.readlink(f"/proc/{process}/fd/{name}") for name in os.listdir(f"/proc/{process}/fd")}
-            except PermissionError:  # the process may not be read; count all its descriptors as sockets
-                pipes |= {f"socket:{process}.{number}" for number in range(DESCRIPTORS)}
-    kernel += sum(PIPE_BYTES * name.startswith("pipe:") + SOCKET_BYTES * name.startswith("socket:") for name in pipes)
-    if pages + kernel > most:
-        pages = 0
-        for process in processes:
-            with contextlib.suppress(OSError):
-                status = sizes(f"/proc/{process}/smaps_rollup")
-                pages += status["Pss_Anon"] + status["SwapPss"]
-    return "memory" if pages + kernel > most else ""
+    processes = [name for name in os.listdir("/proc") if name.isdigit() and name not in ("1", str(first))]
+    statuses = [sizes(f"/proc/{process}/status") for process in processes]
+    tables = sum(status.get("VmPTE", 0) for status in statuses)
+    if tables + sum(status.get(key, 0) for status in statuses for key in ("RssAnon", "VmSwap")) <= most:
+        return ""
+    rollups = [sizes(f"/proc/{process}/smaps_rollup") for process in processes]
+    pages = sum(rollup.get(key, 0) for rollup in rollups for key in ("Pss_Anon", "SwapPss"))
+    return "memory" if tables + pages > most else ""
 
 
 def sizes(path: str) -> dict[str, int]:
-    """Return the sizes in a file of /proc, in bytes."""
-    lines = (line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines())
-    return {words[0][:-1]: int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
+    """Return the sizes in a file of /proc, in bytes; empty for a process that has ended or may not be read."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    words_of_each = [line.split() for line in lines]
+    return {words[0][:-1]: int(words[1]) << 10 for words in words_of_each if len(words) == 3 and words[2] == "kB"}
 
 
 def _limit_hit(status: int, errors: bytes, cpu_s: float, limits: dict[str, Any]) -> str:

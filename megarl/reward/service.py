@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 import tenacity
+from pydantic import BaseModel, ValidationError
 
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, part_names
@@ -27,21 +28,22 @@ from megarl.reward.verifiers import TextScore
 # gave no answer after all retries, refused the request, answered with something else than a number, or missed the deadline.
 REASONS = ("answered", "retried", "unreachable", "refused", "unusable", "late")
 LARGEST = 3.4e38  # of float32, in which rewards are kept
-LARGEST_ANSWER_BYTES = 1 << 26
-MAX_QUOTED_BYTES = 300  # of an error's body, in the message
+MAX_QUOTED_CHARACTERS = 300  # of an error's body, in the message
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 
 
-class Busy(Exception):
-    """The service cannot answer now, but may answer later."""
+class Fault(Exception):
+    """A request has no rewards. `reason` is one of REASONS; a service that is `unreachable` may answer later."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-class Refused(Exception):
-    """The service refuses this request, and would refuse it again."""
+class Answer(BaseModel):
+    """The document that a service answers."""
 
-
-class Unusable(Exception):
-    """The answer has no readable rewards."""
+    rewards: list[Any]
 
 
 class Service:
@@ -90,38 +92,54 @@ class Service:
             stop=tenacity.stop_after_attempt(1 + self._section.retries)
             | tenacity.stop_before_delay(max(0.0, deadline - time.monotonic())),
             wait=tenacity.wait_exponential_jitter(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S, jitter=FIRST_WAIT_S),
-            retry=tenacity.retry_if_exception_type((httpx.TransportError, Busy)),
+            retry=tenacity.retry_if_exception(_may_pass),
             reraise=True,
         )
         try:
-            values = _rewards(await retrying(self._post, as_json(samples)), len(texts))
-        except (httpx.HTTPError, Busy, Refused, Unusable) as error:
-            reason = {Refused: "refused", Unusable: "unusable"}.get(type(error), "unreachable")
-            return [self._masked(reason, error, prompts)] * len(texts)
+            values: list[Any] = await retrying(self._post, as_json(samples), len(texts))
+        except (httpx.HTTPError, Fault) as error:
+            return [self._masked(error, prompts)] * len(texts)
         reason = "answered" if retrying.statistics["attempt_number"] == 1 else "retried"
         scores = []
         for value, prompt in zip(values, prompts, strict=True):
             # For Python a JSON true is an int. Rewards are kept in float32, and `not <=` also catches NaN.
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
-                fault = Unusable(f"a reward is {str(value)[:80]!r}; a finite number is needed")
-                scores.append(self._masked("unusable", fault, [prompt]))
+                fault = Fault("unusable", f"a reward is {str(value)[:80]!r}; a finite number is needed")
+                scores.append(self._masked(fault, [prompt]))
             else:
                 scores.append(TextScore({self._name: float(value)}, reasons={self._name: reason}))
         return scores
 
-    def _masked(self, reason: str, error: Exception, prompts: Sequence[Prompt]) -> TextScore:
+    def _masked(self, error: httpx.HTTPError | Fault, prompts: Sequence[Prompt]) -> TextScore:
         """Return the masked score of all completions of a request, with the names of the request's rows."""
+        reason = error.reason if isinstance(error, Fault) else "unreachable"
         rows = list(dict.fromkeys(prompt.where or f"prompt {prompt.index}" for prompt in prompts))
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
         held = f"the request held {', '.join(rows[:3])}{more}"
         failure = f"{reason}: {self._section.url}: {error or type(error).__name__}; {held}"
         return TextScore(None, failure, reasons={self._name: reason}, cause="service")
 
-    async def _post(self, content: bytes) -> bytes:
-        """Send a request and return the body of the answer. Raises Busy, Refused and Unusable."""
-        headers = {"Content-Type": "application/json"}
-        async with self._client.stream("POST", self._section.url, content=content, headers=headers) as response:
-            return await _read(response)
+    async def _post(self, content: bytes, number: int) -> list[Any]:
+        """Send a request and return its `number` rewards, unchecked. Raises Fault, or httpx.HTTPError without an answer."""
+        response = await self._client.post(self._section.url, content=content, headers={"Content-Type": "application/json"})
+        if not response.is_success:
+            quote = " ".join(response.text.split())[:MAX_QUOTED_CHARACTERS]
+            message = f"status {response.status_code}" + (f": {quote}" if quote else "")
+            if response.has_redirect_location:
+                message += f"; it has moved to {response.headers['location']}; give that as the part's url"
+            is_busy = response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error
+            raise Fault("unreachable" if is_busy else "refused", message)
+        try:
+            rewards = Answer.model_validate_json(response.content).rewards
+        except ValidationError as error:
+            raise Fault("unusable", f'the answer is not {{"rewards": [...]}}: {error.errors()[0]["msg"]}') from error
+        if len(rewards) != number:
+            raise Fault("unusable", f"{len(rewards)} rewards for {number} completions")
+        return rewards
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, httpx.TransportError) or (isinstance(error, Fault) and error.reason == "unreachable")
 
 
 def services_of(specs: Sequence[JudgeSection]) -> list[Service]:
@@ -147,38 +165,3 @@ def as_json(samples: list[dict[str, Any]]) -> bytes:
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
     return json.dumps(plain({"samples": samples})).encode()
-
-
-async def _read(response: httpx.Response) -> bytes:
-    """Read the body of an answer. Raises Busy, Refused and Unusable."""
-    body, most = b"", LARGEST_ANSWER_BYTES if response.is_success else MAX_QUOTED_BYTES
-    async for piece in response.aiter_bytes():
-        body += piece
-        if len(body) > most:
-            break
-    if response.is_success:
-        if len(body) > most:
-            raise Unusable(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
-        return body
-    quote = " ".join(body[:MAX_QUOTED_BYTES].decode(errors="replace").split())
-    message = f"status {response.status_code}" + (f": {quote}" if quote else "")
-    if response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
-        raise Busy(message)
-    if response.has_redirect_location:
-        place = response.headers["location"]
-        raise Refused(f"status {response.status_code}: it has moved to {place}; give that as the part's url")
-    raise Refused(message)
-
-
-def _rewards(body: bytes, number: int) -> list[Any]:
-    """Return the unchecked rewards in an answer. Raises Unusable if the answer does not have `number` rewards."""
-    try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Unusable(f"the answer is no JSON: {error}") from error
-    rewards = answer.get("rewards") if isinstance(answer, dict) else None
-    if not isinstance(rewards, list):
-        raise Unusable('the answer is not {"rewards": [...]}')
-    if len(rewards) != number:
-        raise Unusable(f"{len(rewards)} rewards for {number} completions")
-    return rewards

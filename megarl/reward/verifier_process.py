@@ -17,12 +17,11 @@ from functools import partial
 
 from megarl.data.sample import Prompt
 from megarl.recipe.reward_section import CodeRewardSection, HttpRewardSection, JudgeSection, part_names
-from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient, is_outage
+from megarl.reward.fork_server import START_TIMEOUT_S, ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient
+from megarl.reward.outages import is_outage
 from megarl.reward.sandbox import SandboxFault, refusal
 from megarl.reward.verifiers import Term, TextScore, load_terms, read_answer, score_terms
 
-# After a slow text, no further text begins with less than this share of the task's time.
-LEAST_SHARE = 1 / 24
 # A slow text scores 0 only if it had this share of its equal part of the task's time. The rest allows for a busy machine.
 FULL_SHARE = 0.9
 EMPTY_TIMEOUT_S = 5.0  # for an empty completion
@@ -50,16 +49,10 @@ class VerifierProcess:
             KEY, prepare_verifiers, list(specs), self._limits, sys.path if import_path is None else import_path
         )
         self._is_loaded = False
-        self._scores_empty: dict[int, bool] = {}  # by prompt, of the current task
-        self._unpaid_s = 0.0  # seconds of the current text that its task does not pay for
 
     async def load(self) -> None:
         """Start the child and load the terms there. Raises ValueError if they do not load, RuntimeError if it dies."""
         reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
-        if (
-            isinstance(reply, ChildDeath) and not reply.cause
-        ):  # the child's server has died; the client starts another server
-            reply = await self._server.ask(KEY, None, START_TIMEOUT_S, starts=True)
         self._is_loaded = reply is None
         if reply is None:
             return
@@ -76,69 +69,65 @@ class VerifierProcess:
         """Score each text, in order, within `timeout_s` and the time to load the verifiers again; with `answers`, also read
         the answer of each text.
 
-        A text that other texts wait for may take half of the remaining time, so that a slow text fails alone, and four slow
-        texts leave time for other texts. A text that had less than its equal part of `timeout_s` is masked, and so are texts
-        that still wait at the deadline. Loading the verifiers again and judging an empty completion do not count against the
-        other texts' time, up to START_TIMEOUT_S for the task.
+        A text that other texts wait for may take half of the remaining time, so that a slow text fails alone, and a few slow
+        texts leave time for other texts. If a text is late that had less than its equal part of `timeout_s`, it is masked
+        together with the texts after it. Loading the verifiers again and judging an empty completion do not count against
+        the other texts' time, up to START_TIMEOUT_S for the task.
         """
-        left_s, unpaid_left_s = timeout_s, START_TIMEOUT_S
-        self._scores_empty = {}
+        left_s, end = timeout_s, time.monotonic() + timeout_s + START_TIMEOUT_S
+        scores_empty: dict[int, bool] = {}  # by prompt
         scores: list[TextScore] = []
         for text, prompt in zip(texts, prompts, strict=True):
-            begun, self._unpaid_s = time.monotonic(), 0.0
-            others_wait = len(scores) + 1 < len(texts)
-            given_s = left_s / 2 if others_wait else left_s
-            score = await self._score(text, prompt, max(0.0, given_s), timeout_s / len(texts), answers)
+            left_s = max(0.0, min(left_s, end - time.monotonic()))
+            num_left = len(texts) - len(scores)
+            given_s = left_s / 2 if num_left > 1 else left_s
+            score, used_s = await self._score(text, prompt, given_s, answers)
+            left_s -= used_s
+            share_s = timeout_s / len(texts)
+            if score.cause == "wall_time" and given_s < FULL_SHARE * share_s:
+                failure = f"timeout: waited behind slow texts: left {given_s:.3g} s, less than its part of {share_s:.3g} s"
+                return scores + [TextScore(None, failure, True, cause="waiting")] * num_left
+            if score.cause in ZERO_CAUSES:
+                if prompt.index not in scores_empty:
+                    empty, _ = await self._ask("", prompt, EMPTY_TIMEOUT_S, False)
+                    scores_empty[prompt.index] = not empty.cause
+                if scores_empty[prompt.index]:
+                    score = replace(score, parts=dict.fromkeys(self._names, 0.0))
+                else:
+                    score = replace(score, failure=f"{score.failure}; an empty completion failed too", cause="verifier")
             scores.append(score)
-            unpaid_s = min(self._unpaid_s, unpaid_left_s)
-            unpaid_left_s -= unpaid_s
-            left_s -= time.monotonic() - begun - unpaid_s
-            if score.timed_out and left_s < LEAST_SHARE * timeout_s:
-                failure = f"timeout: waited behind texts that took all of {timeout_s} s"
-                scores += [TextScore(None, failure, True, cause="waiting")] * (len(texts) - len(scores))
-                break
         return scores
 
     def close(self) -> None:
         """Stop the child and all processes that the verifiers have started."""
         self._server.close()
 
-    async def _score(self, text: str, prompt: Prompt, given_s: float, share_s: float, answers: bool) -> TextScore:
-        begun = time.monotonic()
-        score = first = await self._ask(text, prompt, given_s, answers)
-        if first.cause not in ("", "wall_time"):
-            used_s = time.monotonic() - begun - self._unpaid_s
-            again = await self._ask(text, prompt, max(0.0, given_s - used_s), answers)
-            score = replace(again, failure=again.failure or first.failure)
+    async def _score(self, text: str, prompt: Prompt, given_s: float, answers: bool) -> tuple[TextScore, float]:
+        """Score a text, and once more if it fails in time. Return the seconds that it used of `given_s` as well."""
+        first, used_s = await self._ask(text, prompt, given_s, answers)
+        if first.cause in ("", "wall_time"):
+            return first, used_s
+        score, again_s = await self._ask(text, prompt, max(0.0, given_s - used_s), answers)
         if score.cause == "wall_time" and first.cause in ("error", "verifier"):  # a service that hangs is down as well
-            return replace(score, failure=f"{first.failure}; asked once more it was not done in time", cause="verifier")
-        if score.cause == "wall_time" and given_s < FULL_SHARE * share_s:
-            failure = f"timeout: prompt {prompt.index} was left {given_s:.3g} s, less than its part of {share_s:.3g} s"
-            return replace(score, failure=failure, cause="waiting")
-        if score.cause not in ZERO_CAUSES:
-            return score
-        if prompt.index not in self._scores_empty:
-            begun, unpaid_s = time.monotonic(), self._unpaid_s
-            self._scores_empty[prompt.index] = not (await self._ask("", prompt, EMPTY_TIMEOUT_S, False)).cause
-            self._unpaid_s = unpaid_s + time.monotonic() - begun
-        if self._scores_empty[prompt.index]:
-            return replace(score, parts=dict.fromkeys(self._names, 0.0))
-        return replace(score, failure=f"{score.failure}; an empty completion failed too", cause="verifier")
+            failure = f"{first.failure}; asked once more it was not done in time"
+            return replace(score, failure=failure, cause="verifier"), used_s + again_s
+        return replace(score, failure=score.failure or first.failure), used_s + again_s
 
-    async def _ask(self, text: str, prompt: Prompt, timeout_s: float, answers: bool) -> TextScore:
-        """Ask the child once. Without an answer, the score has a cause and no parts."""
+    async def _ask(self, text: str, prompt: Prompt, timeout_s: float, answers: bool) -> tuple[TextScore, float]:
+        """Ask the child once; return the seconds as well, without those to load the verifiers. Without an answer, the score
+        has a cause and no parts."""
         if not self._is_loaded:
-            begun = time.monotonic()
             await self.load()
-            self._unpaid_s += time.monotonic() - begun
+        begun = time.monotonic()
         score = await self._server.ask(KEY, (text, prompt, answers), timeout_s)
+        used_s = time.monotonic() - begun
         if not isinstance(score, ChildDeath):
-            return score
+            return score, used_s
         self._is_loaded = False
         cause = score.cause or "crash"
         how = f"{score.description} {self._limit(cause)}" if cause in ("memory", "processes") else score.description
         failure = f"{'timeout' if cause == 'wall_time' else cause}: the verifiers' process {how} on prompt {prompt.index}"
-        return TextScore(None, f"{failure}; another process takes its place", cause == "wall_time", cause=cause)
+        return TextScore(None, f"{failure}; another process takes its place", cause == "wall_time", cause=cause), used_s
 
     def _limit(self, cause: str) -> str:
         memory = f"{self._limits.memory_bytes >> 20} MiB of memory (phases.reward.memory_mib)"

@@ -7,7 +7,6 @@ caller keeps the time limit (megarl/reward/verifier_process.py).
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ import jsonschema
 import referencing
 
 from megarl.data.sample import Prompt
+from megarl.recipe.own_code import load_target
 from megarl.recipe.reward_section import (
     CodeRewardSection,
     FunctionRewardSection,
@@ -64,10 +64,9 @@ NUMBER = re.compile(
 MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-"))
 
 EXACT = Context(prec=MAX_PREC)  # the default context rounds to 28 digits
-# Why a text is masked. `waiting`: the text waited for other texts until the task's deadline, or had less than its equal part
-# of the task's time. `verifier`: a verifier also fails on an empty completion, or did not reach its own service. `service`:
-# a service has not judged the text. `environment`: the environment failed before the first turn, with its worker, or by an
-# outage.
+# Why a text is masked. `waiting`: other texts left this text, or one before it, less than an equal part of the task's time.
+# `verifier`: a verifier also fails on an empty completion, or did not reach its own service. `service`: a service has not
+# judged the text. `environment`: the environment failed before the first turn, with its worker, or by an outage.
 MASK_CAUSES = ("waiting", "verifier", "service", "environment")
 
 
@@ -93,9 +92,8 @@ class TextScore:
             failed = self if self.parts is None else other
             return TextScore(None, failed.failure, self.timed_out or other.timed_out, reasons, cause=failed.cause)
         answer, failed = other.answer if self.answer is None else self.answer, self if self.cause else other
-        if not failed.cause:
-            return TextScore(self.parts | other.parts, reasons=reasons, answer=answer)
-        return TextScore(self.parts | other.parts, failed.failure, failed.timed_out, reasons, answer, failed.cause)
+        failure = failed.failure or self.failure  # of a text that was judged once more, without a cause
+        return TextScore(self.parts | other.parts, failure, failed.timed_out, reasons, answer, failed.cause)
 
 
 def numbers(text: str) -> list[Decimal]:
@@ -156,19 +154,9 @@ def _math_answer(prompt: Prompt) -> list:
 
 def load_function(target: str) -> Verifier:
     """Import `module:function`. Raises ValueError naming `reward.target`."""
-    module_name, _, function_name = target.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"reward.target is {target!r}; it is written module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"reward.target is {target!r}, whose module does not import: {error}; "
-            "run from the directory that holds it, or install it"
-        ) from error
-    function = vars(module).get(function_name)
+    function = load_target("reward.target", target)
     if not callable(function):
-        raise ValueError(f"reward.target is {target!r}, but {module_name} has no function {function_name!r}")
+        raise ValueError(f"reward.target = {target!r}: no function, but {function!r}")
     return function
 
 

@@ -9,9 +9,9 @@ import pickle
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +47,7 @@ class RewardResult:
     often a term gave which reason, as `code_num_failed`, and how many samples score 0 or are masked for which cause, as
     `num_zero_memory`. `answers` is what each text answers, if that was asked for and some term reads it.
 
-    If these are some of the samples that were scored (`select`), counts and seconds are of all of them, and
-    `num_masked_beside` counts the masked samples among the others.
+    If these are some of the samples that were scored (`select`), counts and seconds are of all of them.
     """
 
     rewards: np.ndarray
@@ -60,7 +59,6 @@ class RewardResult:
     busy_s: float = 0.0
     num_workers: int = 1
     counts: dict[str, int] = field(default_factory=dict)
-    num_masked_beside: int = 0
     answers: list[str | None] | None = None
 
     def select(self, samples: Sequence[int]) -> RewardResult:
@@ -72,7 +70,7 @@ class RewardResult:
             valid=self.valid[chosen],
             parts={name: values[chosen] for name, values in self.parts.items()},
             failures={place[sample]: why for sample, why in self.failures.items() if sample in place},
-            num_masked_beside=int((~self.valid).sum() - (~self.valid[chosen]).sum()),
+            counts={"num_masked": int((~self.valid).sum())} | self.counts,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -80,10 +78,9 @@ class RewardResult:
         means = {"reward/mean": self.rewards} | {f"reward/{name}": part for name, part in self.parts.items()}
         metrics = {name: float(values[self.valid].mean()) if self.valid.any() else np.nan for name, values in means.items()}
         metrics["reward/deviation"] = float(self.rewards[self.valid].std()) if self.valid.any() else np.nan
-        metrics |= {f"reward/{name}": count for name, count in self.counts.items()}
         metrics |= {"reward/busy_s": self.busy_s, "reward/num_workers": self.num_workers}
-        num_masked = int((~self.valid).sum()) + self.num_masked_beside
-        return metrics | {"reward/num_masked": num_masked, "reward/num_timeouts": self.num_timeouts}
+        metrics |= {"reward/num_masked": int((~self.valid).sum()), "reward/num_timeouts": self.num_timeouts}
+        return metrics | {f"reward/{name}": count for name, count in self.counts.items()}
 
 
 def add_episodes(scored: RewardResult, episodes: Any) -> RewardResult:
@@ -166,16 +163,6 @@ class _Queue:
                 group.result.set_exception(error)
 
 
-def _fetch(pieces: Sequence[Piece]) -> list[np.ndarray]:
-    """Return the tokens that count of each sample; asks each payload once."""
-    samples: dict[int, list[int]] = {}
-    payloads = {id(payload): payload for payload, _ in pieces}
-    for payload, some in pieces:
-        samples.setdefault(id(payload), []).extend(some)
-    fetched = {key: payload.fetch(samples[key]) for key, payload in payloads.items()}
-    return [fetched[id(payload)][sample].completion.final_ids for payload, some in pieces for sample in some]
-
-
 class Scorer:
     """Scores tasks with one verifier process and the services, at the same time: in this process, or as a Ray actor."""
 
@@ -203,13 +190,14 @@ class Scorer:
 
     async def score_task(self, task: Task) -> TaskResult:
         """Score samples; fetches their tokens from their payloads."""
-        begun, (pieces, pickled_prompts, timeout_s, answers) = time.perf_counter(), task
-        ids = await asyncio.to_thread(_fetch, pieces)
-        texts = [self.decode(tokens.tolist()) for tokens in ids]
-        prompts = [prompt for (_, some), prompt in zip(pieces, pickle.loads(pickled_prompts), strict=True) for _ in some]
-        tasks = [judge.score(texts, prompts, timeout_s) for judge in self._services]
+        begun, texts, prompts = time.perf_counter(), list[str](), list[Prompt]()
+        for (payload, samples), prompt in zip(task.pieces, pickle.loads(task.pickled_prompts), strict=True):
+            fetched = await asyncio.to_thread(payload.fetch, samples)
+            texts += [self.decode(fetched[sample].completion.final_ids.tolist()) for sample in samples]
+            prompts += [prompt] * len(samples)
+        tasks = [judge.score(texts, prompts, task.timeout_s) for judge in self._services]
         if self._verifiers is not None:
-            tasks.insert(0, self._verifiers.score_task(texts, prompts, timeout_s, answers))
+            tasks.insert(0, self._verifiers.score_task(texts, prompts, task.timeout_s, task.answers))
         scores = [TextScore({})] * len(texts)
         for part in await asyncio.gather(*tasks):
             scores = [score.combined(other) for score, other in zip(scores, part, strict=True)]
@@ -246,14 +234,17 @@ class RewardWorkers:
         self._terms = load_terms(specs)
         self._section = section
         arguments = (list(specs), model_path, tuple(stop_token_ids), sys.path, section.memory_mib << 20)
-        self._local: Scorer | None = None
+        self._runner = asyncio.Runner()
         self._actors: list[Any] = []
+        self._local: Scorer | None = None
         if local:
-            self._local, self._runner = Scorer(*arguments), asyncio.Runner()
-            self._runner.run(self._local.ready())
+            self._local = Scorer(*arguments)
+            self._processes = [self._runner.run(self._local.ready())]
+            self._score: list[Callable[[Task], Awaitable[TaskResult]]] = [self._local.score_task]
         else:
             self._actors, self._processes = _start_actors(arguments, section.workers)
-        self._idle = list(range(max(1, len(self._actors))))
+            self._score = [actor.score_task.remote for actor in self._actors]
+        self._idle = list(range(len(self._score)))
         self._evaluation, self._training = self._queues = _Queue(), _Queue()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -265,18 +256,15 @@ class RewardWorkers:
         as `score_group`."""
 
         async def score_all() -> list[list[TextScore]]:
-            work = {
-                (place, number): self.score_group(payload, samples[number * size : (number + 1) * size], prompt)
-                for number, prompt in enumerate(prompts)
-                for place, (payload, samples, size) in enumerate(batches)
-            }
+            groups = [
+                [self.score_group(payload, samples[n * size : (n + 1) * size], prompt) for n, prompt in enumerate(prompts)]
+                for payload, samples, size in batches
+            ]
             self.send_all()
-            await asyncio.gather(*work.values())
-            places, numbers = range(len(batches)), range(len(prompts))
-            return [[score for number in numbers for score in work[place, number].result()] for place in places]
+            await asyncio.gather(*chain.from_iterable(groups))
+            return [[score for group in of_batch for score in group.result()] for of_batch in groups]
 
-        scores = asyncio.run(score_all()) if self._local is None else self._runner.run(score_all())
-        return [self.join(of_batch) for of_batch in scores]
+        return [self.join(of_batch) for of_batch in self._runner.run(score_all())]
 
     def score_group(
         self, payload: Any, samples: Sequence[int], prompt: Prompt, answers: bool = False, is_evaluation: bool = False
@@ -322,7 +310,7 @@ class RewardWorkers:
                 failure = scores[sample].failure
                 logger.warning("phase reward: %d completions %s; sample %d: %s", len(chosen), outcome, sample, failure)
         sizes = tuple(sorted((len(task.scores) for task in tasks), reverse=True))
-        busy_s, num_workers = sum(task.busy_s for task in tasks), max(1, len(self._actors))
+        busy_s, num_workers = sum(task.busy_s for task in tasks), len(self._score)
         read = [score.answer for score in scores] if answers and reads_answers(self._terms) else None
         valid = ~np.isnan(rewards)
         return RewardResult(rewards, valid, parts, failures, num_timeouts, sizes, busy_s, num_workers, counts, answers=read)
@@ -339,13 +327,12 @@ class RewardWorkers:
         """Stop every scorer."""
         if self._local is not None:
             self._runner.run(self._local.close())
-            self._runner.close()
-        if self._actors:
+        self._runner.close()
+        for actor in self._actors:
             import ray
 
-            for actor in self._actors:
-                ray.kill(actor)
-            self._actors = []
+            ray.kill(actor)
+        self._actors = []
 
     def _send(self) -> None:
         """Give each idle worker a task."""
@@ -364,12 +351,9 @@ class RewardWorkers:
         num, deadline_s = sum(len(places) for _, places in parts), timeout_s + TASK_GRACE_S
         name = f"phase reward: a task of {num} sequences on worker {worker}"
         try:
-            if self._local is not None:
-                result = await self._local.score_task(task)
-            else:
-                async with asyncio.timeout(deadline_s):
-                    result = await self._actors[worker].score_task.remote(task)
-                self._note_process(worker, result.process)
+            async with asyncio.timeout(deadline_s):
+                result = await self._score[worker](task)
+            self._note_process(worker, result.process)
         except TimeoutError:
             queue.fail(parts, TimeoutError(f"{name} gave no answer within {deadline_s:.0f} s"))
         except Exception as error:  # whoever waits for the scores raises it

@@ -33,7 +33,8 @@ from typing import Any, NoReturn
 from megarl.recipe.environment_section import AgentSection, CommandSection
 from megarl.recipe.own_code import load_target
 from megarl.recipe.violation import RecipeError, Violation
-from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG, causes_of, is_outage, is_unreached
+from megarl.reward.fork_server import LIBC, PR_SET_PDEATHSIG
+from megarl.reward.outages import is_outage
 from megarl.rollout.environment import Fields, Reply, checked_number, shown
 
 # Of what an agent prints, and of the file with its reward, this many bytes at the end are kept.
@@ -171,7 +172,7 @@ class _AgentProcess:
             status = 0
         except BaseException as error:  # whatever the user's code raises, SystemExit too, leaves it without a reward
             traceback.print_exc()
-            if is_outage(error) and not _is_refusal(error, question.url):
+            if is_outage(error, endpoint=question.url):
                 (self._folder / "outage").touch()
         finally:
             with suppress(BaseException):  # a closed output must not keep the process
@@ -209,17 +210,6 @@ class _AgentProcess:
             return json.loads(text)
         except ValueError:
             raise ValueError(f"{shown(text)} is {where}; a number is needed, or JSON with reward and metrics") from None
-
-
-def _is_refusal(error: BaseException, url: str) -> bool:
-    """Return whether an error, or one that caused it, is an answer of the endpoint, as to a request for a turn too many. A
-    service that is not reached while such an answer is handled is no part of it."""
-    for cause in causes_of(error, hides=is_unreached):
-        response: Any = getattr(cause, "response", None)
-        with suppress(AttributeError, RuntimeError):  # httpx raises the latter for a response without a request
-            if str(response.request.url).startswith(url):
-                return True
-    return False
 
 
 def _run_command(command: str, question: AgentRun) -> NoReturn:

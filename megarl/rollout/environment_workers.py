@@ -18,7 +18,8 @@ from typing import Any
 
 from megarl.cluster.ray_cluster import node_share
 from megarl.recipe.environment_section import AgentSection, AnyEnvironment, CommandSection
-from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient, is_outage
+from megarl.reward.fork_server import START_TIMEOUT_S, ChildDeath, ChildLimits, ForkServerClient
+from megarl.reward.outages import is_outage
 from megarl.rollout import EngineSilent, RolloutError
 from megarl.rollout import environment as interface
 from megarl.rollout.agent import AgentRun, load_agent, load_agents
@@ -51,9 +52,10 @@ class Reset:
 
 @dataclass(frozen=True)
 class Step:
-    """Answer a turn."""
+    """Answer a turn, perhaps the first of the episode."""
 
     text: str
+    is_first: bool = False
 
 
 # In an episode's process -----------------------------------------------------------------------------------------------
@@ -123,13 +125,12 @@ class EnvironmentWorker:
         num_waiting = 0 if section.kind == "class" else 1  # the process that waits for the agent
         limits = ChildLimits(section.memory_mib << 20, section.max_processes + num_waiting)
         self._server = ForkServerClient("environments", load_episodes, section, limits, import_path)
-        self._played: set[Any] = set()  # episodes that have had a turn
 
     async def ready(self) -> int:
         """Construct one environment and return this process. Raises ValueError if the class does not take its options."""
         section = self._section
         reply = await self.ask(None, None)
-        await self._server.end([None])
+        self._server.end(None)
         if reply.failure:  # of a class: an agent is not tried
             assert section.kind == "class"
             raise ValueError(f"environment.options = {section.options}: {section.target}: {reply.failure}")
@@ -141,9 +142,6 @@ class EnvironmentWorker:
         is_step, is_run = isinstance(question, Step), isinstance(question, AgentRun)
         timeout_s = None if is_run else self._section.timeout_s
         reply = await self._server.ask(episode, question, timeout_s, starts=not is_step)
-        had_turn = episode in self._played
-        if is_step:
-            self._played.add(episode)
         if isinstance(reply, Reply):
             return reply
         assert isinstance(reply, ChildDeath)
@@ -154,17 +152,15 @@ class EnvironmentWorker:
             "memory": f"its processes held more than environment.memory_mib = {section.memory_mib}",
             "processes": f"it had more processes than environment.max_processes = {section.max_processes}",
             "crash": f"crashed: {died}",
-            "fork": f"{died}: raise that limit, or spread environment.workers = more over machines",
         }.get(reply.cause, died)
-        # A process that died between two turns was killed by something that the turn before had started. Rank 0 knows
-        # whether an agent has had a turn.
-        is_caused = had_turn if reply.was_idle else is_step or is_run
+        # A process that died between two turns was killed by something that the turn before had started, if there was one.
+        # Rank 0 knows whether an agent has had a turn.
+        is_caused = is_run or (isinstance(question, Step) and not (reply.was_idle and question.is_first))
         return Reply(failure=failure, cause=reply.cause if is_caused else "")
 
     async def end(self, episode: Any) -> None:
         """Kill the processes of an episode, whatever they do."""
-        self._played.discard(episode)
-        await self._server.end([episode])
+        self._server.end(episode)
 
     def close(self) -> None:
         """Stop all processes, and everything that they have started."""

@@ -234,7 +234,7 @@ class Episodes(GroupEpisodes):
             episode.session.record(turn, sampled)
             ids = sampled.token_ids.tolist()
             text = environments.tokenizer.decode(ids[:-1] if ids[-1] in environments.stops else ids)
-            reply = await environments.workers.ask(episode.number, Step(text))
+            reply = await environments.workers.ask(episode.number, Step(text, is_first=episode.turns == 1))
             if reply.failure:
                 self.fail(episode, reply.failure, reply.cause)
             else:

@@ -18,7 +18,7 @@ def load(_: Any) -> Callable[[], Callable[[str], str]]:
 
 
 def test_long_questions_and_answers_reach_the_other_end() -> None:
-    """uvloop makes the pipe non-blocking, which fails in the middle of what is longer than the pipe's buffer."""
+    """What is longer than a socket's buffer arrives in pieces."""
     questions = [f"{number}".rjust(300_000) for number in range(8)]
 
     async def ask() -> list[Any]:

@@ -30,6 +30,7 @@ from megarl.reward.verifiers import (
     MASK_CAUSES,
     READERS,
     VERIFIERS,
+    TextScore,
     check_answer,
     load_function,
     load_terms,
@@ -189,15 +190,20 @@ def test_a_function_must_return_a_finite_number():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("math", "is 'math'; it is written module:function"),
-        ("no_such_module:f", "whose module does not import: No module named 'no_such_module'"),
-        ("math:no_such_function", "math has no function 'no_such_function'"),
-        ("math:pi", "math has no function 'pi'"),
+        ("math", "reward.target = 'math': AttributeError"),
+        ("no_such_module:f", "reward.target = 'no_such_module:f': .* No module named 'no_such_module'"),
+        ("math:no_such_function", "module 'math' has no attribute 'no_such_function'"),
+        ("math:pi", "reward.target = 'math:pi': no function"),
     ],
 )
 def test_a_function_that_does_not_load_is_named(target, message):
     with pytest.raises(ValueError, match=message):
         load_function(target)
+
+
+def test_joined_scores_keep_why_a_text_was_judged_once_more():
+    joined = TextScore({}).combined(TextScore({"a": 1.0}, "crash: it died")).combined(TextScore({"b": 2.0}))
+    assert joined == TextScore({"a": 1.0, "b": 2.0}, "crash: it died")
 
 
 def test_every_kind_of_the_recipe_has_a_verifier():

@@ -169,6 +169,18 @@ def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -
     assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
 
 
+def test_one_that_dies_before_the_first_turn_has_not_died_by_a_turn() -> None:
+    async def play() -> Reply:
+        with closing(EnvironmentWorker(section(), sys.path)) as worker:
+            await worker.ask("one", Reset({"fault": ""}, 1))
+            os.kill(below(worker._server.process)[0], signal.SIGKILL)
+            wait_for(lambda: not below(worker._server.process))
+            return await worker.ask("one", Step("x", is_first=True))
+
+    reply = asyncio.run(play())
+    assert reply.cause == "" and reply.failure.endswith("died with signal 9")
+
+
 STARTS_A_HELPER = """
 import subprocess
 from tests.environments import Faulty as Base
@@ -219,6 +231,7 @@ def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is
             late = await hangs
             gone = await worker.ask("hangs", Step("x"))
             os.kill(worker._server.process, signal.SIGKILL)  # as for want of memory
+            os.waitid(os.P_PID, worker._server.process, os.WEXITED | os.WNOWAIT)  # its children are killed with it
             lost = await worker.ask("good", Step("x"))
             assert await worker.ask("new", Reset({"fault": ""}, 1)) == Reply(), "another keeper took its place"
             return late, others, gone, lost, [worker._server.process]
