@@ -189,7 +189,8 @@ def write_recipe(folder: Path, cell: Cell, sizes: Sizes) -> Recipe:
                     "max_staleness": cell.max_staleness, "timeout_s": 120},
         "weight_sync": {"in_flight": "keep" if cell.max_staleness else "wait", "canary": None},
         "phases": {"rollout": {"prompts": sizes.groups, "max_concurrent": sizes.slots},
-                   "reward": {"sequences": min(16, sequences), "workers": REWARD_WORKERS},
+                   # Where rewards take time, small tasks, so that both workers end together.
+                   "reward": {"workers": REWARD_WORKERS} | ({"sequences": min(16, sequences)} if cell.rewards else {}),
                    "actor_update": {"mini_batch": sequences} | micro_batch}
                   | ({"actor_logprob": micro_batch} if cell.max_staleness else {})
                   | ({"reference_logprob": micro_batch | {"start": "whole" if cell.barrier else "early"}}

@@ -46,7 +46,7 @@ class RolloutPhaseSection(Section):
 
 class RewardPhaseSection(Section):
     sequences: Positive = 32
-    """Sequences scored by one task."""
+    """Sequences scored by one task. With `rollout.max_staleness` above 0 a task waits for them 0.1 s at most."""
     timeout_s: Seconds = 60.0
     """Deadline of one task: the running sequence scores 0, the waiting ones are masked; both are counted."""
     workers: Positive = 1
