@@ -274,7 +274,8 @@ def check_network(ports: Mapping[str, int], environment: Mapping[str, str] = os.
                 probe.bind(("", port))
                 yield ok(f"port {port}", f"free for {program}")
             except OSError as error:
-                fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or choose another port"
+                variable = "RAY_PORT" if program == "Ray" else "MASTER_PORT"
+                fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or set another {variable}"
                 yield fail(f"port {port}", f"for {program}: {error.strerror}", fix)
 
 
@@ -362,14 +363,16 @@ def compare_nodes(
         end = time.monotonic() + timeout_s
         while len(reports) < num_nodes and (left_s := end - time.monotonic()) > 0:
             server.settimeout(left_s)
-            # Ignore a client that disconnects or sends something else: a node tries again, and a port scan is harmless.
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                connection = stack.enter_context(server.accept()[0])
+            # Close the connection of a client that disconnects or sends something else, or too late: a node tries again, and
+            # a port scan is harmless.
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError), ExitStack() as attempt:
+                connection = attempt.enter_context(server.accept()[0])
                 connection.settimeout(min(left_s, REQUEST_TIMEOUT_S))
                 connection.sendall(b"\n")  # the node reads its clock now
                 node = _read_report(connection, run_dir, clock)
                 reports[node.rank] = node
                 connections.append(connection)
+                stack.enter_context(attempt.pop_all())
         reports = dict(sorted(reports.items()))
         findings = _compare_presence(reports, num_nodes, timeout_s) + _compare_versions(reports)
         findings += _compare_clocks(reports) + _compare_run_dirs(reports, run_dir)

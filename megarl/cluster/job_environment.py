@@ -59,20 +59,22 @@ def adapt_environment(environment: MutableMapping[str, str], is_one_node: bool =
             environment.setdefault(name, str(folder / cache))
         if "HF_HOME" not in environment and not os.path.exists(home / ".cache/huggingface/datasets"):
             environment.setdefault("HF_DATASETS_CACHE", str(folder / "datasets"))
-    if "MEGARL_RAY_ADDRESS" not in environment:
-        # By default a process that joins Ray by its address sends no token (Ray 2.60).
+    starts_ray, can_save = "MEGARL_RAY_ADDRESS" not in environment, can_write(home / RAY_TOKEN.parent)
+    may_set = starts_ray and is_one_node and not can_save and "RAY_AUTH_TOKEN_PATH" not in environment
+    if may_set and lacks_ray_token(environment):
+        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # By default a process that joins Ray by its address sends no token (Ray 2.60). Somebody else's Ray may need none.
+    if starts_ray or not lacks_ray_token(environment):
         environment.setdefault("RAY_AUTH_MODE", "token")
-        if is_one_node and lacks_ray_token(environment) and not can_write(home / RAY_TOKEN.parent):
-            environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def lacks_ray_token(environment: MutableMapping[str, str]) -> bool:
     """Return whether Ray needs a token and finds none."""
     if environment.get("RAY_AUTH_MODE", "token").lower() != "token":
         return False
-    if "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment:
+    if environment.get("RAY_AUTH_TOKEN"):
         return False
-    return not os.access(home_directory(environment) / RAY_TOKEN, os.R_OK)
+    return not os.access(environment.get("RAY_AUTH_TOKEN_PATH") or home_directory(environment) / RAY_TOKEN, os.R_OK)
 
 
 def home_directory(environment: MutableMapping[str, str]) -> Path:

@@ -94,7 +94,7 @@ def join_cluster(address: str) -> str:
         ) from error
     try:
         ray.init(address=address, **JOIN_OPTIONS)
-    except (RuntimeError, ConnectionError, ValueError) as error:
+    except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise ClusterError(
             f"the Ray cluster at {address} does not take this process: {' '.join(str(error).split())}; end that Ray on "
@@ -167,7 +167,8 @@ def start_node_daemons(settings: NodeSettings, directory: Path) -> subprocess.Po
     with log.open("wb") as output:
         # Signals are blocked, because the engines must live until the ranks have saved.
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
-        process = start_tied(command, {**DAEMON_SETTINGS, **os.environ}, signal.SIGKILL, output, block_signals=True)
+        inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+        process = start_tied(command, DAEMON_SETTINGS | inherited, signal.SIGKILL, output, block_signals=True)
     _wait_for_nodes(settings, process, log, end)
     return process
 
@@ -178,7 +179,7 @@ def _wait_for_token(settings: NodeSettings, end: float) -> None:
     Node 0 makes the file; other nodes may see it later. RAY_AUTH_MODE=disabled needs no token. Raises NodeError at `end`.
     """
     way_out = "give all nodes the ~/.ray/auth_token of node 0, or set the same RAY_AUTH_TOKEN"
-    if settings.node_rank == 0 and lacks_ray_token(os.environ):
+    if settings.node_rank == 0 and lacks_ray_token(os.environ) and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
         try:
             write_whole(home_directory(os.environ) / RAY_TOKEN, secrets.token_hex(32))
         except OSError as error:

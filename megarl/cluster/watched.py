@@ -109,7 +109,8 @@ class Watch:
 
     def close(self) -> None:
         self._write(ended=True)
-        os.write(self.pipe, b"\n")
+        with suppress(BrokenPipeError):  # the thread has an order to end, and ends this process
+            os.write(self.pipe, b"\n")
         self._thread.join()
         unmark()
         os.close(self._page)

@@ -149,7 +149,7 @@ def _show_phases(console: Console, recipe: Recipe) -> None:
     if recipe.critic_warmup_steps:
         console.print(critic_warmup_line(recipe), markup=False, soft_wrap=True)
     if recipe.supervised is not None:
-        console.print("of these the first steps are those of warmup.sft:")
+        console.print(f"the first {recipe.sft_steps} steps (warmup.sft):")
         _show_phases(console, recipe.supervised)
 
 
@@ -229,7 +229,7 @@ def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:
 
 
 def critic_warmup_line(recipe: Recipe) -> str:
-    """What the first steps with rollouts do in which the critic alone is updated."""
+    """Return the line about the first steps with rollouts, which update the critic alone."""
     after = " with rollouts" if recipe.sft_steps else ""
     phases = ", ".join(recipe.warmup_phases)
     return f"the first {recipe.critic_warmup_steps} steps{after} (critic.warmup_steps): {phases}"

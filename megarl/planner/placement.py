@@ -153,7 +153,7 @@ def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePla
             way_out = "more nodes" if workers <= devices else f"a smaller teachers.{name}.engine.tensor"
             raise PlacementError(
                 f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
-                f"engine has, and of {count(cluster.num_nodes, 'node')} of {count(devices, 'device')} none has them left: "
+                f"engine has; no node has as many left ({count(cluster.num_nodes, 'node')} of {count(devices, 'device')}): "
                 f"{way_out}, or remove teachers.{name}.engine"
             )
         places.append(EnginePlace(node, tuple(range(taken[node], taken[node] + workers))))

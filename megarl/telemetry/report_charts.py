@@ -102,15 +102,16 @@ def evaluation(run: Run) -> list[Chart]:
 
 
 def curves(*runs: tuple[str, Run], plots: Sequence[tuple[Sequence[str], str]] = CURVES) -> list[Chart]:
-    """Draw small plots of named runs; of several runs the first metric of each plot. Leave out a metric that never moves or
-    equals another one in its plot."""
+    """Draw small plots of named runs; of several runs the first metric of each plot. Leave out a metric that never moves,
+    and of one run a metric that equals another one in its plot."""
     charts = []
     for keys, title in plots:
         known: dict[str, tuple[list[int], list[float]]] = {}
         for name, run in runs:
             for key in keys if len(runs) == 1 else keys[:1]:
                 steps, values = run.points(key)
-                if len(set(values)) > (len(values) > 1) and all(values != other for _, other in known.values()):
+                is_repeated = len(runs) == 1 and any(values == other for _, other in known.values())
+                if len(set(values)) > (len(values) > 1) and not is_repeated:
                     known[key if len(runs) == 1 else name] = steps, values
         if known:
             data = [line(name, *points, color) for (name, points), color in zip(known.items(), LINES, strict=False)]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,25 @@ def test_a_run_directory_that_not_all_nodes_share(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["local", "runs", "shared"], "a file was left"
     for findings in compare([A, B], 2, 20.0, run_dirs=dict.fromkeys(range(2), Path("/proc/runs"))):
         assert "shared run directory" not in [finding.check for finding in findings], "check_machine reports it"
+
+
+def test_a_node_whose_report_stalls_is_sent_away_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.cluster.doctor.REQUEST_TIMEOUT_S", 0.2)
+    master, findings = ("127.0.0.1", unused_port()), []
+    first = threading.Thread(target=lambda: findings.extend(compare_nodes(A, 2, master, 60.0)))
+    first.start()
+    while True:
+        try:
+            stalled = socket.create_connection(master, 60.0)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)  # node 0 does not listen yet
+    with stalled:
+        stalled.sendall(b'{"rank": 1')
+        assert stalled.recv(1) == b"\n" and stalled.recv(1) == b"", "node 0 closes the connection"
+        others = compare_nodes(B, 2, master, 60.0)
+    first.join(60.0)
+    assert others == findings and {finding.severity for finding in findings} == {Severity.OK}
 
 
 def test_node_0_reports_that_its_port_is_taken(listener: socket.socket) -> None:

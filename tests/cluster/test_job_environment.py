@@ -65,6 +65,9 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     several = dict(home)
     adapt_environment(several, is_one_node=False)
     assert "RAY_AUTH_TOKEN" not in several
+    given = {"MEGARL_RAY_ADDRESS": "10.0.0.1:6379"}
+    assert "RAY_AUTH_MODE" not in adapted(**home, **given), "somebody else's Ray may need no token"
+    assert adapted(**home, **given, RAY_AUTH_TOKEN="a")["RAY_AUTH_MODE"] == "token"
     (tmp_path / "home/.ray").mkdir(parents=True)
     (tmp_path / "home/.ray/auth_token").write_text("a")
     assert "RAY_AUTH_TOKEN" not in adapted(**home), "an existing token is used"

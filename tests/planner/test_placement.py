@@ -91,7 +91,7 @@ def test_engines_of_teachers_share_the_cores_of_a_cpu() -> None:
 
 def test_a_teacher_without_room_is_named() -> None:
     with pytest.raises(
-        PlacementError, match=r"teachers.t1.engine needs 3 devices of one node .* 1 node of 8 devices none has"
+        PlacementError, match=r"teachers.t1.engine needs 3 devices of one node .* as many left .1 node of 8 devices"
     ):
         place_teachers(with_teachers(of(4), 2, 3), Cluster(1, 8, 4), ())
 

@@ -28,7 +28,7 @@ from megarl.telemetry.report import (
     run_page,
     show_curve,
 )  # fmt: skip
-from megarl.telemetry.report_charts import Chart, evaluation, lanes, reward
+from megarl.telemetry.report_charts import Chart, curves, evaluation, lanes, reward
 from megarl.telemetry.report_findings import ADVICE, change, find, learning, time, totals
 from megarl.telemetry.report_run import Run, read_run
 from tests.report_cases import HOSTILE, RECIPE, make_run, metrics_of, sampled_row
@@ -213,6 +213,12 @@ def test_the_docs_say_what_the_report_says():
     idle = [advice for advice in ADVICE if advice.metric.startswith("idle/")]
     missing = [one for one in idle if not any(f"`{one.metric}`" in line and one.do in line for line in lines)]
     assert missing == []
+
+
+def test_curves_of_two_runs_that_are_equal_are_both_drawn():
+    run = steady()
+    both = curves(("A", run), ("B", run))
+    assert both and all([data["name"] for data in chart.data] == ["A", "B"] for chart in both)
 
 
 def test_two_runs_are_compared_after_equal_steps_samples_and_time():
