@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import os
 import pickle
@@ -31,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 CHECK_INTERVAL_S = 0.05  # between two checks of the children, and at most that long after the client has gone ...
 CHECK_PAUSE = 10  # ... or this many times as long as the last check took: checks of many children take a tenth of a core
+RESERVED_DESCRIPTORS = 16  # of the server: without a free descriptor it could not look at its children in /proc
 MAX_ZOMBIES = 256  # of a child: each keeps a process id, of which a machine may have 32 thousand for all children
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -88,11 +90,12 @@ class _Channel:
     def __init__(self) -> None:
         self._socket, self.far_end = socket.socketpair()
         self._socket.setblocking(False)
-        self._is_asked = self.is_ended = False
+        self._is_asked = self.is_ended = self.has_begun_answer = False
 
     async def ask(self, frame: bytes) -> Any:
-        """Return the answer to a framed question, or the server's ChildDeath. Raises EOFError or OSError without either."""
-        self._is_asked, was_idle = True, False
+        """Return the answer to a framed question, or the server's ChildDeath. Raises EOFError or OSError without either;
+        `has_begun_answer` then says whether a part of the answer has arrived."""
+        self._is_asked, self.has_begun_answer, was_idle = True, False, False
         try:
             with suppress(BlockingIOError):  # nothing is to be read unless the child has died
                 self._socket.recv(1, socket.MSG_PEEK)
@@ -121,6 +124,7 @@ class _Channel:
             piece = await asyncio.get_running_loop().sock_recv(self._socket, min(size - len(data), 1 << 18))
             if not piece:
                 raise EOFError
+            self.has_begun_answer = True
             data += piece
         return bytes(data)
 
@@ -176,6 +180,9 @@ class ForkServerClient:
         except (EOFError, OSError):
             if channel.is_ended:
                 reply = ChildDeath("", "was ended")
+            elif channel.has_begun_answer and self._server.poll() is None:
+                # The server's ChildDeath cannot be told from the rest of the answer, or found no room behind it.
+                reply = ChildDeath("crash", "died in the middle of an answer")
         except Exception as error:  # of the answer's own classes
             reply = ChildDeath("crash", f"gave an answer that cannot be read: {type(error).__name__}: {error}")
         finally:
@@ -245,12 +252,14 @@ class ForkServer:
     """The children, seen from the process that forks them. It runs nothing of the user's but the import."""
 
     def __init__(self, client: Connection, name: str, make_answer: Callable[[], Answer], limits: ChildLimits) -> None:
-        self._client, self._name, self._make_answer, self._limits = client, name, make_answer, limits
+        self._name, self._make_answer, self._limits = name, make_answer, limits
+        self._client = socket.fromfd(client.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+        client.close()  # programs could inherit it, unlike the copy
         self._process = os.getpid()
         self._children: dict[int, _Child] = {}  # by the descriptor of their pipes
         self._module_processes = set(_children_of(self._process))  # started by the import, for all children
         self._poll = select.poll()
-        self._poll.register(client, select.POLLIN)
+        self._poll.register(self._client, select.POLLIN)
 
     def run(self, client_process: int) -> None:
         """Serve until the client has closed its pipe or died: a fork of the client may hold the pipe open."""
@@ -261,9 +270,13 @@ class ForkServer:
                     self._end(descriptor, "crash")
                 else:
                     try:
-                        self._fork(socket.socket(fileno=recv_handle(self._client)))
-                    except (EOFError, ConnectionError):
+                        request, received, *_ = socket.recv_fds(self._client, 1, 1)
+                    except ConnectionError:
                         return
+                    if not request:
+                        return
+                    for pipe in received:  # empty if no descriptor is free: the kernel has closed the child's end
+                        self._fork(socket.socket(fileno=pipe))
             begun = time.monotonic()
             if begun >= next_check:
                 self._check_children()
@@ -279,7 +292,11 @@ class ForkServer:
                 self._end(descriptor, limit)
 
     def _fork(self, pipe: socket.socket) -> None:
+        # A program that the child starts must not answer for it, nor keep the socket open when child and server are gone.
+        pipe.set_inheritable(False)
         try:
+            if pipe.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_DESCRIPTORS:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             process = os.fork()
         except OSError as error:
             _tell(pipe, _no_room(error))
@@ -412,8 +429,10 @@ def passed_limit(child: int, limits: ChildLimits, server: int) -> str:
     if sum(status.get(key, 0) for status in statuses for key in ("RssAnon", "RssShmem", "VmSwap")) <= limits.memory_bytes:
         return ""
     # A page that several processes map counts for each by its part, and each has the same part of a page of the server.
-    rollups = [sizes(f"/proc/{process}/smaps_rollup") for process in processes]
+    # The parts change while they are read, since children start and end; so the server's larger part counts.
     inherited = _shared(sizes(f"/proc/{server}/smaps_rollup"))
+    rollups = [sizes(f"/proc/{process}/smaps_rollup") for process in processes]
+    inherited = max(inherited, _shared(sizes(f"/proc/{server}/smaps_rollup")))
     held = sum(rollup.get(key, 0) for rollup in rollups for key in ("Pss_Anon", "Pss_Shmem", "SwapPss"))
     return "memory" if held - sum(min(_shared(rollup), inherited) for rollup in rollups) > limits.memory_bytes else ""
 

@@ -148,6 +148,7 @@ MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
 F_NOTIFY, F_SETPIPE_SZ = 1026, 1031
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_THP_DISABLE = 4, 22, 41
 AF_UNIX = 1
+SOCK_DGRAM, SOCK_RDM = 2, 4  # as bits: each type except SOCK_STREAM = 1 has one of them (SOCK_RAW = 3, SOCK_SEQPACKET = 5)
 # Call, argument, and the test of the argument's lower half. The filter denies the call if all these bits are set ("bits"),
 # if the argument is one of these values ("one"), or if it is none of these values ("other").
 ARGUMENTS: tuple[tuple[str, tuple[int, int], int, str, tuple[int, ...]], ...] = (
@@ -155,6 +156,9 @@ ARGUMENTS: tuple[tuple[str, tuple[int, int], int, str, tuple[int, ...]], ...] = 
     ("mmap", (9, 222), 3, "bits", (MAP_HUGETLB,)),
     ("prlimit64", (302, 261), 0, "other", (0,)),
     ("socketpair", (53, 199), 0, "other", (AF_UNIX,)),
+    # Only streams: a datagram socket can hold messages of many senders, even after these are closed.
+    ("socketpair", (53, 199), 1, "bits", (SOCK_DGRAM,)),
+    ("socketpair", (53, 199), 1, "bits", (SOCK_RDM,)),
     ("fcntl", (72, 25), 1, "one", (F_NOTIFY, F_SETPIPE_SZ)),
     ("prctl", (157, 167), 0, "one", (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_THP_DISABLE)),
 )

@@ -49,8 +49,9 @@ DEVICES = ("null", "full", "random", "urandom")  # without zero, which maps as s
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 LOOK_S = 0.01  # between two checks of the processes
 LOOK_SHARE = 0.2  # largest share of the watcher's time for checks
-# Per process. No check counts the kernel's memory for full sockets and pipes: this number bounds it to 14 MiB, with
-# net.core.wmem_default for each. RLIMIT_AS bounds that for mappings to a sixteenth of itself (256 bytes for 4 KiB).
+# Per process. No check counts the kernel's memory for full sockets and pipes. This number bounds it to 16 MiB: each socket
+# holds at most net.core.wmem_default (208 KiB) and one more piece of 40 KiB. RLIMIT_AS bounds the memory for mappings to a
+# sixteenth of itself (256 bytes for 4 KiB).
 DESCRIPTORS = 64
 INODE_BYTES, LOCK_LIST_BYTES = 1 << 14, 1 << 15
 LIBC = ctypes.PyDLL(None, use_errno=True)  # holds the GIL, as a new process without the other threads needs it

@@ -47,7 +47,8 @@ class RewardResult:
     often a term gave which reason, as `code_num_failed`, and how many samples score 0 or are masked for which cause, as
     `num_zero_memory`. `answers` is what each text answers, if that was asked for and some term reads it.
 
-    If these are some of the samples that were scored (`select`), counts and seconds are of all of them.
+    If these are some of the samples that were scored (`select`), counts and seconds are of all of them, and
+    `num_masked_left_out` is how many of the others are masked.
     """
 
     rewards: np.ndarray
@@ -60,6 +61,7 @@ class RewardResult:
     num_workers: int = 1
     counts: dict[str, int] = field(default_factory=dict)
     answers: list[str | None] | None = None
+    num_masked_left_out: int = 0
 
     def select(self, samples: Sequence[int]) -> RewardResult:
         """Return the rewards of some samples; counts and seconds stay those of all."""
@@ -70,7 +72,7 @@ class RewardResult:
             valid=self.valid[chosen],
             parts={name: values[chosen] for name, values in self.parts.items()},
             failures={place[sample]: why for sample, why in self.failures.items() if sample in place},
-            counts={"num_masked": int((~self.valid).sum())} | self.counts,
+            num_masked_left_out=self.num_masked_left_out + int((~np.delete(self.valid, chosen)).sum()),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -79,7 +81,8 @@ class RewardResult:
         metrics = {name: float(values[self.valid].mean()) if self.valid.any() else np.nan for name, values in means.items()}
         metrics["reward/deviation"] = float(self.rewards[self.valid].std()) if self.valid.any() else np.nan
         metrics |= {"reward/busy_s": self.busy_s, "reward/num_workers": self.num_workers}
-        metrics |= {"reward/num_masked": int((~self.valid).sum()), "reward/num_timeouts": self.num_timeouts}
+        num_masked = self.num_masked_left_out + int((~self.valid).sum())
+        metrics |= {"reward/num_masked": num_masked, "reward/num_timeouts": self.num_timeouts}
         return metrics | {f"reward/{name}": count for name, count in self.counts.items()}
 
 

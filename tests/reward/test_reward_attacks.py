@@ -72,16 +72,33 @@ ATTACKS: dict[str, tuple[str, str, dict]] = {
     "held: full sockets of a process": ("held = []\ntry:\n    while True: held += socket.socketpair()\n"
                                         "except OSError: pass\n"
                                         "sent = 0\nfor end in held:\n    end.setblocking(False)\n    try:\n"
-                                        "        while True: sent += end.send(bytes(1 << 15))\n"
-                                        "    except BlockingIOError: pass\nassert 60 <= len(held) < 64 and sent < 14 << 20",
+                                        "        while True: sent += end.send(bytes(103000))\n"
+                                        "    except BlockingIOError: pass\nassert 60 <= len(held) < 64 and sent < 16 << 20",
                                         "passed", {}),
     "large sockets": ("socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)", "failed", {}),
+    "datagrams of closed senders": (
+        "receiver, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nother.close()\nreceiver.bind('\\0x')\n"
+        "LIBC.connect(receiver.fileno(), bytes(16), 16)\n"
+        "for _ in range(9):\n    sender, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "    sender.connect('\\0x')\n    sender.send(bytes(200000))\n    sender.close()", "failed", {}),
+    "packets": ("socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)", "failed", {}),
     "descriptors in flight": ("socket.send_fds(socket.socketpair()[0], [b'x'], [0])", "failed", {}),
     "page tables": ("for i in range(9000):\n    at = LIBC.mmap((1 << 40) + (i << 30), 4096, 3, 0x22 | 0x100000, -1, 0)\n"
                     "    ctypes.string_at(at, 1)\ntime.sleep(1)", "memory", {"memory_bytes": 64 * MIB}),
     "held: mappings of a process": ("number = 0\nwhile LIBC.mmap(None, 4096, number % 2, 0x22, -1, 0) != 2**64 - 1:\n"
                                     "    number += 1\n"
                                     "assert 1000 < number < 128 << 20 >> 12", "passed", {}),
+    # Together at most `processes` times 16 MiB in sockets, and 256 bytes for each 4 KiB of `processes` address spaces.
+    "held: full sockets and mappings of all processes": (
+        "reader, writer = os.pipe()\nis_child = any(os.fork() == 0 for _ in range(5))\nends, sent, number = [], 0, 0\n"
+        "try:\n    while True: ends += socket.socketpair()\nexcept OSError: pass\n"
+        "for end in ends:\n    end.setblocking(False)\n    try:\n        while True: sent += end.send(bytes(103000))\n"
+        "    except BlockingIOError: pass\n"
+        "while LIBC.mmap(None, 4096, number % 2, 0x22, -1, 0) != 2**64 - 1: number += 1\n"
+        "os.write(writer, b'%09d%09d' % (sent, number))\nif is_child: time.sleep(99)\n"
+        "reports = [os.read(reader, 18) for _ in range(6)]\n"
+        "sent, number = (sum(int(report[at:at + 9]) for report in reports) for at in (0, 9))\n"
+        "assert 6 << 20 < sent < 6 * 16 << 20 and 6000 < number and number << 8 < 6 * (128 << 20) // 16", "passed", {}),
     "huge pages that are kept": ("LIBC.prctl.restype = ctypes.c_int\nassert LIBC.prctl(41, 0, 0, 0, 0) == 0", "failed", {}),
     # Files.
     "a file": ("open('x', 'wb').write(bytes(5 << 20))", "files", {}),

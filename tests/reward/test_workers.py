@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from megarl.recipe.reward_section import FunctionRewardSection, PatternRewardSec
 from megarl.reward import fork_server, verifier_process
 from megarl.reward.outages import is_outage
 from megarl.reward.verifier_process import VerifierProcess
-from megarl.reward.workers import RewardWorkers, Scorer
+from megarl.reward.workers import RewardResult, RewardWorkers, Scorer
 from megarl.rollout import TokensLost
 from tests.sink_cases import wait_for
 
@@ -475,3 +476,13 @@ def test_the_same_batch_through_ray(model, own_rewards):
         workers.close()
     finally:
         ray.shutdown()
+
+
+def test_each_masked_completion_is_counted_once_whoever_masks_it_and_whether_it_is_selected():
+    rewards = np.array([1, np.inf, 0, np.nan, np.nan, 0], np.float32)
+    scored = RewardResult(rewards, ~np.isnan(rewards), {}, {3: "late", 4: "late"}, 2, (6,))
+    taken = scored.select(range(4))  # as dynamic sampling passes over a group
+    guarded = replace(taken, valid=np.isfinite(taken.rewards))
+    assert guarded.metrics()["reward/num_masked"] == 3, "inf and NaN, and a NaN that was left out"
+    assert guarded.select([0, 2, 3]).metrics()["reward/num_masked"] == 3
+    assert guarded.select([0, 2]).select([1]).metrics()["reward/num_masked"] == 3
