@@ -24,7 +24,8 @@ quickstart: setup
 
 # Three streams, as most tests wait for processes, engines and deadlines more than they compute: one stream alone leaves one of
 # two cores with nothing to do. Each has tests that start vLLM, Ray or ranks, and tests of pure code.
-SECOND := $(patsubst %,tests/%,algorithm cluster data models planner platform project recipe reward schedule telemetry)
+SECOND := $(patsubst %,tests/%,algorithm cluster data models planner platform project recipe reward schedule \
+	telemetry megatron/test_checkpoint.py megatron/test_memory.py)
 THIRD := $(patsubst %,tests/%,rollout weight_sync)
 CHOSEN := -m 'not gpu and not learning and not nightly'
 
