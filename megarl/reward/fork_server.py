@@ -64,7 +64,7 @@ class ChildLimits:
 @dataclass(frozen=True)
 class ChildDeath:
     """Why a child has no answer. `cause` is one of ZERO_CAUSES, or "" if the child could not be forked, was gone before the
-    question or was lost with its server. `was_idle`: it died between two questions."""
+    question or was lost with its server. `was_idle`: it died before it read the question."""
 
     cause: str
     description: str
@@ -104,7 +104,7 @@ class _Channel:
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame)
             (size,) = struct.unpack("!i", await self._read(4))
             reply = pickle.loads(await self._read(size))
-            return replace(reply, was_idle=was_idle) if isinstance(reply, ChildDeath) else reply
+            return replace(reply, was_idle=was_idle or reply.was_idle) if isinstance(reply, ChildDeath) else reply
         finally:
             self._is_asked = False
             if self.is_ended:
@@ -357,7 +357,10 @@ class ForkServer:
 def _tell(pipe: socket.socket, death: ChildDeath) -> None:
     """Write why there is no answer as the last message of a child's pipe, which the child may have left full."""
     with pipe, suppress(OSError):
-        pipe.send(_framed(death), socket.MSG_DONTWAIT)
+        was_idle = False
+        with suppress(BlockingIOError):  # nothing is there
+            was_idle = bool(pipe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))  # a question that the child has not read
+        pipe.send(_framed(replace(death, was_idle=was_idle)), socket.MSG_DONTWAIT)
 
 
 def serve(client: Connection) -> None:

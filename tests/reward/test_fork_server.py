@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from megarl.reward import fork_server
-from megarl.reward.fork_server import ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient, passed_limit
+from megarl.reward.fork_server import ZERO_CAUSES, ChildDeath, ChildLimits, ForkServerClient, below, passed_limit
 
 MIB = 1 << 20
 
@@ -37,6 +37,8 @@ def answer(question: str) -> str:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         pipe = next(int(entry) for entry in os.listdir("/proc/self/fd") if is_socket(int(entry)))
         os.write(pipe, (1000).to_bytes(4, "big") + b"x" * 10)
+        threading.Event().wait()
+    if question == "wait":
         threading.Event().wait()
     return question[::-1]
 
@@ -82,6 +84,23 @@ def test_a_child_that_dies_in_the_middle_of_an_answer_is_the_cause() -> None:
     assert isinstance(half, ChildDeath) and half.cause == "crash"
     assert large.cause in ZERO_CAUSES if isinstance(large, ChildDeath) else large == "x" * (100 * MIB)
     assert small == "cba"
+
+
+def test_a_child_that_dies_before_it_reads_a_question_was_idle() -> None:
+    async def ask(client: ForkServerClient) -> list[Any]:
+        replies = []
+        for stops in (signal.SIGSTOP, signal.SIGCONT):  # a stopped child reads nothing; one that runs waits for ever
+            await client.ask(0, "abc", 60.0, starts=True)
+            [child] = below(client.process)
+            os.kill(child, stops)
+            asked = asyncio.create_task(client.ask(0, "wait", 60.0))
+            await asyncio.sleep(1.0)
+            os.kill(child, signal.SIGKILL)
+            replies.append(await asked)
+        return replies
+
+    before, after = play(ask, ChildLimits(1 << 30))
+    assert (before.was_idle, after.was_idle) == (True, False) and before.cause == after.cause == "crash"
 
 
 def test_a_server_without_free_descriptors_refuses_children_and_keeps_the_others() -> None:
