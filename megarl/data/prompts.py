@@ -78,8 +78,8 @@ class PromptStream:
         prompts = []
         for _ in range(num_prompts):
             shares = zip(self._weights, self._parts, strict=True)
-            behind = [weight * (self.position + 1) - part.taken for weight, part in shares]
-            number = behind.index(max(behind))
+            deficits = [weight * (self.position + 1) - part.taken for weight, part in shares]
+            number = deficits.index(max(deficits))
             prompts.append(self._parts[number].prompt(self.position, (number, self._parts[number].next_row())))
             self.position += 1
         return prompts

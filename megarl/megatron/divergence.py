@@ -67,10 +67,10 @@ class _OverVocabulary(torch.autograd.Function):
         sums = scaled(hidden.new_zeros(3, 2, len(hidden)), 1.0)
         sums[0] = _NO_LOGIT
         for some_rows, columns in head.blocks(len(hidden), weight, _PARTS):
-            own, more = sums[..., some_rows], divergence.sums(*divergence.logits(inputs, some_rows, columns)[::order])
-            highest = torch.maximum(own[0], more[0])
-            own[1:] = own[1:] * (own[0] - highest).exp() + more[1:] * (more[0] - highest).exp()
-            own[0] = highest
+            so_far, more = sums[..., some_rows], divergence.sums(*divergence.logits(inputs, some_rows, columns)[::order])
+            highest = torch.maximum(so_far[0], more[0])
+            so_far[1:] = so_far[1:] * (so_far[0] - highest).exp() + more[1:] * (more[0] - highest).exp()
+            so_far[0] = highest
         highest = head.reduce(sums[0].clone(), dist.ReduceOp.MAX)
         totals, weighted = head.reduce(sums[1:] * (sums[0] - highest).exp())
         normalisers = highest + totals.log()

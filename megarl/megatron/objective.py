@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ def token_weights(batch: Batch, mini_batch: MiniBatch, aggregation: str, longest
 
 
 @dataclass
-class MicroBatchObjective:
+class MicroBatchObjective(ABC):
     """A loss of micro-batches: `weights` are those of each sequence's tokens (`token_weights`)."""
 
     settings: AlgorithmSection
@@ -48,12 +49,12 @@ class MicroBatchObjective:
         """
         batch, samples = self.batch, list(micro.samples)
         per_sequence = np.array([[self.weights[sample] for sample in samples], batch.valid[samples]], np.float32)
-        weight, kept = np.repeat(per_sequence, micro.own_lengths, axis=1)
-        return platform.upload([weight, kept, *more, *(batch.gather(name, samples).numpy() for name in names)], device)
+        weight, counted = np.repeat(per_sequence, micro.own_lengths, axis=1)
+        return platform.upload([weight, counted, *more, *(batch.gather(name, samples).numpy() for name in names)], device)
 
+    @abstractmethod
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         """Return the micro-batch's part of the loss, and sums for the metrics."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -74,10 +75,12 @@ class PolicyObjective(MicroBatchObjective):
             versions = np.concatenate([completion.versions[completion.own] for completion in sampled])
             known["staleness"] = self.batch.version - versions
         moves = [] if order is None else [order]
-        weight, kept, *columns = self.columns(micro, names, logprobs.device, *known.values(), *moves)
+        weight, counted, *columns = self.columns(micro, names, logprobs.device, *known.values(), *moves)
         if order is not None:
             place = columns.pop(len(known))
-            weight, kept, logprobs, entropy, *columns = (of[place] for of in (weight, kept, logprobs, entropy, *columns))
+            weight, counted, logprobs, entropy, *columns = (
+                of[place] for of in (weight, counted, logprobs, entropy, *columns)
+            )
         fields = dict(zip([*known, *names], columns, strict=True))
         rollout = fields["rollout"]
         # With one update per batch there is no actor_logprob phase; its results would equal these.
@@ -89,21 +92,21 @@ class PolicyObjective(MicroBatchObjective):
         policy = logprobs if self.settings.has_policy_loss else logprobs.detach()
         tokens = PolicyTokens(policy, old, advantages, lengths)
         losses, clipped = self._loss(tokens)
-        difference = (old - rollout).abs().nan_to_num() * kept  # NaN: a token of the data, which no engine sampled
+        difference = (old - rollout).abs().nan_to_num() * counted  # NaN: a token of the data, which no engine sampled
         correction: Sums = {}
-        corrected = torch.zeros_like(kept)
+        corrected = torch.zeros_like(counted)
         if (mismatch := self.settings.mismatch) is not None:
             ratio, uncorrected = mismatch_weights(old, rollout, lengths, mismatch)
             losses = ratio * losses
-            correction = {"mismatch_weight_sum": (ratio * kept).sum(), "mismatch_weight_max": (ratio * kept).max()}
-            correction["mismatch_beyond_sum"] = ((uncorrected > mismatch.cap) * kept).sum()
+            correction = {"mismatch_weight_sum": (ratio * counted).sum(), "mismatch_weight_max": (ratio * counted).max()}
+            correction["mismatch_beyond_sum"] = ((uncorrected > mismatch.cap) * counted).sum()
             if mismatch.floor or self.batch.max_staleness:
-                corrected = (ratio != uncorrected) * kept
+                corrected = (ratio != uncorrected) * counted
                 correction["mismatch_corrected_sum"] = corrected.sum()
-                correction["mismatch_weight_square_sum"] = (ratio.square() * kept).sum()
+                correction["mismatch_weight_square_sum"] = (ratio.square() * counted).sum()
         if (most := self.batch.max_staleness) > 0:
-            of_tokens = {"tokens": kept, "logprob": difference, "corrected": corrected}
-            correction |= staleness_sums(fields["staleness"], kept, most, of_tokens)
+            of_tokens = {"tokens": counted, "logprob": difference, "corrected": corrected}
+            correction |= staleness_sums(fields["staleness"], counted, most, of_tokens)
         loss = (weight * losses).sum()
         sums = {"policy_loss": loss.detach()}
         if self.settings.entropy_coefficient:
@@ -112,7 +115,7 @@ class PolicyObjective(MicroBatchObjective):
             divergence = kl(logprobs, fields["reference_logprobs"], self.settings.kl.estimator)
             if self.settings.kl.place == "loss":
                 loss = loss + self.settings.kl.coefficient * (weight * divergence).sum()
-            sums["kl_sum"] = (divergence.detach() * kept).sum()
+            sums["kl_sum"] = (divergence.detach() * counted).sum()
         if distillation is not None:
             if teacher is not None:
                 divergence = kl(logprobs, teacher, "k2" if distillation.place == "loss" else "k1")
@@ -120,21 +123,21 @@ class PolicyObjective(MicroBatchObjective):
                 divergence = outputs["divergence"] if order is None else outputs["divergence"][place]
             if distillation.place == "loss":
                 loss = loss + distillation.coefficient * (weight * divergence).sum()
-            sums["teacher_kl_sum"] = (divergence.detach() * kept).sum()
+            sums["teacher_kl_sum"] = (divergence.detach() * counted).sum()
         if (stop := self.settings.early_stop) is not None:
             moved = kl(old, logprobs.detach(), stop.estimator)  # the old policy sampled the tokens
-            sums["moved_kl_sum"] = (moved * kept).sum()
+            sums["moved_kl_sum"] = (moved * counted).sum()
         # Before the first update the weights are those of `old`: any drift comes from different micro-batches (shapes,
         # kernels, order of sums).
-        ratio_drift = log_ratio(tokens).detach().expm1().abs() * kept
+        ratio_drift = log_ratio(tokens).detach().expm1().abs() * counted
         sums |= {
             "loss": loss.detach(),
-            "entropy_sum": (entropy.detach() * kept).sum(),
-            "clipped_sum": (clipped * kept).sum(),
-            "drift_sum": (kl(old, logprobs.detach(), "k3") * kept).sum(),
+            "entropy_sum": (entropy.detach() * counted).sum(),
+            "clipped_sum": (clipped * counted).sum(),
+            "drift_sum": (kl(old, logprobs.detach(), "k3") * counted).sum(),
             "ratio_drift_sum": ratio_drift.sum(),
             "ratio_drift_max": ratio_drift.max(),
-            "tokens": kept.sum(),
+            "tokens": counted.sum(),
         }
         if self.batch.sampled and (self.settings.has_policy_loss or "logprobs" in fields):  # else `old` is not what sampled
             correction |= {"mismatch_sum": difference.sum(), "mismatch_max": difference.max()}
@@ -151,13 +154,13 @@ def _by_rollout(rollouts: np.ndarray, own_lengths: Sequence[int]) -> tuple[tuple
     return tuple(np.unique(of_tokens, return_counts=True)[1].tolist()), np.argsort(of_tokens, kind="stable")
 
 
-def staleness_sums(staleness: Tensor, kept: Tensor, most: int, columns: dict[str, Tensor]) -> Sums:
+def staleness_sums(staleness: Tensor, counted: Tensor, most: int, columns: dict[str, Tensor]) -> Sums:
     """Return the sum and maximum of the tokens' staleness, and the sums of `columns` over the tokens of each staleness.
 
-    `staleness` [tokens] in weight versions, from 0 to `most`; `kept` and the columns [tokens] are 0 where a token does not
-    count.
+    `staleness` [tokens] in weight versions, from 0 to `most`; `counted` and the columns [tokens] are 0 where a token does
+    not count.
     """
-    sums = {"staleness_sum": (staleness * kept).sum(), "staleness_max": (staleness * kept).max()}
+    sums = {"staleness_sum": (staleness * counted).sum(), "staleness_max": (staleness * counted).max()}
     of_staleness = staleness[:, None] == torch.arange(most + 1, device=staleness.device)  # [tokens, most + 1]
     for name, column in columns.items():
         parts = (of_staleness * column[:, None]).sum(0).unbind()
@@ -170,11 +173,11 @@ class ValueObjective(MicroBatchObjective):
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         values = outputs["values"]  # [own tokens]
-        weight, kept, old, returns = self.columns(micro, ("values", "returns"), values.device)
+        weight, counted, old, returns = self.columns(micro, ("values", "returns"), values.device)
         assert self.settings.value_loss is not None
         losses, clipped = value_loss(values, old, returns, self.settings.value_loss.clip)
         loss = (weight * losses).sum()
-        return loss, {"loss": loss.detach(), "clipped_sum": (clipped * kept).sum(), "tokens": kept.sum()}
+        return loss, {"loss": loss.detach(), "clipped_sum": (clipped * counted).sum(), "tokens": counted.sum()}
 
 
 class ScoreObjective(MicroBatchObjective):
@@ -182,9 +185,9 @@ class ScoreObjective(MicroBatchObjective):
 
     def __call__(self, micro: PackedMicroBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Sums]:
         scores = outputs["scores"]  # [sequences]
-        weight, kept, advantages = self.columns(micro, ("advantages",), scores.device)
+        weight, counted, advantages = self.columns(micro, ("advantages",), scores.device)
         loss = -(weight * advantages * scores).sum()
-        return loss, {"loss": loss.detach(), "clipped_sum": torch.zeros_like(loss), "tokens": kept.sum()}
+        return loss, {"loss": loss.detach(), "clipped_sum": torch.zeros_like(loss), "tokens": counted.sum()}
 
 
 # By the role that is updated.

@@ -182,13 +182,13 @@ class FromTeachers:
 
     def __call__(self, batch: Batch, micro: PackedMicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the divergence at this context rank's own tokens, from their hidden rows and the actor's head."""
-        own = np.repeat(batch.teachers[list(micro.samples)], micro.own_lengths)  # the teacher of each own token
+        teachers = np.repeat(batch.teachers[list(micro.samples)], micro.own_lengths)  # of each own token
         heads = micro.heads.cpu().numpy()  # those of another context rank have no hidden row here
         result = scaled(hidden.new_zeros(len(hidden)), 1.0)
-        for name in dict.fromkeys(own.tolist()):
+        for name in dict.fromkeys(teachers.tolist()):
             rows = torch.cat([_rows(batch, sample) for sample in micro.samples if batch.teachers[sample] == name])
-            judged = np.flatnonzero(own[heads] == name)
-            rows = rows[np.searchsorted(np.flatnonzero(own == name), heads[judged])].to(hidden.device)
+            judged = np.flatnonzero(teachers[heads] == name)
+            rows = rows[np.searchsorted(np.flatnonzero(teachers == name), heads[judged])].to(hidden.device)
             at = torch.from_numpy(judged).to(hidden.device)
             result = result.index_add(0, at, self._compare(name, hidden[at], weight, rows))
         return result

@@ -26,8 +26,8 @@ MOST_THREADS = 4  # more threads gain little, because they share the memory's ba
 # Rows whose length is a multiple of SAME_PLACE_BYTES share few places of a CPU's nearest cache. The 64 rows that oneDNN
 # packs at a time then evict each other, and packing takes up to three times as long (bf16, 4096 columns, Zen 4).
 LINE_BYTES, SAME_PLACE_BYTES = 64, 1024
-# Python takes several times as long for a module after a copy has filled the CPU's cache as right after another module. So
-# small modules share a work.
+# To find the places of a module takes several times as long between two copies as right after another module. So small
+# modules share a work.
 WORK_BYTES = 4 << 20
 
 

@@ -38,7 +38,7 @@ def test_a_repeated_signal_counts_once_and_a_later_signal_is_the_second():
 
 
 def test_a_closing_terminal_makes_a_run_save_unless_nohup_ignores_the_signal():
-    kept = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
     try:
         for result in (signal.SIG_DFL, signal.SIG_IGN):
             signal.signal(signal.SIGHUP, result)
@@ -51,7 +51,7 @@ def test_a_closing_terminal_makes_a_run_save_unless_nohup_ignores_the_signal():
             signal.raise_signal(signal.SIGHUP)
             assert received == ([] if result == signal.SIG_IGN else [signal.SIGHUP])
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

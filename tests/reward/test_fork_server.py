@@ -93,10 +93,10 @@ def test_a_child_that_dies_before_it_reads_a_question_was_idle() -> None:
             await client.ask(0, "abc", 60.0, starts=True)
             [child] = below(client.process)
             os.kill(child, stops)
-            asked = asyncio.create_task(client.ask(0, "wait", 60.0))
+            waiting = asyncio.create_task(client.ask(0, "wait", 60.0))
             await asyncio.sleep(1.0)
             os.kill(child, signal.SIGKILL)
-            replies.append(await asked)
+            replies.append(await waiting)
         return replies
 
     before, after = play(ask, ChildLimits(1 << 30))

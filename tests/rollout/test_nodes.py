@@ -23,8 +23,8 @@ DEADLINE_S = 560.0
 
 def started(ranks: int, each: int, address: str | None = None) -> dict[str, str]:
     """What torchrun and the launcher say to rank 0."""
-    said = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": "0"}
-    return said if address is None else said | {"MEGARL_RAY_ADDRESS": address}
+    variables = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": "0"}
+    return variables if address is None else variables | {"MEGARL_RAY_ADDRESS": address}
 
 
 def have(monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, num_nodes: int = 1, are_peers: bool = True) -> None:

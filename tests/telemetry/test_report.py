@@ -217,8 +217,8 @@ def test_the_docs_say_what_the_report_says():
 
 def test_curves_of_two_runs_that_are_equal_are_both_drawn():
     run = steady()
-    both = curves(("A", run), ("B", run))
-    assert both and all([data["name"] for data in chart.data] == ["A", "B"] for chart in both)
+    charts = curves(("A", run), ("B", run))
+    assert charts and all([data["name"] for data in chart.data] == ["A", "B"] for chart in charts)
 
 
 def test_two_runs_are_compared_after_equal_steps_samples_and_time():
