@@ -36,16 +36,16 @@ Targets (with --check, exit 1 when any is missed): every worker receives exactly
 bound for every model and placement; the plans of the largest model in 10 s and 2 GB.
 
     python benchmarks/weight_sync_scale.py --machine --model DIRECTORY [--transport mapped] [--tensor 1] [--pipeline 2]
-        [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes 4194304] [--bytes-per-weight 2]
+        [--rollout-tensor 1] [--engines 1] [--hand-over 1e-4] [--cores 2] [--bucket-bytes BYTES] [--bytes-per-weight 2]
         [--rates 4e9 inf inf 5e9 inf] [--json PATH] [--check]
 
 predicts instead a sync between processes of this machine by the same model, by `mapped`, by `group` over gloo, or in
 `two_legs` over gloo and shared memory, and measures it (`benchmarks/sync_rates.py`) in turns with the input of the model:
 bytes a second of each of the threads of one rank and one worker, and the extra cost of a bucket that travels, and of one
 that a server hands over, as threads wake each other: what the simplest sync takes longer than the model says, divided by
-their number. The seconds from the signal of one process to the answer of another, and the cores, are given. Target: the
-median of the measured seconds 1.0 to 1.3 x the prediction. With the five rates given nothing is measured. Layouts are
-those that a recipe may have; options of the other mode are refused.
+their number. The seconds from the signal of one process to the answer of another, and the cores, are given; buckets have by
+default the size that a run gives them. Target: the median of the measured seconds 1.0 to 1.3 x the prediction. With the five
+rates given nothing is measured. Layouts are those that a recipe may have; options of the other mode are refused.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ from megarl.models.layout import Layout, RolloutLayout  # noqa: E402
 from megarl.models.vllm_weights import check_layout  # noqa: E402
 from megarl.recipe import Recipe  # noqa: E402
 from megarl.recipe.layout_section import layout_fits_model, rank_rules, spread_layers  # noqa: E402
+from megarl.recipe.weight_sync_section import BUCKET_BYTES  # noqa: E402
 from megarl.weight_sync.boxes import vllm_columns  # noqa: E402
 from megarl.weight_sync.buckets import PieceStream, Round, sync_rounds, sync_stream  # noqa: E402
 from megarl.weight_sync.copies import MOST_THREADS  # noqa: E402
@@ -94,7 +95,7 @@ MOST_PLAN_SECONDS, MOST_PLAN_BYTES = 10.0, 2e9
 OF_CLUSTERS: dict[str, Any] = {"only": None, "nvlink": 450e9, "nic": 50e9, "copy": 1.5e12, "latency": 30e-6, "node_gpus": 8}
 OF_CLUSTERS |= {"data": None, "expert": None, "rollout_data": None}
 OF_MACHINE: dict[str, Any] = {"model": None, "transport": "mapped", "rates": None, "hand_over": 1e-4, "cores": 2}
-OF_MACHINE |= {"bucket_bytes": 4 << 20, "bytes_per_weight": 2}
+OF_MACHINE |= {"bucket_bytes": None, "bytes_per_weight": 2}
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -435,7 +436,9 @@ def run_machine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         check_cut(shape, trainer, rollout)
     except ValueError as error:
         parser.error(str(error))
-    sync = Sync(shape, trainer, rollout, engines, arguments.transport, arguments.bytes_per_weight, arguments.bucket_bytes)
+    kind = "cpu_two_legs" if arguments.transport == "two_legs" else "cpu"
+    bucket_bytes = arguments.bucket_bytes or BUCKET_BYTES[kind]
+    sync = Sync(shape, trainer, rollout, engines, arguments.transport, arguments.bytes_per_weight, bucket_bytes)
     # As `megarl.weight_sync.copies.num_threads` for this many cores.
     copy_threads = max(1, min(MOST_THREADS, arguments.cores // rollout.workers)) if sync.transport == "mapped" else 0
     given = arguments.rates is not None

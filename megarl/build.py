@@ -310,11 +310,12 @@ def build_weight_sync(
     if recipe.sent_adapter is not None:
         return AdapterSync(recipe, shape, place.layout, place.rank, group)
     assert stage.transport is not None, "weights are synced"
+    kind = "gpu" if platform.kind == "cuda" else "cpu_two_legs" if stage.servers else "cpu"
     settings = SyncSettings(
         precision=recipe.rollout_precision,
         rollout=recipe.rollout.layout,
         num_engines=recipe.rollout.engines,
-        bucket_bytes=section.bucket_bytes or BUCKET_BYTES["gpu" if platform.kind == "cuda" else "cpu"],
+        bucket_bytes=section.bucket_bytes or BUCKET_BYTES[kind],
         timeout_s=section.timeout_s,
         mode=section.mode,
         transport=stage.transport.name,

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
 
-# Default bytes of a bucket: two fit a CPU's cache; on a GPU the host waits for the device once a bucket.
-BUCKET_BYTES = {"cpu": 4 << 20, "gpu": 128 << 20}
+# Default bytes of a bucket. Two fit a CPU's cache, but in two legs larger ones are faster (`weight_sync_scale.py
+# --machine`). On a GPU the host waits for the device once a bucket.
+BUCKET_BYTES = {"cpu": 4 << 20, "cpu_two_legs": 16 << 20, "gpu": 128 << 20}
 
 
 class CanarySection(Section):
@@ -54,8 +55,9 @@ class WeightSyncSection(Section):
     and receivers of what they receive, in the host's memory."""
     bucket_bytes: Positive | None = None
     """Size of a bucket of `transport: group`. Each trainer rank has two, and each worker of an engine two more. A row of the
-    largest matrix must fit. `null`: 4 MiB in the host's memory, where both fit a CPU's cache; 128 MiB on a GPU, where the
-    host waits for the device once a bucket. On CPUs the spare memory of `mapped` is at most a layer and two buckets."""
+    largest matrix must fit. `null`: 4 MiB in the host's memory, where both fit a CPU's cache, and 16 MiB there where trainer
+    ranks receive for workers; 128 MiB on a GPU, where the host waits for the device once a bucket. On CPUs the spare memory
+    of `mapped` is at most a layer and two buckets."""
     timeout_s: Seconds = 120.0
     """Deadline of one attempt to send a version: an engine that has not taken it by then gets it again, or is started again
     if it gives no report. Processes that wait for others wait two to four times as long."""
