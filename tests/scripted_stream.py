@@ -333,6 +333,9 @@ class ScriptedRewards:
     def send_all(self, is_evaluation: bool = False) -> None:
         pass
 
+    def waiting_since(self) -> float | None:
+        return None
+
     def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rewards = np.array([(score.parts or {})["score"] for score in scores], np.float32)
         return rewards, {"score": rewards}

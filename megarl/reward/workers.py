@@ -137,6 +137,7 @@ class _Group:
     prompt: Prompt
     answers: bool
     result: asyncio.Future[list[TextScore]]
+    since: float  # on the loop's clock
     scores: dict[int, TextScore] = field(default_factory=dict)  # by place among the samples
 
 
@@ -279,7 +280,8 @@ class RewardWorkers:
         worker is silent, RolloutError if one is gone for good, TokensLost if tokens are, and what a worker raises.
         """
         check_answer(self._terms, prompt)
-        group = _Group(payload, samples, prompt, answers, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        group = _Group(payload, samples, prompt, answers, loop.create_future(), loop.time())
         queue = self._evaluation if is_evaluation else self._training
         queue.waiting.extend((group, place) for place in range(len(samples)))
         self._send()
@@ -290,6 +292,10 @@ class RewardWorkers:
         queue = self._evaluation if is_evaluation else self._training
         queue.sends_all = bool(queue.waiting)
         self._send()
+
+    def waiting_since(self) -> float | None:
+        """Return when the sample came, on the loop's clock, that has waited longest for a task; None if none waits."""
+        return min((queue.waiting[0][0].since for queue in self._queues if queue.waiting), default=None)
 
     def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""

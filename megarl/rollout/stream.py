@@ -404,8 +404,14 @@ class RolloutStream:
             part.scores = scores
 
     def _send_rewards(self) -> None:
+        """Send what has waited for `FILL_S`; what came later may still fill a task."""
         assert self._rewards is not None
-        self._fill_timer = None
+        self._fill_timer, since = None, self._rewards.waiting_since()
+        if since is None:
+            return
+        if since + FILL_S > self._loop.time():
+            self._fill_timer = self._loop.call_at(since + FILL_S, self._send_rewards)
+            return
         for lane in (False, True):
             self._rewards.send_all(lane)
 

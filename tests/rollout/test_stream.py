@@ -264,6 +264,22 @@ def test_with_staleness_groups_that_end_soon_after_each_other_share_a_reward_tas
     rewards.close()
 
 
+def test_a_reward_task_waits_for_as_long_as_its_own_groups_have_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups 0 and 1 fill a task; group 2, which came before the first one's time was over, waits for group 3."""
+    monkeypatch.setattr(stream, "FILL_S", limit_s := 10 * stream.FILL_S)
+    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
+    ends = {0: 0.0, 1: 0.6, 2: 0.8, 3: 1.3}
+    pool = ScriptedPool.of(1, delay=lambda request: limit_s * ends[request.group] if request.group in ends else None)
+    rewards = scripted_rewards(stream_recipe(max_staleness=1), scorer)
+    rewards._section = rewards._section.model_copy(update={"sequences": 2 * SIZE})
+    with trainer(pool, rewards, max_staleness=1) as run:
+        for numbers in ([0, 1], [2, 3]):
+            run.begin()
+            taken = run.take()
+            assert groups(taken) == numbers and taken.rewards.task_sequences == (2 * SIZE,)
+    rewards.close()
+
+
 def test_a_stream_that_gives_nothing_for_longer_than_any_part_may_take_ends_the_run_and_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
