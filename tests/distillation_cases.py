@@ -48,7 +48,7 @@ def judged_batch(teachers: Mapping[str, Path], from_data: bool = False, vocab: i
         tokens = np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int32)
         answer = Example(tokens, np.arange(len(tokens)) >= len(sample.prompt_ids))
         prompt = Prompt(number, sample.prompt_ids, "", "", {}, examples=(answer,))
-        batch.samples[number] = GroupResult.of_answer(prompt, 1, 0).sample(0)
+        batch.samples[number] = GroupResult.of_examples(prompt).sample(0)
     judged = np.array([names[-1] if sample % 3 else names[0] for sample in range(len(batch.lengths))])
     zeros = [torch.zeros(int(length)) for length in batch.own_lengths]
     return replace(batch.with_fields(advantages=zeros), teachers=judged, max_staleness=int(from_data))
