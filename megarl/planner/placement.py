@@ -147,11 +147,10 @@ def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePla
         workers, devices = section.layout.workers, cluster.devices_per_node
         node = 0 if cluster.shared else next((node for node, used in enumerate(taken) if used + workers <= devices), None)
         if node is None:
-            way_out = "more nodes" if workers <= devices else f"a smaller teachers.{name}.engine.tensor"
             raise PlacementError(
                 f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
                 f"engine has; no node has as many left ({count(cluster.num_nodes, 'node')} of {count(devices, 'device')}): "
-                f"{way_out}, or remove teachers.{name}.engine"
+                "more nodes, or a smaller tensor"
             )
         start = 0 if cluster.shared else taken[node]
         places.append(EnginePlace(node, tuple(device % devices for device in range(start, start + workers))))

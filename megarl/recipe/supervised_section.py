@@ -75,7 +75,7 @@ def supervised_rules(recipe: Recipe) -> Violations:
             "algorithm.dpo": recipe.algorithm.dpo is not None,
         }
         for key in (key for key, holds in of_data.items() if holds):
-            yield Violation(key, GIVEN, "is of runs that learn from data, and run.kind is rl", "another run.kind")
+            yield Violation(key, GIVEN, "belongs to runs that learn from data, and run.kind is rl", "another run.kind")
         return
     if data.max_tokens is None:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
