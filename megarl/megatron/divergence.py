@@ -32,9 +32,8 @@ class Divergence:
 
     def __init__(self, kind: str, mixture: float, head: LogProbabilities) -> None:
         self.kind, self.mixture, self.head = kind, mixture, head
-        formula = {"divergence": kind, "mixture": mixture}
-        self.summands = head.compiled(partial(formulas.summands, **formula))
-        self.slopes = head.compiled(partial(formulas.slopes, **formula))
+        self.summands = head.compiled(partial(formulas.summands, divergence=kind, mixture=mixture))
+        self.slopes = head.compiled(partial(formulas.slopes, divergence=kind, mixture=mixture))
 
     def __call__(self, hidden: Tensor, weight: Tensor, rows: Tensor, teacher_weight: Tensor) -> Tensor:
         """Return the divergence [n] of hidden [n, hidden] from the teacher's rows [n, teacher's hidden]; the weights are
