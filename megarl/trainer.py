@@ -36,7 +36,7 @@ from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import Recipe, kind_of, role_of
 from megarl.recipe.phases_section import EARLY_PARTS
-from megarl.rollout.dataset import DatasetStream, HeldOutLoss, held_out_loss
+from megarl.rollout.dataset import DatasetStream, held_out_loss
 from megarl.rollout.evaluation import Evaluation, HeldOut
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
@@ -49,7 +49,7 @@ from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import PhaseClock, span
 from megarl.telemetry.exit_status import Preempted
 from megarl.telemetry.run_directory import RunDirectory, step_of
-from megarl.telemetry.run_writer import RunWriter
+from megarl.telemetry.run_writer import Measured, RunWriter
 from megarl.telemetry.samples import SampleTable
 from megarl.telemetry.time_metrics import Sizes
 from megarl.weight_sync.adapter import AdapterSync
@@ -293,7 +293,8 @@ class Trainer:
             for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
                 of_place = [plan for phase, plan in plans.items() if self.parts.roles[role_of(phase)].place == place]
                 samples |= distribute_samples(rollouts.payload, of_place, place)
-        batch, judged = ask_engines(self.recipe.served, phases, batch, rollouts.payload, self.parts.engines, self._phase)
+        asked = [name for name in self.recipe.served if f"teacher_logprob.{name}" in phases and name in batch.teachers]
+        batch, judged = ask_engines(asked, batch, rollouts.payload, self.parts.engines, self._phase)
         return replace(batch, samples=samples), plans, metrics | judged
 
     def _plan(self, phase: str, batch: Batch, schedule: Schedule | None = None) -> Plan:
@@ -464,12 +465,13 @@ class Trainer:
 
     # Around the step --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, leaves: Callable[[], bool]) -> Evaluation | HeldOutLoss | None:
+    def evaluate(self, leaves: Callable[[], bool]) -> Measured | None:
         """Evaluate the engines on the held-out prompts, or the roles on held-out rows; returns the results on rank 0.
 
         Returns None everywhere if the run `leaves`, which all ranks ask before each round.
         """
-        evaluation, more, held_out = None, True, self.parts.held_out
+        evaluation: Evaluation | None = None
+        more, held_out = True, self.parts.held_out
         with self.clock.phase("evaluation"):
             if self.recipe.run.is_supervised:
                 return held_out_loss(held_out, self._measure, leaves)
@@ -481,17 +483,17 @@ class Trainer:
                     evaluation = evaluation or held_out.begin()
                     answer = held_out.go_on(evaluation, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        return evaluation
+        return None if held_out is None or evaluation is None else held_out.measured(evaluation)
 
     def _evaluate_after(self, number: int, writer: RunWriter, leaves: Callable[[], bool]) -> Metrics:
         """Evaluate after a step where the recipe says so, and a warm-up on rows; returns the metrics, on rank 0."""
-        results = [(self.recipe, self.evaluate(leaves))] if self.recipe.evaluates_after(number) else []
+        results = [self.evaluate(leaves)] if self.recipe.evaluates_after(number) else []
         supervised, metrics = self.supervised if number <= self.recipe.sft_steps else None, dict[str, Any]()
         if supervised is not None and supervised.recipe.evaluates_after(number):
             if self.parts.engines is not None:
                 with self.clock.phase("evaluation"), span("wait_engines"):
                     self.parts.engines.rest()  # engines on the trainer's GPUs are awake after a sync
-            results.append((supervised.recipe, supervised.evaluate(leaves)))
+            results.append(supervised.evaluate(leaves))
             if number == self.recipe.sft_steps < self.recipe.run.steps:
                 metrics = self._sync_engines(False)  # the first rollout follows
         return metrics | writer.evaluated(number, self.version, results)

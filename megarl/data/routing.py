@@ -23,14 +23,12 @@ def teachers_of(recipe: Recipe, prompts: Iterable[Prompt]) -> dict[int, str]:
     routes: dict[int, str] = {}
     for prompt in prompts:
         name = prompt.row.get(distillation.route)
-        if isinstance(name, str) and name in teachers:
-            routes[prompt.index] = name
-        else:
-            row = prompt.where or f"the row of prompt {prompt.index}"
+        if not isinstance(name, str) or name not in teachers:
             raise ValueError(
-                f"{row}: {distillation.route} = {name!r} names no teacher (algorithm.distillation.route); give each row one "
-                f"of {', '.join(teachers)}"
+                f"{prompt.where}: {distillation.route} = {name!r} names no teacher (algorithm.distillation.route): each "
+                f"row has one of {', '.join(teachers)}"
             )
+        routes[prompt.index] = name
     return routes
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+FROM_DATA = "data"  # the finish reason of a completion that is the data's answer
+
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -14,11 +16,12 @@ class Example:
     token_ids: np.ndarray
     trained: np.ndarray
 
-    def sample(self, group: int) -> Sample:
-        """Return the example as a sample whose prompt ends before the first trained token; nothing predicts token 0."""
+    def sample(self, group: int, version: int = 0) -> Sample:
+        """Return the example as a sample whose prompt ends before the first trained token; nothing predicts token 0.
+        `version` stands in for the weight version that sampled its tokens."""
         first = 1 + int(np.argmax(self.trained[1:]))
         tokens, own = self.token_ids[first:], self.trained[first:]
-        unsampled = np.zeros(len(tokens), np.float32), "stop", np.zeros(len(tokens), np.int64)
+        unsampled = np.full(len(tokens), np.nan, np.float32), FROM_DATA, np.full(len(tokens), version)
         return Sample(group, self.token_ids[:first], Completion(tokens, *unsampled, own=own))
 
 
@@ -48,8 +51,8 @@ class Completion:
 
     `token_ids` is int32 [completion tokens] and includes sampled stop tokens; `own` is bool of the same length, True for
     sampled tokens (None: all). `logprobs` is float32 of the same length, under the sampling distribution, and 0 for
-    observations. `finish_reason` comes from the engine ("stop", "length") or from the episode; it is "data" for an answer of
-    the data, whose tokens no engine sampled, and whose `logprobs` are NaN; it is empty while a completion is unfinished.
+    observations. `finish_reason` comes from the engine ("stop", "length") or from the episode; it is FROM_DATA for tokens of
+    the data, which no engine sampled, and whose `logprobs` are NaN; it is empty while a completion is unfinished.
     `versions` is int64 of the same length: the weight version that sampled each token; an observation has the version of the
     turn before it.
 

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 NUM_SHOWN = 3  # skipped rows that are logged
 _BATCH = 1000  # rows of a table that are read at once
 Message = dict[str, Any]
-Pair = tuple[str, str | None]  # a prompt and its completion, or a text without one
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Row:
     """A question with its answer and all other fields of its row.
 
     `prompt` is the content to render: the question, the messages of a chat, or token ids, from which the question is decoded
-    later; in a supervised run the chats (or `Pair`s) to train on, the chosen one first. `where` names the row in errors;
+    later; in a supervised run the chats to train on, the chosen one first. `where` names the row in errors;
     `prompt_field` and `answer_field` name the row's fields.
     """
 
@@ -112,10 +111,9 @@ class Form:
         if self.data.prompt_format == "text":
             template = self.data.prompt_template
             chat = [{"role": "user", "content": question if template is None else template.replace("{question}", question)}]
-        answers = [None if answer_field is None else self._answer(fields, where, answer_field, "answer_field")]
+        examples = [chat if answer_field is None else self._answered(chat, fields, where, answer_field, "answer_field")]
         if self.rejected_field is not None:
-            answers.append(self._answer(fields, where, self.rejected_field, "rejected_field"))
-        examples = [self._example(chat, answer) for answer in answers]
+            examples.append(self._answered(chat, fields, where, self.rejected_field, "rejected_field"))
         return Row(chat[-1]["content"], "", fields, tuple(examples), where, prompt_field, answer_field or prompt_field)
 
     def _prompt(self, fields: Any, where: str, name: str) -> tuple[Any, str]:
@@ -133,19 +131,14 @@ class Form:
             raise ValueError(f"{place} is {shown(prompt)}; data.prompt_format: token_ids needs a list of whole numbers")
         return prompt, ""
 
-    def _answer(self, fields: dict, where: str, name: str, key: str) -> list[Message]:
-        """Return an answer as messages: a text is one of the assistant."""
+    def _answered(self, chat: list[Message], fields: dict, where: str, name: str, key: str) -> list[Message]:
+        """Return a chat with its answer, a text of the assistant or messages. Messages that begin with another role than the
+        assistant's are a whole chat."""
         value, place = _value(fields, where, name, f"{self.key}.{key}"), _place(where, name)
         if isinstance(value, list) and self.data.chat_template:
-            return _messages(value, place)
-        return [{"role": "assistant", "content": _text(value, place, f"{self.key}.{key}")}]
-
-    def _example(self, chat: list[Message], answer: list[Message] | None) -> list[Message] | Pair:
-        if not self.data.chat_template:
-            return chat[0]["content"], None if answer is None else answer[0]["content"]
-        if answer is not None:  # messages that begin with another role than the assistant's are a whole chat
+            answer = _messages(value, place)
             return [*chat, *answer] if answer[0]["role"] in ANSWERERS else answer
-        return chat
+        return [*chat, {"role": "assistant", "content": _text(value, place, f"{self.key}.{key}")}]
 
 
 def load_rows(source: SourceSection, seed: int, data: DataSection, key: str, bad: BadRows) -> list[Row]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Example
-from megarl.data.sources import Form, Message, Pair, Row, naming
+from megarl.data.sources import Form, Message, Row, naming
 from megarl.data.tokenizer import ANSWERERS, apply_template, render_questions, with_system
 from megarl.recipe.data_section import DataSection
 
@@ -27,7 +27,7 @@ def examples_of(data: DataSection, row: Row, tokenizer: Any) -> tuple[Example, .
         if data.chat_template:
             examples = _conversations(tokenizer, row.prompt, data.system_prompt)
         else:
-            examples = tuple(_text(tokenizer, pair, data.system_prompt) for pair in row.prompt)
+            examples = tuple(_text(tokenizer, [turn["content"] for turn in chat], data.system_prompt) for chat in row.prompt)
         for example in examples:
             if not example.trained[1:].any():  # nothing predicts the first token
                 raise ValueError("no token is trained: a chat needs a message of the role assistant, a text two tokens")
@@ -51,14 +51,14 @@ def answer_of(row: Row, data: DataSection, tokenizer: Any, stop_token_ids: Seque
     return Example(ids[:end], np.arange(end) >= start)
 
 
-def _text(tokenizer: Any, pair: Pair, system_prompt: str | None) -> Example:
+def _text(tokenizer: Any, texts: list[str], system_prompt: str | None) -> Example:
     """Tokenize a plain text, all of which is trained, or a prompt and its completion; both end with the end token."""
-    prompt, completion = pair
-    (ids,) = render_questions(tokenizer, [prompt], system_prompt, None, chat_template=False)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    more = [] if completion is None else tokenizer(completion, add_special_tokens=False)["input_ids"]
-    trained = np.arange(len(ids) + len(more) + len(end)) >= (0 if completion is None else len(ids))
-    return Example(np.array([*ids, *more, *end], np.int32), trained)
+    (ids,) = render_questions(tokenizer, texts[:1], system_prompt, None, chat_template=False)
+    first = len(ids) if texts[1:] else 0
+    for completion in texts[1:]:
+        ids = ids + tokenizer(completion, add_special_tokens=False)["input_ids"]
+    ids = ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+    return Example(np.array(ids, np.int32), np.arange(len(ids)) >= first)
 
 
 def _conversations(tokenizer: Any, chats: Sequence[list[Message]], system_prompt: str | None) -> tuple[Example, ...]:

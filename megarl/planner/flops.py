@@ -80,8 +80,6 @@ def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
     `recompute`, for the actor's blocks of logits (`megatron/logprobs.py`) and through frozen layers that pass a gradient."""
     shape, critic = role.shape, role.has_value_head
     head = 0 if critic else _head_flops(shape, head_tokens, False)
-    if role.divergence_alone:  # the log-probabilities are metrics, without a backward pass
-        head *= -2 if role.trains_head else -1
     weights, windows = _computed_again(role)
     again = 2 * length * weights + sum(count * pair_flops(shape) * pairs(length, window) for window, count in windows)
     num_passed_over = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))
@@ -90,12 +88,12 @@ def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
 
 
 def _divergence_flops(role: PlannedRole, tokens: int) -> float:
-    """Products of the actor's and a teacher's head in `megatron/divergence.py`: each block of logits is made forward, with
-    Jensen-Shannon twice, and backward, and then multiplied for the gradients of rows and, unless it is frozen, weight."""
+    """Products of the actor's and a teacher's head in `megatron/divergence.py`: each block of logits is made forward, twice
+    over the vocabulary, and backward, and then multiplied for the gradients of rows and, unless it is frozen, weight."""
     section = role.distillation
     if section is None:
         return 0.0
-    made = 3 if section.over == "vocabulary" and section.divergence == "jensen_shannon" else 2
+    made = 3 if section.over == "vocabulary" else 2
     gradients = 2 if role.trains_head else 1
     # As if all teachers judged as many tokens; 0 where their likeliest tokens travel.
     teacher = sum(role.teacher_widths) / max(1, len(role.teacher_widths))

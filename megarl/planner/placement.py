@@ -145,18 +145,15 @@ def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePla
     places = []
     for name, section in recipe.served.items():
         workers, devices = section.layout.workers, cluster.devices_per_node
-        if cluster.shared:
-            places.append(EnginePlace(0, tuple(worker % devices for worker in range(workers))))
-            continue
-        node = next((node for node, used in enumerate(taken) if used + workers <= devices), None)
+        node = 0 if cluster.shared else next((node for node, used in enumerate(taken) if used + workers <= devices), None)
         if node is None:
-            way_out = "more nodes" if workers <= devices else f"a smaller teachers.{name}.engine.tensor"
             raise PlacementError(
                 f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
                 f"engine has; no node has as many left ({count(cluster.num_nodes, 'node')} of {count(devices, 'device')}): "
-                f"{way_out}, or remove teachers.{name}.engine"
+                "more nodes, or a smaller tensor"
             )
-        places.append(EnginePlace(node, tuple(range(taken[node], taken[node] + workers))))
+        start = 0 if cluster.shared else taken[node]
+        places.append(EnginePlace(node, tuple(device % devices for device in range(start, start + workers))))
         taken[node] += workers
     return tuple(places)
 
@@ -410,11 +407,9 @@ def _host_memory_of(recipe: Recipe, job: Job, ranks: int, engines: int) -> dict[
 def _teacher_row_bytes(recipe: Recipe, job: Job) -> int:
     """Bytes of a rank for the rows that teachers give and that the actor's update reads: of the tokens that it judges, and
     of those that it trains on."""
-    actor, distillation, rows = job.roles[0], recipe.algorithm.distillation, 0
-    for teacher in job.roles:
-        if distillation is None or distillation.over == "sampled" or not teacher.name.startswith("teachers."):
-            continue
-        width = 8 * distillation.top_k if distillation.top_k else teacher.shape.hidden * teacher.bytes_per_weight
-        tokens = recipe.num_sequences * recipe.max_own_tokens
-        rows = max(rows, (tokens // teacher.layout.data + tokens // actor.layout.data) * width)
+    actor, tokens, rows = job.roles[0], recipe.num_sequences * recipe.max_own_tokens, 0
+    for teacher in job.roles[1:]:
+        if (section := teacher.distillation) is not None:
+            width = 8 * section.top_k if section.top_k else teacher.shape.hidden * teacher.bytes_per_weight
+            rows = max(rows, (tokens // teacher.layout.data + tokens // actor.layout.data) * width)
     return rows

@@ -154,8 +154,7 @@ class DistillationSection(Section):
         if self.over != "sampled" and self.place == "advantage":
             yield "", "a divergence over several tokens is no advantage of one", "place: loss, or over: sampled"
         if (self.top_k is None) == (self.over == "top_k"):
-            needs = self.top_k is None
-            yield "", "needs top_k" if needs else "nothing reads top_k here", "top_k: 64" if needs else "remove top_k"
+            yield "", "top_k belongs to over: top_k, which needs it", "top_k: 64 with over: top_k, or remove top_k"
         if self.mixture != 0.5 and self.divergence != "jensen_shannon":
             yield "", "nothing reads mixture here", "remove mixture"
 
@@ -356,12 +355,10 @@ def _advantage_rules(recipe: Recipe) -> Violations:
 def _distillation_rules(recipe: Recipe) -> Violations:
     """Runs without rewards have a teacher, and nothing that would only change rewards."""
     algorithm, key = recipe.algorithm, "algorithm.advantage"
-    distillation = algorithm.distillation
+    distillation, advantage = algorithm.distillation, algorithm.advantage
     if distillation is not None and distillation.data_share:
         refused = {
-            f"the policy loss of algorithm.advantage = {algorithm.advantage} is of what the policy sampled": (
-                algorithm.advantage != "none"
-            ),
+            f"the policy loss of algorithm.advantage = {advantage} is of what the policy sampled": advantage != "none",
             "algorithm.kl is estimated from what the policy sampled": algorithm.kl is not None,
             "algorithm.early_stop is estimated from what the policy sampled": algorithm.early_stop is not None,
             "data.curriculum reads pass rates off what the policy sampled": recipe.data.curriculum is not None,
@@ -370,7 +367,7 @@ def _distillation_rules(recipe: Recipe) -> Violations:
         }
         for rule in (rule for rule, holds in refused.items() if holds):
             yield Violation("algorithm.distillation.data_share", distillation.data_share, rule, "0")
-    if algorithm.advantage != "none":
+    if advantage != "none":
         return
     if distillation is None:
         yield Violation(key, "none", "without algorithm.distillation nothing is learned", "grpo, or add distillation")
@@ -381,9 +378,8 @@ def _distillation_rules(recipe: Recipe) -> Violations:
         "algorithm.overlong.buffer": algorithm.overlong is not None and algorithm.overlong.buffer > 0,
         "reward_model": recipe.reward_model is not None,
     }
-    for other, holds in unread.items():
-        if holds:
-            yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
+    for other in (other for other, holds in unread.items() if holds):
+        yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
 
 
 def _dynamic_sampling_rules(recipe: Recipe) -> Violations:

@@ -14,6 +14,7 @@ import operator
 import re
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +57,7 @@ from megarl.recipe.rollout_section import engine_divides_model, engines_fit_mode
 from megarl.recipe.run_section import watchdog_rules
 from megarl.recipe.section import Section
 from megarl.recipe.sizes import resolve_caps, size_engines, with_least_caps
-from megarl.recipe.supervised_section import named_as_warmup, supervised_rules, warmup_rules
+from megarl.recipe.supervised_section import named_as_warmup, supervised_rules
 from megarl.recipe.telemetry_section import telemetry_rules
 from megarl.recipe.trainer_section import fp8_fits_model, trainer_rules
 from megarl.recipe.violation import MISSING, RecipeError, Violation, Violations, closest_text
@@ -68,7 +69,6 @@ NOT_RUN = "not yet run on a GPU"
 # Rules that read neither a model nor a data-parallel size.
 RULES: tuple[Callable[[Recipe], Violations], ...] = (
     supervised_rules,
-    warmup_rules,
     algorithm_rules,
     trained_role_rules,
     reference_rules,
@@ -182,7 +182,8 @@ def _model_faults(recipe: Recipe, key: str, path: str, fetch: Fetch | None, rank
         roles = [of_key]
         faults += same_tokens(recipe, key, path, fetch)
         if of_key.startswith("teachers."):
-            faults += teacher_fits_model(recipe, key, path, shape, fetch)
+            with suppress(ValueError, OSError):  # the rule of model.path reports it
+                faults += teacher_fits_model(recipe, key, path, shape, fetch)
             if (engine := recipe.served.get(of_key.removeprefix("teachers."))) is not None:
                 return [*faults, *engine_divides_model(f"{of_key}.engine", engine.layout, shape)]
     if of_key == "reward_model":

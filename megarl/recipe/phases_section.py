@@ -196,14 +196,12 @@ def _early_rules(recipe: Recipe, phase: str) -> Violations:
     key, prompts = f"phases.{kind_of(phase)}.start", recipe.phases.rollout.prompts
     layout = recipe.layout(role_of(phase))
     refused = {
-        "a reward model scores whole batches": phase == "reward_model",
-        f"run.kind: {recipe.run.kind} samples nothing": recipe.run.is_supervised,
-        "teachers judge whole batches": kind_of(phase) == "teacher_logprob",
+        "reward models and teachers take whole batches": kind_of(phase) in ("reward_model", "teacher_logprob"),
+        "no engine samples meanwhile (run.kind, rollout.replay)": not recipe.has_engines,
         f"rollout.max_staleness = {recipe.rollout.max_staleness} has whole batches sampled ahead": (
             recipe.rollout.max_staleness > 0
         ),
         "algorithm.dynamic_sampling chooses the groups when all are scored": recipe.algorithm.dynamic_sampling is not None,
-        "rollout.replay has all completions at once": recipe.rollout.replay is not None,
         "engines and trainer take turns on the same GPUs (rollout.placement)": (
             recipe.rollout.placement == "colocated" and recipe.device is not None and recipe.device.kind == "gpu"
         ),

@@ -212,6 +212,9 @@ def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | Criti
 def trained_role_rules(recipe: Recipe) -> Violations:
     """Warm-ups that outlast the run, and weights or modules that cannot be frozen or recomputed."""
     steps, critic_warmup = recipe.rollout_steps, recipe.critic_warmup_steps
+    if steps < 0:
+        rule = f"must not pass run.steps = {recipe.run.steps}"
+        yield Violation("warmup.sft.steps", recipe.sft_steps, rule, str(recipe.run.steps))
     of_run = f"run.steps = {recipe.run.steps}"
     of_run += f" - warmup.sft.steps = {steps}" if steps < recipe.run.steps else ""
     if critic_warmup and critic_warmup >= steps:
@@ -243,15 +246,14 @@ def reference_rules(recipe: Recipe) -> Violations:
     if reference.memory.offload != "none" and recipe.reference_is_base:
         rule = "the reference is the actor without its adapters and has no weights of its own"
         yield Violation("reference.memory.offload", reference.memory.offload, rule, "actor.memory.offload: all")
+    if recipe.reference_follows and recipe.layout_section("reference") != recipe.actor.layout:
+        rule = "each rank copies its own shards of the actor to the reference, and reference.layout is not actor.layout"
+        yield Violation("reference.layout", GIVEN, rule, "remove reference.layout, or name its model in reference.path")
     if every is None:
         return
     refused = {
         "actor.lora": ("with actor.lora the model's weights stay as they are", recipe.actor.lora is not None),
         "reference.path": ("reference.path is another model", recipe.path("reference") != recipe.model.path),
-        "reference.layout": (
-            "each rank copies its own shards, and reference.layout is not actor.layout",
-            recipe.layout_section("reference") != recipe.actor.layout,
-        ),
     }
     for other, (rule, holds) in refused.items():
         if holds:
@@ -296,12 +298,9 @@ def _served_rules(recipe: Recipe, distillation: DistillationSection) -> Violatio
 
 
 def teacher_fits_model(recipe: Recipe, key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:
-    """Each token of the student has a probability under the teacher; over the vocabulary, no other token has one."""
-    distillation = recipe.algorithm.distillation
-    try:
-        vocab = model_shape(recipe.model.path, fetch).vocab
-    except (ValueError, OSError):
-        return  # another rule reports it
+    """Each token of the student has a probability under the teacher; over the vocabulary, no other token has one. Raises
+    what `model_shape` raises for `model.path`."""
+    distillation, vocab = recipe.algorithm.distillation, model_shape(recipe.model.path, fetch).vocab
     if distillation is None:
         return
     if distillation.top_k is not None and distillation.top_k >= vocab:

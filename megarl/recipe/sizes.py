@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from megarl.models import ModelShape
 from megarl.planner.engine_memory import (
@@ -24,18 +25,20 @@ from megarl.recipe.model_section import Fetch, model_shape
 from megarl.recipe.phases_section import UPDATE_PHASES, kind_of, role_of
 from megarl.recipe.recipe import Recipe
 from megarl.recipe.role_sections import FreezeSection, MemorySection, ReferenceSection, TeacherSection, trained_sections
-from megarl.recipe.supervised_section import named_as_warmup
+from megarl.recipe.section import Section
+from megarl.recipe.supervised_section import SFT
 from megarl.recipe.violation import RecipeError, Violation
 from megarl.schedule.schedule import in_micro_batch
+
+Part = TypeVar("Part", bound=Section)
 
 
 def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, PlannedRole]:
     """The roles on the trainer ranks, by name. Raises what `model_shape` raises."""
     updated = {role_of(phase) for phase in UPDATE_PHASES if recipe.runs(phase)}
     sections, roles = dict(trained_sections(recipe)), dict[str, PlannedRole]()
-    algorithm, kl, teachers = recipe.algorithm, recipe.algorithm.kl, [f"teachers.{name}" for name in recipe.teachers]
+    algorithm, teachers = recipe.algorithm, [f"teachers.{name}" for name in recipe.teachers]
     compared = algorithm.distillation if algorithm.distillation and algorithm.distillation.over != "sampled" else None
-    others = algorithm.has_policy_loss or algorithm.entropy_coefficient or (kl is not None and kl.place == "loss")
     for role in recipe.roles:
         section, memory, freeze = sections.get(role), MemorySection(), FreezeSection()
         if section is not None:
@@ -55,7 +58,6 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             borrows_weights=role == "reference" and recipe.reference_is_base,
             distillation=compared if role in ("actor", *teachers) else None,
             share=teacher_share(recipe, role.removeprefix("teachers.")) if role in teachers else 1.0,
-            divergence_alone=role == "actor" and compared is not None and not others,
             on_cpu=is_for_cpus(recipe),
             device=recipe.device,
             scores=role == "actor" and recipe.trained_role == "reward_model",
@@ -125,52 +127,34 @@ def limits_of(recipe: Recipe) -> BatchLimits:
 
 def with_least_caps(recipe: Recipe) -> Recipe:
     """The recipe with the smallest legal cap for every `max_tokens: auto`, whether or not it fits."""
-
-    def least(part: Recipe) -> dict[str, int]:
-        caps = sorted((_least_cap(part, phase), kind_of(phase)) for phase in _automatic_phases(part))
-        return {kind: cap for cap, kind in caps}
-
-    return _with_caps(recipe, least)
+    caps = dict[str, int]()
+    for key, part, phase in _automatic_caps(recipe):
+        caps[key] = max(_least_cap(part, phase), caps.get(key, 0))
+    return _with_caps(recipe, caps)
 
 
 def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, list[Violation]]:
     """The recipe with the largest cap that fits the device for every `max_tokens: auto`, or what keeps a phase from having
     one. `auto` has a device: `phases_section.py` refuses it without one."""
-    parts = [part for part in (recipe, recipe.supervised) if part is not None]
-    if not any(map(_automatic_phases, parts)) or recipe.device is None:
+    automatic, caps, faults = list(_automatic_caps(recipe)), dict[str, int](), list[Violation]()
+    if not automatic or recipe.device is None:
         return recipe, []
     roles, room = memory_roles(recipe, fetch), usable_bytes(recipe.device.memory_bytes)
     engines = engines_of(recipe, roles["actor"].shape)
     every = [*([] if engines is None else [engines]), *teacher_engines(recipe, fetch).values()]
     engine_bytes = sum(engine.bytes_during_training(recipe.trainer.ranks) for engine in every)
-    faults: list[Violation] = []
-
-    def largest(part: Recipe) -> dict[str, int]:
+    for key, part, phase in automatic:
         of_part = roles if part is recipe else roles | {"actor": roles["actor"].supervised}
-        caps, of_caps = _largest_caps(part, of_part, room, engine_bytes)
-        faults.extend(of_caps if part is recipe else named_as_warmup(of_caps))
-        return caps
-
-    return _with_caps(recipe, largest), faults
-
-
-def _largest_caps(
-    recipe: Recipe, roles: dict[str, PlannedRole], room: int, engine_bytes: int
-) -> tuple[dict[str, int], list[Violation]]:
-    """The largest cap of every phase with `max_tokens: auto`, by section, where `roles` and the idle engines share `room`
-    bytes of a device, and what keeps a phase from having one."""
-    assert recipe.device is not None, "auto has a device"
-    caps, faults, longest = dict[str, int](), list[Violation](), recipe.max_sequence_tokens
-    for phase in _automatic_phases(recipe):
-        schedule = recipe.schedule(phase, automatic_cap=_least_cap(recipe, phase))
-        role, limits = roles[role_of(phase)], limits_of(recipe)
-        largest = partial(largest_cap, list(roles.values()), role, schedule, limits)
+        role, longest = of_part[role_of(phase)], part.max_sequence_tokens
+        schedule = part.schedule(phase, automatic_cap=_least_cap(part, phase))
+        largest = partial(largest_cap, list(of_part.values()), role, schedule, limits_of(part))
         if (cap := largest(room - engine_bytes)) is not None:
-            caps[kind_of(phase)] = min(cap, caps.get(kind_of(phase), cap))  # teachers share a section
+            caps[key] = min(cap, caps.get(key, cap))  # teachers share a section
             continue
         device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{role_of(phase)}.layout.tensor or pipeline"
         rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
-        length = "data.max_tokens" if recipe.run.is_supervised else "rollout.max_new_tokens"
+        length = "data.max_tokens" if part.run.is_supervised else "rollout.max_new_tokens"
+        length = length if part is recipe else f"{SFT}.{length}"
         way_out = f"more {layout}, a shorter {length}, or more trainer.ranks"
         if engine_bytes and largest(room) is not None:
             rule = (
@@ -178,13 +162,18 @@ def _largest_caps(
                 f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
             )
             way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
-        faults.append(Violation(f"phases.{kind_of(phase)}.micro_batch.max_tokens", "auto", rule, way_out))
-    return caps, faults
+        faults.append(Violation(key, "auto", rule, way_out))
+    return _with_caps(recipe, caps), faults
 
 
-def _automatic_phases(recipe: Recipe) -> list[str]:
-    sections = {phase: recipe.phase_section(phase) for phase in recipe.engine_phases if recipe.runs(phase)}
-    return [phase for phase, section in sections.items() if section and section.micro_batch.max_tokens == "auto"]
+def _automatic_caps(recipe: Recipe) -> Iterator[tuple[str, Recipe, str]]:
+    """The key of every `max_tokens: auto`, and the recipe and the phase that it is for; those of a warm-up, too."""
+    for phase in filter(recipe.runs, recipe.engine_phases):
+        if (section := recipe.phase_section(phase)) is not None and section.micro_batch.max_tokens == "auto":
+            yield f"phases.{kind_of(phase)}.micro_batch.max_tokens", recipe, phase
+    if recipe.supervised is not None:
+        for key, part, phase in _automatic_caps(recipe.supervised):
+            yield key.replace("phases.", f"{SFT}."), part, phase
 
 
 def _least_cap(recipe: Recipe, phase: str) -> int:
@@ -192,18 +181,17 @@ def _least_cap(recipe: Recipe, phase: str) -> int:
     return in_micro_batch(recipe.max_sequence_tokens, recipe.layout(role_of(phase)), together)
 
 
-def _with_caps(recipe: Recipe, caps_of: Callable[[Recipe], dict[str, int]]) -> Recipe:
-    """The recipe with the caps by section that `caps_of` gives for it, and for its supervised steps."""
-    phases, warmup, supervised = recipe.phases, recipe.warmup, recipe.supervised
-    for phase, cap in caps_of(recipe).items():
-        section = recipe.phase_section(phase)
-        assert section is not None, "only a phase with a section has a cap"
-        micro_batch = section.micro_batch.model_copy(update={"max_tokens": cap})
-        phases = phases.model_copy(update={phase: section.model_copy(update={"micro_batch": micro_batch})})
-    if warmup is not None and supervised is not None:
-        update = _with_caps(supervised, caps_of).phases.actor_update
-        warmup = warmup.model_copy(update={"sft": warmup.sft.model_copy(update={"actor_update": update})})
-    return recipe.model_copy(update={"phases": phases, "warmup": warmup})
+def _with_caps(recipe: Recipe, caps: Mapping[str, int]) -> Recipe:
+    """The recipe with the caps by their dotted keys."""
+    for key, cap in caps.items():
+        recipe = _changed(recipe, key, cap)
+    return recipe
+
+
+def _changed(section: Part, key: str, value: int) -> Part:
+    """The section with another value of a dotted key."""
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: _changed(getattr(section, name), rest, value) if rest else value})
 
 
 def vllm_is_for_cpus() -> bool:

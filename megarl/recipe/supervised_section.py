@@ -8,19 +8,18 @@ run ahead of the first rollout, with the same roles and ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import model_validator
+from pydantic import BeforeValidator
 
 from megarl.recipe.algorithm_section import AlgorithmSection
 from megarl.recipe.data_section import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
-from megarl.recipe.phases_section import PhasesSection, RewardPhaseSection, RolloutPhaseSection, UpdatePhaseSection
+from megarl.recipe.phases_section import UpdatePhaseSection
 from megarl.recipe.role_sections import LearningRateSection
-from megarl.recipe.rollout_section import RolloutSection
 from megarl.recipe.section import Positive, Section
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
-from megarl.recipe.weight_sync_section import WeightSyncSection
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
@@ -33,7 +32,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reward_model": {"advantage": "bradley_terry", **_OF_PAIRS},
 }
 FREE = {"sft": ("aggregation", "entropy_coefficient"), "dpo": ("dpo",), "reward_model": ()}
-FREE_OF_EVALUATION = ("prompts", "max_prompts", "every")
+# What such a run does not read, beside keys of `algorithm`.
+UNREAD: dict[str, Any] = {
+    "run": {"dump_rollouts"},
+    "data": {"max_prompt_tokens", "answer_format", "curriculum"},
+    "actor": {"router_replay"},
+    "phases": {"rollout", "reward"},
+    "evaluation": {"completions", "temperature", "pass_at", "pass_reward"},
+    **dict.fromkeys(("reward", "environment", "warmup", "critic", "reward_model", "rollout", "weight_sync"), True),
+}
 
 
 def fill_sections(given: Any) -> Any:
@@ -41,50 +48,43 @@ def fill_sections(given: Any) -> Any:
     kind = given["run"].get("kind") if isinstance(given, dict) and isinstance(given.get("run"), dict) else None
     if kind not in ALGORITHMS:
         return given
-    filled, algorithm = dict(given), ALGORITHMS[kind]
-
-    def fill(name: str, **values: Any) -> None:
-        if isinstance(section := filled.get(name, {}), dict):
-            filled[name] = values | section
 
     def number(*path: str) -> int:
         """Return a number that the user gave, or one that lets other rules speak."""
-        value: Any = given
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
+        value = reduce(lambda section, key: section.get(key) if isinstance(section, dict) else None, path, given)
         return value if type(value) is int and value > 1 else 2
 
-    fill("algorithm", **algorithm)
-    fill("data", max_prompt_tokens=1)
-    fill("rollout", max_new_tokens=number("data", "max_tokens") - 1)
-    mini_batch = number("phases", "actor_update", "mini_batch")
-    fill("phases", rollout={"prompts": max(1, mini_batch // algorithm["group_size"])})
-    return filled
+    prompts = max(1, number("phases", "actor_update", "mini_batch") // ALGORITHMS[kind]["group_size"])
+    filled = {
+        "algorithm": ALGORITHMS[kind],
+        "data": {"max_prompt_tokens": 1},
+        "rollout": {"max_new_tokens": number("data", "max_tokens") - 1},
+        "phases": {"rollout": {"prompts": prompts}},
+    }
+    sections = {name: given.get(name, {}) for name in filled}
+    return given | {name: filled[name] | section for name, section in sections.items() if isinstance(section, dict)}
 
 
 def supervised_rules(recipe: Recipe) -> Violations:
     """A supervised run has a longest sequence, whole pairs, one update a step, and nothing of a rollout."""
     kind, data = recipe.run.kind, recipe.data
     if kind == "rl":
-        if data.max_tokens is not None:
-            rule = "run.kind: rl limits prompt and completion each for itself"
-            yield Violation("data.max_tokens", data.max_tokens, rule, "data.max_prompt_tokens and rollout.max_new_tokens")
-        if recipe.algorithm.advantage in [algorithm["advantage"] for algorithm in ALGORITHMS.values()]:
-            rule = "learns from data, and run.kind is rl"
-            yield Violation("algorithm.advantage", recipe.algorithm.advantage, rule, "grpo, or another run.kind")
-        if recipe.algorithm.dpo is not None:
-            yield Violation("algorithm.dpo", GIVEN, "only run.kind: dpo reads it", "remove algorithm.dpo")
+        of_data = {
+            "data.max_tokens": data.max_tokens is not None,
+            "algorithm.advantage": recipe.algorithm.advantage in [section["advantage"] for section in ALGORITHMS.values()],
+            "algorithm.dpo": recipe.algorithm.dpo is not None,
+        }
+        for key in (key for key, holds in of_data.items() if holds):
+            yield Violation(key, GIVEN, "belongs to runs that learn from data, and run.kind is rl", "another run.kind")
         return
     if data.max_tokens is None:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
-        return
     for key in _changed(recipe, _without_rollouts(recipe)):
         rule = f"run.kind: {kind} samples no rollouts, and nothing else than the default can have an effect"
         yield Violation(key, GIVEN, rule, f"remove {key}")
-    if kind == "reward_model" and recipe.actor.lora is not None:
-        yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
-    if kind == "reward_model" and recipe.actor.freeze.head:
-        yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
+    for key, given in (("actor.lora", recipe.actor.lora), ("actor.freeze.head", recipe.actor.freeze.head)):
+        if given and kind == "reward_model":
+            yield Violation(key, GIVEN, "the new head of a reward model must be trained", f"remove {key}")
     size, update = recipe.algorithm.group_size, recipe.phases.actor_update
     if update.mini_batch % size:
         yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
@@ -95,27 +95,10 @@ def supervised_rules(recipe: Recipe) -> Violations:
 
 def _without_rollouts(recipe: Recipe) -> Recipe:
     """Return the recipe of a run without rollouts with the values that say so in every key that describes rollouts."""
-    data, phases, evaluation = recipe.data, recipe.phases, recipe.evaluation
-    free = {name: getattr(recipe.algorithm, name) for name in FREE[recipe.run.kind]}
-    algorithm = AlgorithmSection.model_validate(ALGORITHMS[recipe.run.kind] | free)
-    prompts = RolloutPhaseSection(prompts=max(1, phases.actor_update.mini_batch // algorithm.group_size))
-    rows: dict[str, Any] = {"max_prompt_tokens": 1, "answer_format": "text", "curriculum": None}
-    if data.prompt_format == "token_ids":
-        rows["prompt_format"] = "text"
-    if evaluation is not None:
-        evaluation = EvaluationSection(**{name: getattr(evaluation, name) for name in FREE_OF_EVALUATION})
-    sections: dict[str, Any] = {
-        "run": recipe.run.model_copy(update={"dump_rollouts": False}),
-        "algorithm": algorithm,
-        "data": data.model_copy(update=rows),
-        "actor": recipe.actor.model_copy(update={"router_replay": False}),
-        "rollout": RolloutSection(max_new_tokens=(data.max_tokens or 2) - 1),
-        "phases": phases.model_copy(update={"rollout": prompts, "reward": RewardPhaseSection()}),
-        "weight_sync": WeightSyncSection(),
-        "evaluation": evaluation,
-        "reward": (),
-    }
-    return recipe.model_copy(update=sections | dict.fromkeys(("environment", "critic", "reward_model")))
+    unread = UNREAD | {"algorithm": AlgorithmSection.model_fields.keys() - FREE[recipe.run.kind]}
+    if recipe.data.prompt_format == "token_ids":
+        unread["data"] = UNREAD["data"] | {"prompt_format"}
+    return type(recipe).model_validate(recipe.model_dump(exclude=unread))
 
 
 def _changed(section: Section, expected: Section, above: str = "") -> Iterator[str]:
@@ -139,11 +122,15 @@ NAMES = {
 }
 
 
+def _of_whole_sequences(given: Any) -> Any:
+    return {"max_prompt_tokens": 1} | given if isinstance(given, dict) else given
+
+
 class SupervisedStepsSection(Section):
     steps: Positive
     """The first steps of the run, among `run.steps`, which fine-tune the actor as a run of `run.kind: sft` does. Rollouts
     begin after them."""
-    data: DataSection
+    data: Annotated[DataSection, BeforeValidator(_of_whole_sequences)]
     """The rows of these steps, as `data` of a run of `run.kind: sft`, with its `max_tokens`."""
     actor_update: UpdatePhaseSection
     """How these steps divide their rows: one update a step, of `mini_batch` rows."""
@@ -154,50 +141,20 @@ class SupervisedStepsSection(Section):
     """The loss on held-out rows before the first of these steps, every `every` of them and after the last, as `evaluation`
     of a run of `run.kind: sft`; null for none."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _limits_whole_sequences(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(data := given.get("data"), dict):
-            return given | {"data": {"max_prompt_tokens": 1} | data}
-        return given
-
     def run_of(self, recipe: Recipe) -> Recipe:
         """Return the recipe of the supervised steps: a run of `run.kind: sft` of the same model, ranks and actor."""
-        rate = self.optimizer
-        rates = {"lr": rate.lr, "warmup_steps": rate.warmup_steps, "decay": rate.decay, "min_lr_share": rate.min_lr_share}
-        optimizer = recipe.actor.optimizer.model_copy(update=rates)
-        of_rows = {"data": self.data, "evaluation": self.evaluation}
-        sections: dict[str, Any] = {
-            "run": recipe.run.model_copy(update={"kind": "sft", "steps": self.steps}),
-            "algorithm": AlgorithmSection.model_validate(ALGORITHMS["sft"]),
-            "actor": recipe.actor.model_copy(update={"optimizer": optimizer}),
-            "phases": PhasesSection(rollout=recipe.phases.rollout, actor_update=self.actor_update),
-            "teachers": {},
-        }
-        absent = dict.fromkeys(("reference", "warmup"))
-        # The warm-up's own sections stay as they are, so that the rules of a supervised run see them.
-        return _without_rollouts(recipe.model_copy(update=sections | of_rows | absent)).model_copy(update=of_rows)
+        others = dict.fromkeys(("algorithm", "data", "evaluation", "reference", "teachers"), True)
+        sections = recipe.model_dump(exclude=UNREAD | others)
+        sections["run"] |= {"kind": "sft", "steps": self.steps}
+        sections["actor"]["optimizer"] |= self.optimizer.model_dump()
+        sections["phases"] = {"actor_update": self.actor_update.model_dump()}
+        sections |= self.model_dump(include={"data", "evaluation"})
+        return type(recipe).model_validate(sections)
 
 
 class WarmupSection(Section):
     sft: SupervisedStepsSection
     """Supervised fine-tuning on rows of data."""
-
-
-def warmup_rules(recipe: Recipe) -> Violations:
-    """A warm-up precedes rollouts, is no longer than the run, and has its own numbers."""
-    if recipe.warmup is None:
-        return
-    if recipe.run.is_supervised:
-        rule = f"every step of run.kind: {recipe.run.kind} is supervised"
-        yield Violation("warmup", GIVEN, rule, "remove warmup, or run.kind: rl")
-    section, steps = recipe.warmup.sft, recipe.run.steps
-    if section.steps > steps:
-        yield Violation(f"{SFT}.steps", section.steps, f"must not pass run.steps = {steps}", str(steps))
-    if recipe.reference_is_warm and recipe.layout_section("reference") != recipe.actor.layout:
-        rule = "after warmup.sft each rank copies the actor's shards to the reference, and this is not actor.layout"
-        nearest = "remove reference.layout, or name the reference's model in reference.path"
-        yield Violation("reference.layout", GIVEN, rule, nearest)
 
 
 def named_as_warmup(faults: list[Violation]) -> list[Violation]:

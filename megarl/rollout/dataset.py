@@ -6,25 +6,21 @@ its own tokens are those that are trained.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
 from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt, Sample
-from megarl.megatron.non_finite import NotFinite
 from megarl.megatron.parallel import broadcast_from_first
 from megarl.planner.lengths import QUANTILES
-from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
 from megarl.rollout.evaluation import HeldOut
 from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
-from megarl.rollout.session import Segment
 from megarl.rollout.taken import KnownBatches, Resync, Taken
+from megarl.telemetry.run_writer import Measured
 
 
 @dataclass(frozen=True)
@@ -39,17 +35,13 @@ class DataPayload:
 
 def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
     """Return the sequences of some rows, in their order."""
-    rows = [[example.sample(prompt.index) for example in prompt.examples] for prompt in prompts]
-    facts = []
-    for samples in rows:
-        segments = [[Segment(sample.prompt_ids, sample.completion)] for sample in samples]
-        facts.append(GroupFacts.of(GroupResult.of_segments(samples[0].group, segments, ["stop"] * len(samples))))
-    payload = DataPayload(tuple(chain.from_iterable(rows)))
-    batch = RolloutBatch.of(facts, payload, RolloutExecuted(len(rows), len(rows[0]), 0), {})
+    groups = [GroupResult.of_examples(prompt) for prompt in prompts]
+    samples = tuple(group.sample(number) for group in groups for number in range(len(group.lengths)))
+    executed = RolloutExecuted(len(groups), len(groups[0].lengths), 0)
+    batch = RolloutBatch.of([GroupFacts.of(group) for group in groups], DataPayload(samples), executed, {})
     metrics: dict[str, float] = {
         "tokens/prompt": int(batch.prompt_lengths.sum()),
         "tokens/completion": int(batch.completion_lengths.sum()),
-        "tokens/trained": int(batch.own_lengths.sum()),
         **{f"data/length_p{q:02d}": float(np.percentile(batch.lengths, q)) for q in QUANTILES},
     }
     return replace(batch, metrics=metrics)
@@ -77,28 +69,6 @@ class DatasetStream(KnownBatches):
         return Taken(self._batch, RewardResult(np.zeros(count, np.float32), np.ones(count, bool), {}, {}, 0, ()), None, {})
 
 
-@dataclass(frozen=True)
-class HeldOutLoss:
-    """The metrics of held-out rows, each a mean over tokens or pairs."""
-
-    area: str
-    counts: dict[str, float]  # `HeldOut.counts`
-    means: dict[str, float]
-
-    def metrics(self, section: EvaluationSection) -> dict[str, float]:
-        """Return the metrics, with their area."""
-        return {f"{self.area}/{name}": mean for name, mean in self.means.items()} | self.counts
-
-    def summary(self, section: EvaluationSection) -> str:
-        """Return one line for a person."""
-        shown = [f"{name} {mean:.4f}" for name, mean in self.means.items()]
-        return f"{', '.join(shown)} on {self.counts[f'{self.area}/num_prompts']} held-out rows"
-
-    def table(self) -> str:
-        """Return no lines: rows of data have no answers."""
-        return ""
-
-
 def _batches(held_out: HeldOut) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
     """Yield the rows in batches of a step's size with a mask of the sequences that count: the last batch is filled up with
     rows of the first."""
@@ -113,22 +83,18 @@ def _batches(held_out: HeldOut) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
 Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 
 
-def held_out_loss(held_out: HeldOut | None, measure: Measure, leaves: Callable[[], bool]) -> HeldOutLoss | None:
+def held_out_loss(held_out: HeldOut | None, measure: Measure, leaves: Callable[[], bool]) -> Measured | None:
     """Measure every batch of held-out rows, which rank 0 has; returns the loss there. Returns None everywhere if the run
-    `leaves`, which all ranks ask before each batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
+    `leaves`, which all ranks ask before each batch. Collective."""
     batches, sums, total = iter(()) if held_out is None else _batches(held_out), dict[str, float](), 0.0
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():
             return None
         means, weight = measure(*batch)
-        broken = [name for name, value in means.items() if not math.isfinite(value)]
-        if broken:
-            raise NotFinite(
-                f"phase evaluation: {broken[0]} of held-out rows is {means[broken[0]]}: the weights are broken; go on from "
-                "an earlier checkpoint"
-            )
         sums = {name: sums.get(name, 0.0) + weight * value for name, value in means.items()}
         total += weight
     if held_out is None:
         return None
-    return HeldOutLoss(held_out.area, held_out.counts, {name: value / total for name, value in sums.items()})
+    means = {name: value / total for name, value in sums.items()}
+    summary = f"{', '.join(f'{name} {mean:.4f}' for name, mean in means.items())} on {len(held_out.prompts)} held-out rows"
+    return Measured({f"{held_out.area}/{name}": mean for name, mean in means.items()} | held_out.counts, summary)

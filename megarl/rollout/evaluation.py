@@ -38,6 +38,7 @@ from megarl.rollout.stream import RolloutStream, Sampling, open_stream
 from megarl.rollout.taken import KnownBatches, Resync
 from megarl.telemetry.clock import span
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
+from megarl.telemetry.run_writer import Measured
 
 logger = logging.getLogger(__name__)
 # Beyond the number of any step. All evaluations of a run have the same draws, which makes their differences less noisy.
@@ -120,6 +121,10 @@ class HeldOut:
         """Return an evaluation without answers."""
         return Evaluation(self.prompts, self.counts)
 
+    def measured(self, evaluation: Evaluation) -> Measured:
+        """Return what an evaluation that is complete gave."""
+        return Measured(evaluation.metrics(self.section), evaluation.summary(self.section), evaluation.table())
+
     def go_on(self, judged: Evaluation, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
         whether prompts are left; after the last round a warning names the first completion that could not be scored. Raises
@@ -170,14 +175,9 @@ def held_out_data(recipe: Recipe) -> DataSection:
 def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
     """Evaluate the weights of `model` (a Hugging Face directory or hub name), or of the last checkpoint of `run`, or of
     `model.path`. Raises ValueError for errors that a user can fix, RolloutError if engines fail."""
-    if recipe.run.is_supervised:
+    if recipe.evaluation is None or recipe.run.is_supervised:
         raise ValueError(
-            f"run.kind = {recipe.run.kind}: such a run measures its loss while it trains, and has no rewards for answers; "
-            "export it, and evaluate the recipe of a run of kind rl with --model DIR"
-        )
-    if recipe.evaluation is None:
-        raise ValueError(
-            "evaluation: the recipe has no such section; add one, as "
+            "evaluation: the recipe has no such section, or run.kind is not rl; give one of run.kind: rl with a section, as "
             "`evaluation: {prompts: {kind: jsonl, path: held_out.jsonl, prompt_field: question, answer_field: answer}}`"
         )
     recipe = with_engine_sizes(recipe, platform.total_bytes)

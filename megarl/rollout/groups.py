@@ -18,14 +18,13 @@ import numpy as np
 import ray
 
 from megarl.cluster.ray_cluster import NAMESPACE
-from megarl.data.sample import Completion, Prompt, Sample
+from megarl.data.sample import FROM_DATA, Completion, Prompt, Sample
 from megarl.planner.lengths import QUANTILES
 from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
 from megarl.rollout.session import Segment
 
 Record = TypeVar("Record")
-FROM_DATA = "data"  # the finish reason of a completion that is the data's answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +90,11 @@ class GroupResult:
         )
 
     @classmethod
-    def of_answer(cls, prompt: Prompt, size: int, version: int) -> GroupResult:
-        """Return a group whose completions all are the answer of the prompt's row."""
-        answer = prompt.examples[0].sample(prompt.index)
-        ids = answer.completion.token_ids
-        member = Completion(ids, np.full(len(ids), np.nan, np.float32), FROM_DATA, np.full(len(ids), version))
-        return cls.of(prompt.index, answer.prompt_ids, [member] * size)
+    def of_examples(cls, prompt: Prompt, copies: int = 1, version: int = 0) -> GroupResult:
+        """Return a group of `copies` of the sequences that the data have for a prompt; `version` as in `Example.sample`."""
+        samples = [example.sample(prompt.index, version) for example in prompt.examples * copies]
+        rollouts = [[Segment(sample.prompt_ids, sample.completion)] for sample in samples]
+        return cls.of_segments(prompt.index, rollouts, [FROM_DATA] * len(samples))
 
     def sample(self, sequence: int) -> Sample:
         start = int(self.lengths[:sequence].sum())

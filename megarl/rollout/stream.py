@@ -346,7 +346,7 @@ class RolloutStream:
         """Let an engine complete a group, in turns with environments if there are any; `send` is called whenever an engine
         gets a request."""
         if group.facts is None and not group.is_evaluation and takes_answer(self._recipe, group.prompt.index):
-            result = GroupResult.of_answer(group.prompt, group.size, self._version)
+            result = GroupResult.of_examples(group.prompt, group.size, self._version)
             group.facts, group.tokens = GroupFacts.of(result), ray.put(result)
         if group.facts is not None:
             return  # before this run was interrupted, or by the data

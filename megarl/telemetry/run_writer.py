@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from platform import node as host_name
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.platform import current as platform
 from megarl.platform.diagnostics import TorchRanges, is_out_of_memory
 from megarl.recipe import Recipe
-from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock, StepTimes
 from megarl.telemetry.disk import write_whole
@@ -31,14 +30,12 @@ CLOCK_READINGS = 5
 Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
 
 
-class Evaluation(Protocol):
-    """Results on held-out prompts, from `megarl/rollout/evaluation.py`."""
+class Measured(NamedTuple):
+    """What an evaluation gave: metrics, one line for a person, and a JSON line for each prompt that was answered."""
 
-    def metrics(self, section: EvaluationSection) -> dict[str, float]: ...
-
-    def summary(self, section: EvaluationSection) -> str: ...
-
-    def table(self) -> str: ...
+    metrics: dict[str, float]
+    summary: str
+    table: str = ""
 
 
 class Profiler:
@@ -130,20 +127,19 @@ class RunWriter:
             self._evaluations.truncate_after(last)
             run.forget_tables("evaluations", last)
 
-    def evaluated(self, step: int, version: int, evaluations: Sequence[tuple[Recipe, Evaluation | None]]) -> dict[str, Any]:
+    def evaluated(self, step: int, version: int, evaluations: Sequence[Measured | None]) -> dict[str, Any]:
         """Write the evaluations after `step` on rank 0 and return their metrics. One is None if the run is leaving."""
         metrics: dict[str, Any] = {}
         if self._evaluations is None:
             return metrics
-        for recipe, evaluation in evaluations:
+        for evaluation in evaluations:
             if evaluation is None:
                 self._progress.note(f"after step {step}: no evaluation, as the run is to leave")
                 continue
-            assert recipe.evaluation is not None
-            if table := evaluation.table():
-                write_whole(self._run.evaluation_table(step), table)
-            self._progress.note(f"after step {step}: {evaluation.summary(recipe.evaluation)}")
-            metrics |= evaluation.metrics(recipe.evaluation)
+            if evaluation.table:
+                write_whole(self._run.evaluation_table(step), evaluation.table)
+            self._progress.note(f"after step {step}: {evaluation.summary}")
+            metrics |= evaluation.metrics
         if metrics:
             self._evaluations.write(step, metrics | {"sync/version": version})
         return metrics

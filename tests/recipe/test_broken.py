@@ -391,7 +391,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     ),
     "a reference of another layout cannot take the actor's shards": (
         edited(("reference", {"refresh_every": 2, "layout": {}})),
-        {"reference.refresh_every": "reference.layout is not actor.layout"},
+        {"reference.layout": "reference.layout is not actor.layout"},
     ),
     "a reference of another model cannot take the actor's weights": (
         edited(("reference", {"refresh_every": 2, "path": "bound"})),
