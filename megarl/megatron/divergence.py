@@ -1,10 +1,11 @@
 """The divergence of the policy from a teacher over the vocabulary, from the hidden rows of both, block by block.
 
 As in `logprobs.py` no rank holds all logits: a block of both sides' logits is made, joined into a few sums of each row, and
-dropped. The forward pass makes each block twice, for the normalisers of both sides and for the divergence, and the backward
-pass once more.
+dropped; the backward pass makes it again. The blocks of both sides and what is computed from them take together what one
+block of the log-probabilities takes. Of the KLs the forward pass makes each block once, of Jensen-Shannon twice: its sums
+need the normalisers of both sides.
 
-A tensor rank holds the same tokens of both heads; one MAX and one SUM all-reduce of each side, and a SUM join the ranks.
+A tensor rank holds the same tokens of both heads; one MAX and one SUM all-reduce join the ranks (with Jensen-Shannon two).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 from megarl.algorithm import divergence as formulas
 from megarl.megatron.logprobs import LogProbabilities, scaled
 
-_PARTS = 8  # blocks that are held at once: both sides' log-probabilities, and what is computed from them
+_PARTS = 4  # blocks that are held at once: both sides' logits and two of what is computed from them
+_NO_LOGIT = -1e30
 # Hidden rows and head of the policy, and of the teacher.
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -32,21 +34,27 @@ class Divergence:
 
     def __init__(self, kind: str, mixture: float, head: LogProbabilities) -> None:
         self.kind, self.mixture, self.head = kind, mixture, head
-        self.summands = head.compiled(partial(formulas.summands, divergence=kind, mixture=mixture))
-        self.slopes = head.compiled(partial(formulas.slopes, divergence=kind, mixture=mixture))
+        slopes = {"reverse_kl": formulas.reverse_slopes, "forward_kl": formulas.forward_slopes}
+        self.sums = head.compiled(formulas.normaliser_sums if kind == "jensen_shannon" else formulas.kl_sums)
+        self.mixture_sums = head.compiled(partial(formulas.mixture_sums, mixture=mixture))
+        self.slopes = head.compiled(slopes.get(kind, partial(formulas.mixture_slopes, mixture=mixture)))
 
     def __call__(self, hidden: Tensor, weight: Tensor, rows: Tensor, teacher_weight: Tensor) -> Tensor:
         """Return the divergence [n] of hidden [n, hidden] from the teacher's rows [n, teacher's hidden]; the weights are
         [width, hidden] of either. Differentiable in `hidden` and `weight`, as `LogProbabilities`."""
         return _OverVocabulary.apply(hidden, weight, rows, teacher_weight, self)
 
-    def logs(self, inputs: Inputs, rows: slice, columns: slice, normalisers: Tensor) -> list[Tensor]:
-        """Make some rows and columns of the log-probabilities of both sides; `normalisers` are [2, n]."""
-        sides = zip((inputs[:2], inputs[2:]), normalisers[:, rows].unsqueeze(-1), strict=True)
-        return [
-            scaled(hidden[rows] @ weight[columns].t(), self.head.temperature).sub_(normaliser)
-            for (hidden, weight), normaliser in sides
-        ]
+    def logits(self, inputs: Inputs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Make some rows and columns of the logits of the policy and of the teacher."""
+        hidden, weight, teacher_hidden, teacher_weight = inputs
+        policy = scaled(hidden[rows] @ weight[columns].t(), self.head.temperature)
+        return policy, scaled(teacher_hidden[rows] @ teacher_weight[columns].t(), self.head.temperature)
+
+    def logs(self, inputs: Inputs, rows: slice, columns: slice, normalisers: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the log-probabilities; `normalisers` [2, n] are the log-sums of all exponentials."""
+        policy, teacher = self.logits(inputs, rows, columns)
+        local = normalisers[:, rows].unsqueeze(-1)
+        return policy.sub_(local[0]), teacher.sub_(local[1])
 
 
 class _OverVocabulary(torch.autograd.Function):
@@ -55,28 +63,43 @@ class _OverVocabulary(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, teacher_weight: Tensor, divergence: Divergence
     ) -> Tensor:
         inputs, head = (hidden, weight, rows, teacher_weight), divergence.head
-        normalisers = torch.stack([head.normaliser(hidden, weight), head.normaliser(rows, teacher_weight)])
-        sums = torch.zeros_like(normalisers)
+        order = -1 if divergence.kind == "forward_kl" else 1  # the teacher's KL from the policy
+        sums = scaled(hidden.new_zeros(3, 2, len(hidden)), 1.0)
+        sums[0] = _NO_LOGIT
         for some_rows, columns in head.blocks(len(hidden), weight, _PARTS):
-            parts = divergence.summands(*divergence.logs(inputs, some_rows, columns, normalisers))
-            sums[:, some_rows] += torch.stack([part.sum(-1) for part in parts])
-        value, total = head.reduce(sums)
+            so_far, more = sums[..., some_rows], divergence.sums(*divergence.logits(inputs, some_rows, columns)[::order])
+            highest = torch.maximum(so_far[0], more[0])
+            so_far[1:] = so_far[1:] * (so_far[0] - highest).exp() + more[1:] * (more[0] - highest).exp()
+            so_far[0] = highest
+        highest = head.reduce(sums[0].clone(), dist.ReduceOp.MAX)
+        totals, weighted = head.reduce(sums[1:] * (sums[0] - highest).exp())
+        normalisers = highest + totals.log()
+        if divergence.kind == "jensen_shannon":
+            parts = torch.zeros_like(totals)
+            for some_rows, columns in head.blocks(len(hidden), weight, _PARTS):
+                parts[:, some_rows] += divergence.mixture_sums(*divergence.logs(inputs, some_rows, columns, normalisers))
+            policy, teacher = head.reduce(parts)
+            value, slope_value = divergence.mixture * teacher + (1.0 - divergence.mixture) * policy, policy
+        else:  # the weighted sum is of the differences of logits, not of log-probabilities
+            value = slope_value = weighted[0] / totals[0] - normalisers[0] + normalisers[1]
+            normalisers = normalisers if order == 1 else normalisers.flip(0)
         # The weights are not saved as tensors: offloading saved tensors would return copies without main_grad.
         ctx.weight, ctx.teacher_weight, ctx.divergence = weight, teacher_weight, divergence
-        ctx.save_for_backward(hidden, rows, normalisers, total)
+        ctx.save_for_backward(hidden, rows, normalisers, slope_value)
         return value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden, rows, normalisers, total = ctx.saved_tensors
-        divergence, inputs = ctx.divergence, (hidden, ctx.weight, rows, ctx.teacher_weight)
-        slope = gradients[0] / divergence.head.temperature
+        hidden, rows, normalisers, value = ctx.saved_tensors
+        weight, divergence = ctx.weight, ctx.divergence
+        inputs, head = (hidden, weight, rows, ctx.teacher_weight), divergence.head
+        slope = gradients[0] / head.temperature
 
         def slopes_of(some_rows: slice, columns: slice) -> Tensor:
-            slopes = divergence.slopes(*divergence.logs(inputs, some_rows, columns, normalisers), total[some_rows])
+            slopes = divergence.slopes(*divergence.logs(inputs, some_rows, columns, normalisers), value[some_rows])
             return slopes.mul_(slope[some_rows].unsqueeze(-1)).to(hidden.dtype)
 
-        return *divergence.head.gradients(ctx, hidden, total.dtype, slopes_of, _PARTS), None, None, None
+        return *head.gradients(ctx, hidden, value.dtype, slopes_of, _PARTS), None, None, None
 
 
 # The teacher's likeliest tokens ------------------------------------------------------------------------------------------

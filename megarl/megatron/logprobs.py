@@ -52,13 +52,6 @@ class LogProbabilities:
         logprobs = logprobs.view(targets.shape)
         return {"logprobs": logprobs, "entropy": entropies} if entropy else {"logprobs": logprobs}
 
-    def normaliser(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the logarithm of the sum of the exponentials of all logits, [n]."""
-        no_targets = torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device)
-        highest, total, *_ = _over_blocks(hidden, weight, no_targets, self, entropy=False)
-        overall = self.reduce(highest.clone(), dist.ReduceOp.MAX)
-        return overall + self.reduce(total * (highest - overall).exp()).log()
-
     def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Join the values of the tensor ranks in place."""
         if self.group.size() > 1:

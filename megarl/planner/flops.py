@@ -88,12 +88,12 @@ def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
 
 
 def _divergence_flops(role: PlannedRole, tokens: int) -> float:
-    """Products of the actor's and a teacher's head in `megatron/divergence.py`: each block of logits is made forward, twice
-    over the vocabulary, and backward, and then multiplied for the gradients of rows and, unless it is frozen, weight."""
+    """Products of the actor's and a teacher's head in `megatron/divergence.py`: each block of logits is made forward, with
+    Jensen-Shannon twice, and backward, and then multiplied for the gradients of rows and, unless it is frozen, weight."""
     section = role.distillation
     if section is None:
         return 0.0
-    made = 3 if section.over == "vocabulary" else 2
+    made = 3 if section.over == "vocabulary" and section.divergence == "jensen_shannon" else 2
     gradients = 2 if role.trains_head else 1
     # As if all teachers judged as many tokens; 0 where their likeliest tokens travel.
     teacher = sum(role.teacher_widths) / max(1, len(role.teacher_widths))

@@ -100,7 +100,7 @@ def test_teachers_run_what_they_judge_and_the_update_their_divergence(small: Pat
         f"teachers={{math: {{path: {path}, weight: 3}}, code: {{path: {path}}}}}",
         "phases.teacher_logprob={micro_batch: {max_tokens: 128}}",
     ]
-    policy, teacher = 5, 3  # products of the policy's head and of the teacher's
+    kinds = {"forward_kl": (4, 2), "jensen_shannon": (5, 3)}  # products of the policy's head and of the teacher's
     sampled = forecast_of(small, [*teachers, "algorithm.distillation={place: advantage}"])
     job, before = sampled.job, by_phase(sampled)
     pairs = list(zip(job.lengths.totals, job.lengths.completions, strict=True))
@@ -109,7 +109,7 @@ def test_teachers_run_what_they_judge_and_the_update_their_divergence(small: Pat
     for name, share in shares.items():
         expected = share * sum(forward_flops(shape, *pair) for pair in pairs)
         assert before[f"teacher_logprob.{name}"].flops == pytest.approx(expected)
-    for kind in ("forward_kl", "jensen_shannon"):
+    for kind, (policy, teacher) in kinds.items():
         whole = f"algorithm.distillation={{divergence: {kind}, over: vocabulary, place: loss}}"
         after = by_phase(forecast_of(small, [*teachers, whole]))
         product = 2 * shape.vocab * tokens * shape.hidden
