@@ -293,8 +293,7 @@ class Trainer:
             for place in dict.fromkeys(role.place for role in self.parts.roles.values()):
                 of_place = [plan for phase, plan in plans.items() if self.parts.roles[role_of(phase)].place == place]
                 samples |= distribute_samples(rollouts.payload, of_place, place)
-        asked = [name for name in self.recipe.served if f"teacher_logprob.{name}" in phases and name in batch.teachers]
-        batch, judged = ask_engines(asked, batch, rollouts.payload, self.parts.engines, self._phase)
+        batch, judged = ask_engines(self.recipe.served, phases, batch, rollouts.payload, self.parts.engines, self._phase)
         return replace(batch, samples=samples), plans, metrics | judged
 
     def _plan(self, phase: str, batch: Batch, schedule: Schedule | None = None) -> Plan:

@@ -163,8 +163,9 @@ class Role:
                     model.requires_grad_(False)
             else:
                 self._make_trainable(training, settings)
-        # A teacher that gives rows reads its head in this way; see `teaching.py`.
+        # A teacher that gives rows reads its head in this way, and they have this width and type; see `teaching.py`.
         self.reads_head: Callable[[Tensor, Tensor, LogProbabilities], dict[str, Tensor]] | None = None
+        self.row_width, self.row_dtype = 0, self.config.params_dtype
         # An actor that compares itself with teachers' rows; returns the divergence at this context rank's own tokens.
         self.distillation: Callable[[Batch, PackedMicroBatch, Tensor, Tensor], Tensor] | None = None
         self.router_replay = RouterReplay(self.models, shape, place) if router_replay else None
@@ -289,7 +290,13 @@ class Role:
                 # Rows are many: the device does not keep them to the end of the phase.
                 return micro, {name: part.cpu() if name == "rows" else part for name, part in outputs.items()}
 
-            stored, executed = self._run(batch, mini_batch, finish, forward_only=True, replay=replay)
+            stored, executed = self._run(
+                batch,
+                mini_batch,
+                finish,
+                forward_only=True,
+                replay=replay,
+            )
         results: dict[str, dict[int, Tensor]] = {}
         samples = [sample for micro, _ in stored for sample in micro.samples]
         lengths = [length for micro, _ in stored for length in micro.own_lengths]

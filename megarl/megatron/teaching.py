@@ -2,14 +2,16 @@
 
 Over sampled tokens a teacher gives log-probabilities, which are replicated as all forward phases' results are. Rows are too
 large for that: the teacher's last hidden row of each token (`over: vocabulary`), or its likeliest tokens (`over: top_k`).
-They are broadcast sequence by sequence, and stay on the ranks of the actor's last stage that train on it, on the host.
+They go from the rank that has them to the ranks of the actor's last stage that train on the sequence, and wait on the host.
 A teacher that an engine serves (`teachers.NAME.engine`) has no role; rank 0 asks its engine and broadcasts the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +24,16 @@ from megarl.algorithm.divergence import over_likeliest
 from megarl.megatron.batch import Batch, PackedMicroBatch
 from megarl.megatron.divergence import Divergence, likeliest_tokens
 from megarl.megatron.logprobs import LogProbabilities, scaled
-from megarl.megatron.parallel import broadcast_from_first
+from megarl.megatron.parallel import Place, broadcast_from_first
 from megarl.megatron.role import Role
 from megarl.megatron.weights import load_shards
+from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, weight_boxes
 from megarl.models.weight_table import head
 from megarl.recipe.algorithm_section import DistillationSection
 from megarl.recipe.phases_section import role_of
+from megarl.recipe.role_sections import TeacherEngineSection
 from megarl.schedule import Plan, Schedule, violations
 from megarl.telemetry.clock import span
 
@@ -58,25 +62,12 @@ def take_judgement(
 ) -> Batch:
     """Return the batch with what the teacher of a `plan` gave for the samples that it judges: `results` everywhere, or
     `rows` to the ranks that run the actor's `update`. Collective."""
-    actor, teacher = roles["actor"].place, roles[role_of(plan.phase)]
+    teacher = roles[role_of(plan.phase)]
     judged = np.flatnonzero(batch.teachers == teacher.role.removeprefix(TEACHERS)).tolist()
-    compare = roles["actor"].distillation
-    if not isinstance(compare, FromTeachers):
+    if teacher.reads_head is None:
         return _with_logprobs(batch, {sample: results[sample] for sample in judged})
-    runs, trains = plan.data_ranks, update.data_ranks
-    is_last, moved = actor.pipeline_rank == actor.layout.pipeline - 1, dict(batch.teacher_rows)
-    with span("wait_ranks"):
-        for sample in judged:
-            source, size = teacher.place.source_of(*runs[sample]), int(batch.own_lengths[sample])
-            if actor.rank == source:
-                on_device = rows[sample].to(actor.device)
-            else:
-                width, dtype = compare.row_of(teacher)
-                on_device = torch.empty(size, width, dtype=dtype, device=actor.device)
-            dist.broadcast(on_device, source)
-            if is_last and actor.data_rank in trains[sample]:
-                moved[sample] = on_device.cpu()
-    return replace(batch, teacher_rows=moved)
+    moved = _move_rows(rows, judged, plan, update, teacher, batch)
+    return replace(batch, teacher_rows={**batch.teacher_rows, **moved})
 
 
 def _with_logprobs(batch: Batch, judged: Mapping[int, Tensor]) -> Batch:
@@ -86,61 +77,108 @@ def _with_logprobs(batch: Batch, judged: Mapping[int, Tensor]) -> Batch:
 
 
 def ask_engines(
-    names: Collection[str], batch: Batch, payload: Payload, pool: EnginePool | None, begin: Callable[[str], Any]
+    teachers: Mapping[str, TeacherEngineSection],
+    phases: Collection[str],
+    batch: Batch,
+    payload: Payload,
+    pool: EnginePool | None,
+    begin: Callable[[str], Any],
 ) -> tuple[Batch, dict[str, float]]:
-    """Return the batch with what the engines of the named teachers give for the samples that these judge, and metrics.
-    `begin` opens a phase; the `pool` is on rank 0 only. Collective."""
+    """Return the batch with what the engines of `teachers` give for the samples that these judge, and metrics. `phases` are
+    those of the step, and `begin` opens one; the `pool` is on rank 0 only. Collective."""
     metrics: dict[str, float] = {}
-    for name in names:
-        phase, judged = f"teacher_logprob.{name}", np.flatnonzero(batch.teachers == name).tolist()
+    for name, engine in teachers.items():
+        phase = f"teacher_logprob.{name}"
+        if phase not in phases or not (judged := np.flatnonzero(batch.teachers == name).tolist()):
+            continue
         with begin(phase), span("wait_engines"):
             scores = broadcast_from_first(None if pool is None else pool.judge(name, payload, judged))
         batch = _with_logprobs(batch, dict(zip(judged, map(torch.tensor, scores), strict=True)))
-        metrics |= {f"schedule/{phase}/sequences": len(judged), f"schedule/{phase}/tokens": int(batch.lengths[judged].sum())}
+        counts = {"sequences": len(judged), "tokens": batch.lengths[judged].sum(), "planned_max_tokens": engine.max_tokens}
+        metrics |= {f"schedule/{phase}/{key}": int(count) for key, count in counts.items()}
     return batch, metrics
+
+
+def _move_rows(
+    rows: Mapping[int, Tensor], judged: Sequence[int], plan: Plan, update: Plan, teacher: Role, batch: Batch
+) -> dict[int, Tensor]:
+    """Send the rows of the samples that a teacher judges to the ranks of the actor's last stage that train on them; returns
+    those that this rank trains on.
+
+    `rows` are on this rank where it is the source of a data-parallel rank of the teacher's. All ranks go through the samples
+    in the same order, so that none waits for one that waits for it. Collective.
+    """
+    place, layout, moved = teacher.place, update.layout, dict[int, Tensor]()
+    of_teacher, of_update = plan.data_ranks, update.data_ranks
+    last, parts = layout.pipeline - 1, list(product(range(layout.tensor), range(layout.context)))
+    with span("wait_ranks"):
+        for sample in judged:
+            source = place.source_of(*of_teacher[sample])
+            readers = {layout.rank(tensor, last, data, context) for data in of_update[sample] for tensor, context in parts}
+            if place.rank == source:
+                on_device = rows[sample].to(place.device)
+                for reader in sorted(readers - {source}):
+                    dist.send(on_device, reader)
+            elif place.rank in readers:
+                size = int(batch.own_lengths[sample]), teacher.row_width
+                on_device = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
+                dist.recv(on_device, source)
+            if place.rank in readers:
+                moved[sample] = rows[sample] if place.rank == source else on_device.cpu()
+    return moved
 
 
 # Both ends ----------------------------------------------------------------------------------------------------------------
 
 
-class FromTeachers:
-    """Lets teachers give rows, and computes the divergence of the actor's own tokens from the teachers that judge them, on
-    the actor's last stage. The heads of teachers stay on the device, cut as the actor's.
+def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path]) -> None:
+    """Let teachers give the rows that `algorithm.distillation` reads, and the actor compare itself with them.
 
-    `section` is of `over: top_k` or `vocabulary`, and `directories` are the teachers' models by role.
+    `directories` are the teachers' models by role.
     """
+    if section.over == "sampled":
+        return
+    actor = roles["actor"]
+    divergence = Divergence(section.divergence, section.mixture, actor.head)
+    compare = FromTeachers(divergence, section.top_k, actor.place)
+    for name, directory in directories.items():
+        teacher = roles[name]
+        if section.top_k is not None:
+            teacher.reads_head = partial(_give_likeliest, section.top_k)
+            teacher.row_width, teacher.row_dtype = 2 * section.top_k, torch.float32
+        else:
+            teacher.reads_head = _give_hidden
+            teacher.row_width = teacher.shape.hidden
+            compare.load_head(name.removeprefix(TEACHERS), teacher.shape, directory, teacher.row_dtype)
+    actor.distillation = compare
 
-    def __init__(self, section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path]) -> None:
-        self._divergence = Divergence(section.divergence, section.mixture, roles["actor"].head)
-        self._top_k, self._place = section.top_k, roles["actor"].place
+
+def _give_hidden(hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
+    return {"rows": hidden, "logprobs": hidden.float().square().mean(-1)}  # NaN where a row is broken
+
+
+def _give_likeliest(count: int, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
+    rows = likeliest_tokens(hidden, weight, head, count)
+    return {"rows": rows, "logprobs": rows[:, 0]}
+
+
+class FromTeachers:
+    """Computes the divergence of the actor's own tokens from the teachers that judge them, on the actor's last stage. The
+    heads of teachers stay on the device, cut as the actor's."""
+
+    def __init__(self, divergence: Divergence, top_k: int | None, place: Place) -> None:
+        self._divergence, self._top_k, self._place = divergence, top_k, place
         self._heads: dict[str, Tensor] = {}
-        for name, directory in directories.items():
-            roles[name].reads_head = self.give
-            if self._top_k is None:
-                self._load_head(roles[name], directory)
 
-    def give(self, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
-        """Return a teacher's rows from its last hidden rows, and one number of each that is NaN where the row is broken."""
-        if self._top_k is None:
-            return {"rows": hidden, "logprobs": hidden.float().square().mean(-1)}
-        rows = likeliest_tokens(hidden, weight, head, self._top_k)
-        return {"rows": rows, "logprobs": rows[:, 0]}
-
-    def row_of(self, teacher: Role) -> tuple[int, torch.dtype]:
-        """Return the width and the type of a teacher's row."""
-        dtype: torch.dtype = teacher.config.params_dtype
-        return (teacher.shape.hidden, dtype) if self._top_k is None else (2 * self._top_k, torch.float32)
-
-    def _load_head(self, teacher: Role, directory: Path) -> None:
+    def load_head(self, name: str, shape: ModelShape, directory: Path, dtype: torch.dtype) -> None:
         """Read this tensor rank's part of a teacher's head."""
-        place, layout, shape = self._place, self._place.layout, teacher.shape
+        place, layout = self._place, self._place.layout
         if place.pipeline_rank != layout.pipeline - 1:
             return
-        width = padded_vocab(shape, layout.tensor) // layout.tensor
-        weight = torch.empty(width, shape.hidden, dtype=teacher.config.params_dtype)
+        weight = torch.empty(padded_vocab(shape, layout.tensor) // layout.tensor, shape.hidden, dtype=dtype)
         boxes = weight_boxes(layout, place.rank, "", "", head(shape))
         load_shards(directory, shape, boxes, {head(shape).megatron.parameter: weight})
-        self._heads[teacher.role.removeprefix(TEACHERS)] = weight.to(place.device)
+        self._heads[name] = weight.to(place.device)
 
     def __call__(self, batch: Batch, micro: PackedMicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the divergence at this context rank's own tokens, from their hidden rows and the actor's head."""
@@ -148,16 +186,22 @@ class FromTeachers:
         heads = micro.heads.cpu().numpy()  # those of another context rank have no hidden row here
         result = scaled(hidden.new_zeros(len(hidden)), 1.0)
         for name in dict.fromkeys(teachers.tolist()):
-            rows = torch.cat([batch.teacher_rows[sample] for sample in micro.samples if batch.teachers[sample] == name])
+            rows = torch.cat([_rows(batch, sample) for sample in micro.samples if batch.teachers[sample] == name])
             judged = np.flatnonzero(teachers[heads] == name)
             rows = rows[np.searchsorted(np.flatnonzero(teachers == name), heads[judged])].to(hidden.device)
-            rows = rows.nan_to_num(0.0, 0.0, 0.0)  # of a masked sample
             at = torch.from_numpy(judged).to(hidden.device)
-            if self._top_k is None:
-                divergence = self._divergence(hidden[at], weight, rows, self._heads[name])
-            else:
-                logprobs, numbers = rows.split(self._top_k, -1)
-                chosen = self._divergence.head(hidden[at], weight, numbers.long(), entropy=False)["logprobs"]
-                divergence = over_likeliest(chosen, logprobs, self._divergence.kind, self._divergence.mixture)
-            result = result.index_add(0, at, divergence)
+            result = result.index_add(0, at, self._compare(name, hidden[at], weight, rows))
         return result
+
+    def _compare(self, name: str, hidden: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+        if self._top_k is None:
+            return self._divergence(hidden, weight, rows, self._heads[name])
+        logprobs, numbers = rows.split(self._top_k, -1)
+        chosen = self._divergence.head(hidden, weight, numbers.long(), entropy=False)["logprobs"]
+        return over_likeliest(chosen, logprobs, self._divergence.kind, self._divergence.mixture)
+
+
+def _rows(batch: Batch, sample: int) -> Tensor:
+    """A teacher's rows; zeros for a masked sample, whose rows may be NaN."""
+    rows = batch.teacher_rows[sample]
+    return torch.zeros_like(rows) if sample in batch.masked else rows

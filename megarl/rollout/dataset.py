@@ -42,6 +42,7 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
     metrics: dict[str, float] = {
         "tokens/prompt": int(batch.prompt_lengths.sum()),
         "tokens/completion": int(batch.completion_lengths.sum()),
+        "tokens/trained": int(batch.own_lengths.sum()),
         **{f"data/length_p{q:02d}": float(np.percentile(batch.lengths, q)) for q in QUANTILES},
     }
     return replace(batch, metrics=metrics)

@@ -297,14 +297,18 @@ class EnginePool:
 
     def judge(self, teacher: str, payload: Payload, samples: Sequence[int]) -> list[np.ndarray]:
         """Return the log-probabilities of the own tokens of a batch's samples from the engine of a teacher. A dead or silent
-        engine is restarted. Raises RolloutError for an engine that died too often."""
+        engine is restarted. Raises RolloutError for an engine that died too often, and for NaN."""
         engine, phase = self.teachers[teacher], f"teacher_logprob.{teacher}"
         while True:
             try:
                 scores: list[np.ndarray] = engine.get(engine.call("judge", payload, samples), phase)
-                return scores
+                break
             except (EngineDied, EngineSilent) as error:
                 self.restart(engine, phase, error)
+        for sample, logprobs in zip(samples, scores, strict=True):
+            if not np.isfinite(logprobs).all():
+                raise RolloutError(f"phase {phase}: a log-probability of sample {sample} is not finite in {engine.name}")
+        return scores
 
     @property
     def _all_engines(self) -> list[EngineHandle]:
