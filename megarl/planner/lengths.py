@@ -20,6 +20,7 @@ from megarl.planner.memory_estimate import BatchLimits
 
 # The quantiles of a step's lengths in `metrics.jsonl`, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
+_WHOLE = "data/length_p{:02d}"
 DISTRIBUTIONS = ("uniform", "log-normal", "long-tail")
 # Median and spread as shares of the longest length; completions of reasoning models look like the second and third.
 _LOG_NORMAL_MEDIAN, _LOG_NORMAL_SIGMA = 1 / 6, 0.7
@@ -84,12 +85,17 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
             raise LengthsError(f"{where}: the run's {key} is {value:.0f} on average, above {limit_key} = {limit}")
         return value
 
-    whole = limits.max_prompt <= 1  # a recipe that trains on data
-    key, limit, limit_key = "rollout/completion_length_p{:02d}", limits.max_completion, "rollout.max_new_tokens"
+    whole = any(_WHOLE.format(0) in step for step in steps)
+    if whole != (limits.max_prompt <= 1):
+        lacks, needed = ("prompts and completions", "rl") if whole else ("whole sequences", "sft, dpo or reward_model")
+        raise LengthsError(f"{where}: its steps have no lengths of {lacks}; give a run of run.kind: {needed}")
     if whole:
-        key, limit, limit_key = "data/length_p{:02d}", limits.longest, "data.max_tokens"
-    means = [mean(key.format(percent), limit, limit_key) - whole for percent in QUANTILES]
-    prompt = 1 if whole else max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
+        means = [mean(_WHOLE.format(percent), limits.longest, "data.max_tokens") - 1 for percent in QUANTILES]
+        prompt = 1
+    else:
+        keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]
+        means = [mean(key, limits.max_completion, "rollout.max_new_tokens") for key in keys]
+        prompt = max(1, round(mean("rollout/prompt_length_mean", limits.max_prompt, "data.max_prompt_tokens")))
     import numpy as np  # `megarl check` without lengths of a run starts without it
 
     generator, completions = random.Random(f"{seed}/completions"), []

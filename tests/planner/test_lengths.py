@@ -77,10 +77,10 @@ def test_a_run_on_data_gives_whole_lengths_to_recipes_of_its_kind(tmp_path: Path
     assert min(found.totals) >= 10 and max(found.totals) <= 280
     for percent, value in zip(QUANTILES[1:-1], values[1:-1], strict=True):
         assert abs(sum(one <= value for one in found.totals) / 8000 - percent / 100) < 0.02, percent
-    with pytest.raises(ValueError, match="no step in metrics.jsonl has rollout/completion_length_p00"):
+    with pytest.raises(ValueError, match="no lengths of prompts and completions; give a run of run.kind: rl"):
         find_lengths(run, LIMITS, 1, read_metrics)
     of_rollouts = write_run(tmp_path / "rollouts", {key.replace("data/", "rollout/completion_"): 9.0 for key in lengths})
-    with pytest.raises(ValueError, match="no step in metrics.jsonl has data/length_p00"):
+    with pytest.raises(ValueError, match="no lengths of whole sequences; give a run of run.kind: sft, dpo or reward_model"):
         find_lengths(of_rollouts, BatchLimits(8, 1, 1, 299), 1, read_metrics)
     with pytest.raises(ValueError, match=r"data/length_p99 is 230.*data.max_tokens = 200"):
         find_lengths(run, BatchLimits(8, 1, 1, 199), 1, read_metrics)
