@@ -202,15 +202,9 @@ def assert_the_same(model: Path, rollout: RolloutLayout) -> None:
 
 
 FAMILIES = [
-    ("llama", True),
-    ("llama", False),
-    ("qwen2", False),
-    ("qwen3", True),
-    ("qwen3_moe", False),
-    ("mixtral", False),
-    ("deepseek_v3", False),
-    ("gemma3", True),
-]
+    ("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False),
+    ("deepseek_v3", False), ("gemma3", True),
+]  # fmt: skip
 
 
 def nightly(*values: Any) -> Any:
