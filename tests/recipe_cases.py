@@ -91,9 +91,9 @@ def refusals_of(content: str | Callable[[], dict], overrides: Sequence[str] = ()
     """As `refusals`, of what stands in the recipe's file."""
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(Path(), content), list(overrides))
-    found = {one.key: f"{one.rule} {one.nearest}" for one in caught.value.violations}
-    assert len(found) == len(caught.value.violations), "a key is refused twice"
-    return found
+    refused = {violation.key: f"{violation.rule} {violation.nearest}" for violation in caught.value.violations}
+    assert len(refused) == len(caught.value.violations), "a key is refused twice"
+    return refused
 
 
 def write(folder: Path, content: str | Callable[[], dict]) -> Path:

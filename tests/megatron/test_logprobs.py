@@ -155,9 +155,6 @@ SIZES = (512, 40 * 512, 32)  # rows and whole blocks of 512 columns, which are 1
 
 def _peaks(precision: torch.dtype) -> dict[str, int]:
     """Peak of live bytes of forward and backward: this head with its smallest bound, and log_softmax over all logits."""
-    from megarl.megatron.logprobs import LogProbabilities
-    from megarl.models.layout import Layout
-    from tests.engine_cases import start
     from tests.memory_cases import peak_of
 
     rows, vocab, width = SIZES

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tomllib
 from importlib.metadata import entry_points
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,7 @@ def test_ci_and_gpu_use_the_same_newest_megatron_core() -> None:
 
 
 def test_installed_megarl_is_this_checkout_at_its_own_version() -> None:
-    from importlib.metadata import version
-
-    assert version("megarl") == megarl.__version__
+    assert installed_version("megarl") == megarl.__version__
     assert Path(megarl.__file__).parent == ROOT / "megarl"
     (plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "megarl"]
     assert plugin.value == "megarl.rollout.plugin:register"

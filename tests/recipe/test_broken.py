@@ -337,9 +337,9 @@ def test_the_unbroken_recipe_is_legal(folder: Path) -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_every_fault_is_named_at_once(name: str, folder: Path) -> None:
     content, expected = BROKEN[name]
-    found = refusals_of(content)
-    assert found.keys() == expected.keys()
-    assert {key: found[key] for key, text in expected.items() if text not in found[key]} == {}
+    refused = refusals_of(content)
+    assert refused.keys() == expected.keys()
+    assert {key: refused[key] for key, text in expected.items() if text not in refused[key]} == {}
 
 
 @pytest.mark.parametrize("name", ["typos in keys", "critic without PPO", "not YAML"])

@@ -93,8 +93,8 @@ def test_the_segments_of_an_agent_have_room_for_their_tokens(folder: Path) -> No
       ("phases.reward_model", {"micro_batch": {"sequences": 2}})], "evaluation", ["judge texts"]),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named_with_its_numbers(folder: Path, edits: Any, key: str, texts: list[str]) -> None:
-    found = refusals(*CAPS, *edits)
-    assert all(text in found[key] for text in texts), found
+    refused = refusals(*CAPS, *edits)
+    assert all(text in refused[key] for text in texts), refused
 
 
 def test_a_class_may_keep_the_prompt_of_the_data(folder: Path) -> None:

@@ -66,9 +66,9 @@ BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_every_fault_is_named_with_a_way_out(name: str, folder: Path) -> None:
     edits, expected = BROKEN[name]
-    found = refusals(*edits)
-    assert expected.keys() <= found.keys()
-    assert [found[key] for key, text in expected.items() if text not in found[key]] == []
+    refused = refusals(*edits)
+    assert expected.keys() <= refused.keys()
+    assert [refused[key] for key, text in expected.items() if text not in refused[key]] == []
 
 
 def test_a_start_refuses_what_needs_transformer_engine(folder: Path) -> None:

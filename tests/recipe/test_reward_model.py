@@ -58,10 +58,10 @@ def test_the_memory_section_of_the_actor_saves_nothing_of_a_reward_model(folder)
 @pytest.mark.parametrize(
     "edits,key,text",
     [
-        ((PART), "reward_model", "required: reward.1 is of kind: model"),
+        ((PART,), "reward_model", "required: reward.1 is of kind: model"),
         ((MODEL, PHASE), "reward_model", "no part of reward reads it"),
         ((MODEL, PART), "phases.reward_model", "required: it runs with a reward_model"),
-        ((PHASE), "phases.reward_model", "never runs: it runs with a reward_model"),
+        ((PHASE,), "phases.reward_model", "never runs: it runs with a reward_model"),
         ((MODEL, PHASE, ("reward", [{"kind": "model"}, {"kind": "model"}])), "reward.1.kind", "there is one reward model"),
         ((MODEL, PHASE, ("reward", [{"kind": "model", "weight": 0.0}])), "reward.0.weight", "for nothing"),
         ((MODEL, PHASE, PART, ("reward_model.path", "nowhere")), "reward_model.path", "not found"),

@@ -79,11 +79,11 @@ BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 def test_a_layout_that_cannot_run_is_named_with_a_way_out(name: str, folder: Path) -> None:
     model, rollout, expected = BROKEN[name]
     keys = [("model.path", model), *((f"rollout.{key}", value) for key, value in rollout.items())]
-    found = refusals(*keys, ("phases.rollout.max_concurrent", 64))
-    found = {key: text for key, text in found.items() if "rollout" in key}
-    assert found.keys() == expected.keys()
+    refused = refusals(*keys, ("phases.rollout.max_concurrent", 64))
+    refused = {key: text for key, text in refused.items() if "rollout" in key}
+    assert refused.keys() == expected.keys()
     for key, text in expected.items():
-        assert text in found[key], found[key]
+        assert text in refused[key], refused[key]
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
@@ -247,8 +247,8 @@ def test_sampling_ahead_is_refused_where_it_cannot_work(name: str, folder: Path)
     if key is None:
         load_recipe(write(folder, edited()), overrides)
         return
-    found = refusals(overrides=overrides)
-    assert [*found] == [key] and all(part in found[key] for part in parts), found
+    refused = refusals(overrides=overrides)
+    assert [*refused] == [key] and all(part in refused[key] for part in parts), refused
 
 
 @pytest.mark.parametrize(("overrides", "window"), [([], 8), (AHEAD, 16), ([*AHEAD, "rollout.window=11"], 11)])

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from megarl.recipe import load_recipe, recipe_yaml
 from tests.ranks import run_ranks
 from tests.runs import megarl, replayed_recipe, tiny_recipe, train_on_ranks
 
@@ -37,7 +38,6 @@ def test_a_checkpoint_of_another_shape_is_named_before_a_rank_starts(folder):
 def said_before_engines_start(recipe):
     """What a rank warns of until it would start engines."""
     from megarl import build as run
-    from megarl.recipe import load_recipe
     from megarl.telemetry.run_directory import Resume
 
     class BeginsEngines(Exception):
@@ -68,8 +68,6 @@ def test_a_run_never_writes_over_another_and_resumes_only_what_it_was(folder):
     (run / "checkpoints" / "step-000001").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     assert "holds a run already" in _train(folder, "taken").stderr
-    from megarl.recipe import load_recipe, recipe_yaml
-
     old = load_recipe(tiny_recipe(folder, "taken", False, 1, 1, 1, 1, run__seed=7))
     (run / "recipe.yaml").write_text(recipe_yaml(old))
     refused = _train(folder, "taken", "--resume")

@@ -14,6 +14,9 @@ import torch
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.non_finite import FiniteGuard, NotFinite
+from megarl.megatron.objective import PolicyObjective
+from megarl.megatron.role import Role
+from megarl.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import _train, metrics_of, replayed_recipe
 
@@ -24,10 +27,6 @@ GROUP_SIZE = 4
 def train_with_faults(recipe: str) -> None:
     """The reference gives one of sample 5's log-probabilities as no number in the first step, and the first mini-batch of
     the second step has an infinite loss."""
-    from megarl.megatron.objective import PolicyObjective
-    from megarl.megatron.role import Role
-    from megarl.trainer import Trainer
-
     forward, step, objective, running = Role.forward, Trainer.step, PolicyObjective.__call__, [0]
     updates = 0
 
@@ -71,8 +70,6 @@ def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> 
 
 def train_with_a_broken_weight(recipe: str, before: str) -> str:
     """A weight of the last rank is no number before the second step, or before its checkpoint. What each rank says."""
-    from megarl.trainer import Trainer
-
     function = getattr(Trainer, before)
 
     def broken(pipeline: Any, number: int) -> Any:
@@ -111,7 +108,7 @@ def batch_of(count: int) -> Batch:
         prompt_lengths=np.full(count, 3), completion_lengths=np.full(count, 3), groups=np.arange(count),
         rewards=np.ones(count, np.float32), valid=np.ones(count, bool),
         samples={number: sample(number) for number in range(count)},
-        fields={"logprobs": [torch.full((3), -1.0) for _ in range(count)]},
+        fields={"logprobs": [torch.full((3,), -1.0) for _ in range(count)]},
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, _train, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -32,7 +32,6 @@ SLOW_VERSION, SLOW_S = 2, 3.0
 def train_with_a_slow_receiver(recipe, note):
     """`note` is a file, in which the engine writes from when to when it slept."""
     from megarl.rollout import handle
-    from tests.runs import _train
 
     class Slow(handle.RolloutEngine):
         async def receive(self, manifest_values):

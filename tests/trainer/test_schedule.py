@@ -8,8 +8,16 @@ from unittest import mock
 
 import pytest
 
-from megarl.recipe import ENGINE_PHASES
-from megarl.schedule import PlanMismatch
+from megarl.algorithm.control import logger
+from megarl.build import train
+from megarl.megatron import role as engine
+from megarl.megatron.role import Role
+from megarl.recipe import ENGINE_PHASES, load_recipe
+from megarl.reward.workers import RewardWorkers
+from megarl.rollout import replay
+from megarl.schedule import MicroBatch, PlanMismatch
+from megarl.telemetry.run_directory import Resume
+from megarl.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import fake_rollouts, metrics_of, replayed_recipe, tiny_recipe, tiny_run, train_on_ranks
 
@@ -20,12 +28,8 @@ PROVEN = ("micro_batches", "tokens", "slots", "max_tokens")
 
 def refusal(recipe, *changes):
     """What this rank says of a run that it ends."""
-    from megarl.build import train as run
-    from megarl.recipe import load_recipe
-    from megarl.telemetry.run_directory import Resume
-
     with pytest.raises((PlanMismatch, ValueError)) as failure:
-        run(load_recipe(recipe, changes), Resume.NEVER)
+        train(load_recipe(recipe, changes), Resume.NEVER)
     return str(failure.value)
 
 
@@ -49,9 +53,6 @@ def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder)
 
 def train_short_of_a_sequence(recipe):
     """A rank whose engine leaves out the last of four sequences; only reference_logprob has four in a micro-batch."""
-    from megarl.megatron import role as engine
-    from megarl.schedule import MicroBatch
-
     whole = engine.pack
 
     def short(batch, micro_batch, *rest, **options):
@@ -88,8 +89,6 @@ def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wa
 
 def train_with_a_value_that_is_no_number(recipe):
     """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
-    from megarl.megatron.role import Role
-
     forward = Role.forward
 
     def broken(engine, batch, mini_batch, adapted=True):
@@ -115,8 +114,6 @@ def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
 
 def train_with_a_pass_of_its_own(recipe):
     """The second rank leaves the reference out, in one step: it took another branch."""
-    from megarl.trainer import Trainer
-
     forward, accept = Trainer._forward, Trainer._accept
 
     def is_left_out(trainer, plan):
@@ -140,9 +137,6 @@ def test_ranks_that_part_inside_of_a_step_are_told_both_phases_before_the_next_b
 
 def train_with_other_sizes(recipe, where):
     """The rollout engines, or the reward workers, are given another size than the recipe's."""
-    from megarl.reward.workers import RewardWorkers
-    from megarl.rollout import replay
-
     read, start = replay.read_rollout, RewardWorkers.__init__
 
     def executing(**sizes):
@@ -186,12 +180,6 @@ def train_drifting(recipe):
 
     Returns what it warned of.
     """
-    from megarl.algorithm.control import logger
-    from megarl.build import train as run
-    from megarl.recipe import load_recipe
-    from megarl.telemetry.run_directory import Resume
-    from megarl.trainer import Trainer
-
     forward = Trainer._forward
 
     def drifting(trainer, plan, batch, name):
@@ -200,7 +188,7 @@ def train_drifting(recipe):
         return replace(ran, results=[one - shift for one, shift in zip(ran.results, shifts, strict=True)])
 
     with mock.patch.object(Trainer, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
-        run(load_recipe(recipe), Resume.NEVER)
+        train(load_recipe(recipe), Resume.NEVER)
     return [call.args[0] for call in warned.call_args_list]
 
 

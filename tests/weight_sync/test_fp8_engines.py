@@ -15,18 +15,19 @@ import pytest
 import torch
 
 from megarl.models import FAMILIES, ModelShape
+from megarl.models.layout import Layout, RolloutLayout
 from megarl.models.quantised_blocks import block_bytes, quantised_tensors
-from megarl.weight_sync.codec import quantise_blocks
-from tests.rollout_cases import checkpoint
+from megarl.rollout.engine_settings import QUANTIZATIONS
+from megarl.weight_sync.codec import Blocks, quantise_blocks
+from megarl.weight_sync.manifest import SyncSettings
+from megarl.weight_sync.publish import WeightSync
+from tests.rollout_cases import checkpoint, megatron_shards
 from tests.rollout_cases import save_model as save_small_model
 from tests.sync_cases import dequantise_blocks
 
 
 def reference_kernel() -> type:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-
-    from megarl.weight_sync.codec import Blocks
-    from tests.sync_cases import dequantise_blocks
 
     class ReferenceKernel(Fp8BlockScaledMMLinearKernel):
         """Products with the dequantised weights."""
@@ -50,13 +51,7 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
 
-    from megarl.models import ModelShape
-    from megarl.models.layout import Layout, RolloutLayout
-    from megarl.rollout.engine_settings import QUANTIZATIONS
-    from megarl.weight_sync.manifest import SyncSettings
-    from megarl.weight_sync.publish import WeightSync
     from tests.in_process_engine import Receiving, close_engines, open_receiver
-    from tests.rollout_cases import megatron_shards
 
     with mock.patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, {PlatformEnum.CPU: [reference_kernel()]}):
         engine = open_receiver(old, dtype="bfloat16", quantization=QUANTIZATIONS["fp8"])
@@ -100,9 +95,7 @@ def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:
     from vllm.platforms import PlatformEnum
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from megarl.rollout.engine_settings import QUANTIZATIONS
     from tests.in_process_engine import close_engines
-    from tests.rollout_cases import checkpoint
 
     config = EngineArgs(
         model=str(model), dtype="bfloat16", quantization=QUANTIZATIONS["fp8"], skip_tokenizer_init=True, enforce_eager=True,
