@@ -49,7 +49,8 @@ def edited(*edits: tuple[str, Any]) -> Callable[[], dict]:
 def set_keys(data: Any, edits: Iterable[tuple[str, Any]]) -> Any:
     """Set dotted keys of a recipe's content, and remove those whose value is `...`."""
     for key, value in edits:
-        *above, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+        parts: list[Any] = [int(part) if part.isdigit() else part for part in key.split(".")]
+        *above, last = parts
         here = data
         for part in above:
             here = here[part] if isinstance(here, list) else here.setdefault(part, {})

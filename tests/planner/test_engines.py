@@ -18,7 +18,6 @@ from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
 from megarl.recipe.role_sections import MemorySection
 from megarl.recipe.sizes import memory_roles
-from tests.models.test_table import shape_of
 from tests.planner_cases import QWEN_7B, forecast_of, planned_role, write_qwen
 
 SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"
@@ -107,7 +106,15 @@ def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:
     assert (replayed.job.engine_bytes, replayed.safe_utilization) == (0, None)
 
 
-EXPERTS = shape_of("deepseek_v3", num_hidden_layers=5, n_group=1, topk_group=1, n_shared_experts=2)
+EXPERTS = ModelShape.from_config(
+    {
+        "model_type": "deepseek_v3", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    }
+)  # fmt: skip
 
 
 def engine_memory(

@@ -12,7 +12,7 @@ from megarl.recipe import Recipe, load_recipe
 from tests.recipe_cases import edited, refusals, write
 
 CAPS = (("phases.actor_logprob.micro_batch.max_tokens", 128), ("phases.actor_update.micro_batch.max_tokens", 128))
-NO_REWARD = ("reward", [])
+NO_REWARD: tuple[str, Any] = ("reward", [])
 TURNS = "environment.max_turns 3 x rollout.max_new_tokens 32 + 2 x environment.max_observation_tokens 10"
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ PART = ("reward", [{"kind": "last_number"}, {"kind": "model", "weight": 0.5}])
 MODEL = ("reward_model", {"path": "judge", "layout": {"tensor": 2}})
 NO_CRITIC = (("algorithm.gae", ...), ("algorithm.value_loss", ...), ("critic", ...), ("phases.critic_value", ...),
              ("phases.critic_update", ...))  # fmt: skip
-SAMPLING = ("algorithm.dynamic_sampling", {})
+SAMPLING: tuple[str, Any] = ("algorithm.dynamic_sampling", {})
 RLOO, REMAX = ("algorithm.advantage", "rloo"), ("algorithm.advantage", "remax")
 
 

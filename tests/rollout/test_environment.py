@@ -111,9 +111,9 @@ def test_the_guessing_game_says_higher_or_lower_and_pays_by_turns() -> None:
 class Worker:
     """A worker for an environment, with a loop."""
 
-    def __init__(self, path: Sequence[str] = sys.path, **changes: Any) -> None:
+    def __init__(self, path: Sequence[str] | None = None, **changes: Any) -> None:
         given = {"target": "tests.environments:Faulty", "max_turns": 3, "max_observation_tokens": 8, "timeout_s": 20.0}
-        self.worker = EnvironmentWorker(EnvironmentSection.model_validate(given | changes), path)
+        self.worker = EnvironmentWorker(EnvironmentSection.model_validate(given | changes), path or sys.path)
         self.runner = asyncio.Runner()
 
     def ask(self, name: str, question: Reset | Step) -> Reply:
