@@ -149,7 +149,7 @@ BAD_COMMANDS = {
     "head -c 200000 /dev/zero > $MEGARL_REWARD": ("error", "is the file $MEGARL_REWARD"),
     "mkdir $MEGARL_REWARD; echo x": ("error", "is the last line"),
     "mkfifo $MEGARL_REWARD; echo x": ("error", "is the last line"), "kill -9 $$": ("crash", "died with signal 9"),
-    "head -c 400000000 /dev/zero > large && echo 1": ("error", "File too large"),
+    "head -c 400000000 /dev/zero > large && echo 1": ("error", "exited with status 153"),  # SIGXFSZ
     "b() { test $1 = 0 || { b $(($1 - 1)) & b $(($1 - 1)) & }; sleep 99; }; b 5": ("processes", "max_processes = 12"),
     "for i in $(seq 20); do sleep 99 & done; wait": ("processes", "environment.max_processes = 12"),
 }  # fmt: skip
