@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -27,34 +26,17 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
             raise KeyError("board")
         case "exits":
             sys.exit(0)
-        case "ends itself":
-            os._exit(3)
-        case "kills itself":
-            os.kill(os.getpid(), signal.SIGKILL)
         case "kills its parent":
             os.kill(os.getppid(), signal.SIGKILL)
             await asyncio.sleep(99)
         case "stops its parent":
             os.kill(os.getppid(), signal.SIGSTOP)
-        case "forks and forks":
-            for _ in range(6):
-                os.fork()
-            time.sleep(99)
-        case "starts many programs":
-            started = [subprocess.Popen(["sleep", "99"], start_new_session=True) for _ in range(20)]
-            await asyncio.sleep(99)
-            return len(started)
         case "starts many threads":  # which are no processes
             await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.01) for _ in range(100)))
         case "fills memory":
             held = bytearray(600 << 20)
             held[::4096] = bytes(len(held[::4096]))
             await asyncio.sleep(99)
-        case "fills the memory of a program":
-            subprocess.run([sys.executable, "-c", "import time; held = b'x' * (600 << 20); time.sleep(99)"], check=False)
-        case "writes a large file":
-            with open("large", "wb") as file:
-                file.truncate(600 << 20)
         case "writes to every descriptor":
             for number in range(1, 256):
                 with suppress(OSError):
@@ -63,13 +45,6 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
             os.closerange(0, 2)
             os.closerange(3, 256)
             os._exit(5)
-        case "prints without an end":
-            print("x" * (1 << 20), flush=True)
-            print("é" * (1 << 20), file=sys.stderr, flush=True)
-        case "leaves a program":
-            subprocess.Popen(["sleep", "99"], start_new_session=True)
-        case "leaves one that prints":
-            subprocess.Popen(["yes"], start_new_session=True)
         case "removes its folder":
             Path.cwd().rmdir()
         case "hangs in C":
@@ -98,8 +73,6 @@ async def run(row: Mapping[str, Any], client: Any, reward: float = 1.0) -> Any:
                 raise refusal(os.environ["OPENAI_BASE_URL"])
             except openai.RateLimitError:
                 raise ConnectionRefusedError("no judge")  # noqa: B904
-        case "gives a text":
-            return "well done"
         case "gives rewards by turn":
             return Result([0.5, 0.0, 0.25], {"guesses": 3})
         case "writes its reward itself":

@@ -54,12 +54,9 @@ def random_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> B
     count = len(lengths)
     return Batch(
         prompt_lengths=np.array([prompt for prompt, _ in lengths]),
-        completion_lengths=np.array([completion for _, completion in lengths]),
-        groups=np.arange(count),
-        rewards=np.zeros(count, np.float32),
-        valid=np.ones(count, bool),
-        samples=samples,
-    )
+        completion_lengths=np.array([completion for _, completion in lengths]), groups=np.arange(count),
+        rewards=np.zeros(count, np.float32), valid=np.ones(count, bool), samples=samples,
+    )  # fmt: skip
 
 
 def in_groups(batch: Batch, size: int) -> Batch:
@@ -134,10 +131,15 @@ def _full_logits(directory: str, place: Place, lengths: list[tuple[int, int]], f
         return {}
 
     actor._outputs = keep  # type: ignore[assignment, method-assign]
-    schedule = Schedule("actor_logprob", sequences=len(lengths) // place.layout.micro_batch_step)
-    plan = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0)
-    actor.forward(batch, plan.mini_batches[0])
+    actor.forward(batch, planned(batch, place.layout, sequences=len(lengths) // place.layout.micro_batch_step))
     return found
+
+
+def planned(batch: Batch, layout: Layout, **schedule: Any) -> MiniBatch:
+    """The batch as a single mini-batch, cut as the schedule says."""
+    whole = Schedule("phase", mini_batch=len(batch.lengths), **schedule)
+    (mini_batch,) = plan_phase(whole, batch.lengths.tolist(), layout, 0).mini_batches
+    return mini_batch
 
 
 def objective_of(role: str, num_tokens: int) -> Objective:
@@ -201,8 +203,7 @@ def train_roles(
     for _ in range(steps):
         for role, trained in roles.items():
             place = trained.place
-            schedule = Schedule(f"{role}_update", max_tokens=max_tokens, mini_batch=12)
-            (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
+            mini_batch = planned(batch, place.layout, max_tokens=max_tokens)
             results, executed = trained.forward(batch, mini_batch)
             compare(mini_batch, place.data_rank, executed)
             objective = keeping_entropy(objective_of(role, num_tokens), results)
@@ -255,7 +256,6 @@ def train_with_checkpoints(
     places = start_places(layouts.values())
     roles = {role: engine(directory, places[layout], role, lr=lr) for role, layout in layouts.items()}
     batch = small_batch(roles["actor"].shape.vocab, 8)
-    schedule = Schedule("update", max_tokens=40, mini_batch=8)
     done, metrics = 0, []
     if resume:
         latest = latest_checkpoint(Path(folder))
@@ -263,8 +263,7 @@ def train_with_checkpoints(
         done = load_checkpoint(latest, roles)["updates"]
     for number in range(done, updates):
         for role, trained in roles.items():
-            (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), trained.place.layout, 0).mini_batches
-            update = trained.update(batch, mini_batch, objective_of(role, 100))
+            update = trained.update(batch, planned(batch, trained.place.layout, max_tokens=40), objective_of(role, 100))
             metrics.append((number, role, total_loss(update, trained.place), update.grad_norm, update.learning_rate))
         if save_at == number + 1:
             save_checkpoint(folder, number + 1, roles, {"updates": number + 1})

@@ -18,8 +18,8 @@ from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import FreezeSection, LoraSection, MemorySection, OptimizerSection
-from megarl.schedule import MiniBatch, Schedule, plan_phase
-from tests.engine_cases import objective_of, small_batch, start_places, total_loss
+from megarl.schedule import MiniBatch
+from tests.engine_cases import objective_of, planned, small_batch, start_places, total_loss
 
 # Buckets so small that the tiny models have several.
 BUCKET_WEIGHTS = 4000
@@ -56,14 +56,11 @@ class Line:
 def build(directory: str, place: Any, feature: Feature, role: str = "actor") -> Role:
     optimizer = OptimizerSection(lr=1e-2, warmup_steps=2, decay="linear", **feature.optimizer)
     return Role(
-        role,
-        ModelShape.from_directory(directory),
-        directory,
-        place,
+        role, ModelShape.from_directory(directory), directory, place,
         RoleSettings(feature.precision, 1.0, initial_loss_scale=feature.initial_loss_scale),
         Training(optimizer, steps=10, lora=feature.lora, frozen=FreezeSection(**feature.freeze)),
         memory=MemorySection(**feature.memory),
-    )
+    )  # fmt: skip
 
 
 def train_with(
@@ -117,16 +114,8 @@ def _train(directory: str, place: Any, feature: Feature, updates: int, role: str
         with trained.present():
             weights = digest(trained.shards().values())
         outputs = results.get("values" if role == "critic" else "logprobs", {})
-        lines.append(
-            Line(
-                total_loss(update, place),
-                update.grad_norm,
-                update.learning_rate,
-                update.skipped,
-                digest(outputs[sample] for sample in sorted(outputs)),
-                weights,
-            )
-        )
+        state = digest(outputs[sample] for sample in sorted(outputs)), weights
+        lines.append(Line(total_loss(update, place), update.grad_norm, update.learning_rate, update.skipped, *state))
     return lines
 
 
@@ -144,9 +133,7 @@ def _update(
 
 
 def cut(batch: Any, layout: Layout) -> MiniBatch:
-    schedule = Schedule("update", max_tokens=40, mini_batch=12)
-    (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), layout, 0).mini_batches
-    return mini_batch
+    return planned(batch, layout, max_tokens=40)
 
 
 def digest(tensors: Any) -> bytes:

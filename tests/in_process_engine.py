@@ -64,12 +64,9 @@ def open_receiver(model: Path, **more: Any) -> LLM:
     from megarl.rollout.plugin import BACKEND
 
     return open_engine(
-        model,
-        distributed_executor_backend="uni",
-        weight_transfer_config={"backend": BACKEND},
-        worker_extension_cls="megarl.rollout.worker_extension.WorkerExtension",
-        **more,
-    )
+        model, distributed_executor_backend="uni", weight_transfer_config={"backend": BACKEND},
+        worker_extension_cls="megarl.rollout.worker_extension.WorkerExtension", **more,
+    )  # fmt: skip
 
 
 def close_engines() -> None:

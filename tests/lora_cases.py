@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from megarl.megatron.checkpoint import load_checkpoint, save_checkpoint
+from megarl.megatron.lora import MODULES, Adapter
 from megarl.megatron.role import Role, share_results
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import LoraSection
-from megarl.schedule import Schedule, compare, plan_phase
+from megarl.schedule import compare
 from megarl.telemetry.run_directory import latest_checkpoint
-from tests.engine_cases import engine, objective_of, small_batch, start, total_loss
+from tests.engine_cases import engine, objective_of, planned, small_batch, start, total_loss
 
 LORA = LoraSection(rank=3, alpha=6.0)
 # Parts of the fused layers, by the names of Hugging Face.
@@ -36,6 +38,18 @@ class Trained:
     base_gradients: int  # weights of the base model that ask for a gradient or have one
 
 
+def adapters_of(weights: Mapping[str, torch.Tensor], lora: LoraSection, std: float, seed: int) -> dict[str, Adapter]:
+    """Random adapters of the linear layers among a rank's weights."""
+    targets = {f"{path}.weight": target for target, (path, _) in MODULES.items()}
+    adapters, generator = {}, torch.Generator().manual_seed(seed)
+    for name, weight in weights.items():
+        if (target := targets.get(name.partition(".layers.")[2].partition(".")[2])) is not None:
+            adapters[name] = Adapter(weight, target, lora, False, None)
+            for factor in (adapters[name].a, adapters[name].b):
+                nn.init.normal_(factor, std=std, generator=generator)
+    return adapters
+
+
 def train_lora(
     directory: str,
     layout: Layout,
@@ -51,9 +65,7 @@ def train_lora(
     place = start(layout)
     actor = engine(directory, place, lr=lr, lora=lora)
     batch = small_batch(actor.shape.vocab)
-    (mini_batch,) = plan_phase(
-        Schedule("actor_update", max_tokens=max_tokens, mini_batch=12), batch.lengths.tolist(), layout, 0
-    ).mini_batches
+    mini_batch = planned(batch, layout, max_tokens=max_tokens)
 
     def logprobs(adapted: bool = True) -> np.ndarray:
         results, executed = actor.forward(batch, mini_batch, adapted)

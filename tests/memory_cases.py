@@ -107,19 +107,12 @@ class Case:
         shape, bonus = ModelShape.from_config(self.config), self.entropy_coefficient > 0
         return {
             name: PlannedRole(
-                name,
-                shape,
-                layout,
-                self.precision,
-                name in TRAINED,
-                entropy_bonus=bonus and name == "actor",
-                lora=self.lora,
-                on_cpu=True,
-                memory=self.savings.get(name, MemorySection()),
+                name, shape, layout, self.precision, name in TRAINED, entropy_bonus=bonus and name == "actor",
+                lora=self.lora, on_cpu=True, memory=self.savings.get(name, MemorySection()),
                 freeze=self.frozen if name == self.running else FreezeSection(),
             )
             for name, layout in self.layouts.items()
-        }
+        }  # fmt: skip
 
     def plan(self) -> Plan:
         schedule = Schedule(

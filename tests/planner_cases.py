@@ -24,18 +24,16 @@ GRPO_QWEN: dict[str, Any] = {
     "run": {"name": "qwen", "steps": 3},
     "algorithm": {"advantage": "grpo", "group_size": 8, "kl": {"place": "loss", "coefficient": 0.01, "estimator": "k3"}},
     "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 1024}, "max_prompt_tokens": 1024},
-    "reward": [{"kind": "last_number"}],
-    "trainer": {"ranks": 8, "precision": "bf16"},
+    "reward": [{"kind": "last_number"}], "trainer": {"ranks": 8, "precision": "bf16"},
     "actor": {"layout": {"tensor": 4, "pipeline": 1}, "optimizer": {"lr": 1e-6}},
     "rollout": {"max_new_tokens": 4096, "engines": 2, "tensor": 4, "kv_cache_bytes": 2**33},
     "phases": {
-        "rollout": {"prompts": 16},
-        "actor_logprob": {"micro_batch": {"max_tokens": 8192}},
+        "rollout": {"prompts": 16}, "actor_logprob": {"micro_batch": {"max_tokens": 8192}},
         "reference_logprob": {"micro_batch": {"max_tokens": 8192}},
         "actor_update": {"mini_batch": 64, "micro_batch": {"max_tokens": 8192}},
     },
     "device": {"memory_gib": 80, "tflops": 400},
-}
+}  # fmt: skip
 
 
 def planned_role(

@@ -9,13 +9,10 @@ import yaml
 from megarl.telemetry.metrics_file import MetricsWriter
 
 RECIPE = {
-    "run": {"name": "made", "steps": 20, "trace": "spans"},
-    "model": {"path": "models/tiny"},
-    "algorithm": {"advantage": "grpo", "group_size": 8},
-    "trainer": {"ranks": 2, "precision": "fp32"},
-    "rollout": {"engines": 1},
-    "phases": {"rollout": {"prompts": 8}},
-}
+    "run": {"name": "made", "steps": 20, "trace": "spans"}, "model": {"path": "models/tiny"},
+    "algorithm": {"advantage": "grpo", "group_size": 8}, "trainer": {"ranks": 2, "precision": "fp32"},
+    "rollout": {"engines": 1}, "phases": {"rollout": {"prompts": 8}},
+}  # fmt: skip
 PHASES = {"rollout": 2.0, "reward": 0.5, "actor_update": 6.0, "weight_sync": 1.0}
 HOSTILE = "<script>document.body.innerHTML = 'gone'</script><img src=x onerror=\"document.title='gone'\">"
 

@@ -22,6 +22,7 @@ from megarl.weight_sync.buckets import Round
 from megarl.weight_sync.group import Written
 from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.publish import WeightSync
+from tests.recipe_cases import set_keys
 
 if TYPE_CHECKING:
     from megarl.rollout.groups import RolloutBatch
@@ -213,24 +214,21 @@ def corrupt_weights(publisher: HasSync, shards: Mapping[str, torch.Tensor], piec
     publish.local_checksums = put_right  # type: ignore[assignment]
 
 
-def recipe(model: Path, **rollout: Any) -> Recipe:
-    """Four prompts in groups of four, up to 24 new tokens."""
-    return Recipe.model_validate(
-        {
-            "run": {"name": "pool", "steps": 1},
-            "model": {"path": str(model)},
-            "algorithm": {"advantage": "grpo", "group_size": 4},
-            "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}, "max_prompt_tokens": 16},
-            "reward": [{"kind": "last_number"}],
-            "trainer": {"ranks": 1, "precision": "fp32"},
-            "actor": {"optimizer": {"lr": 1e-3}},
-            "rollout": {"max_new_tokens": 24, "kv_cache_bytes": 32 << 20, "timeout_s": 300.0} | rollout,
-            "phases": {
-                "rollout": {"prompts": 4, "max_concurrent": 7},
-                "actor_update": {"mini_batch": 16, "micro_batch": {"sequences": 4}},
-            },
-        }
-    )
+def recipe(model: Path, *edits: tuple[str, Any], **rollout: Any) -> Recipe:
+    """Four prompts in groups of four, up to 24 new tokens; with dotted keys and keys of `rollout` set."""
+    data: dict[str, Any] = {
+        "run": {"name": "pool", "steps": 1}, "model": {"path": str(model)},
+        "algorithm": {"advantage": "grpo", "group_size": 4},
+        "data": {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8}, "max_prompt_tokens": 16},
+        "reward": [{"kind": "last_number"}], "trainer": {"ranks": 1, "precision": "fp32"},
+        "actor": {"optimizer": {"lr": 1e-3}},
+        "rollout": {"max_new_tokens": 24, "kv_cache_bytes": 32 << 20, "timeout_s": 300.0} | rollout,
+        "phases": {
+            "rollout": {"prompts": 4, "max_concurrent": 7},
+            "actor_update": {"mini_batch": 16, "micro_batch": {"sequences": 4}},
+        },
+    }  # fmt: skip
+    return Recipe.model_validate(set_keys(data, edits))
 
 
 def prompts(count: int = 4, start: int = 0) -> list[Prompt]:
@@ -289,6 +287,13 @@ def same(first: dict[int, Sample], second: dict[int, Sample]) -> bool:
     )
 
 
+def completion_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """Logits [completion tokens, vocabulary] of a transformers model for a sample's completion."""
+    tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
+    logits: torch.Tensor = model(tokens[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
+    return logits
+
+
 def huggingface_logprobs(path: Path, samples: dict[int, Sample], temperature: float) -> dict[int, np.ndarray]:
     """float32 log-probability of each completion token by transformers, under the sampling distribution."""
     from transformers import AutoModelForCausalLM
@@ -297,8 +302,7 @@ def huggingface_logprobs(path: Path, samples: dict[int, Sample], temperature: fl
     answers = {}
     with torch.no_grad():
         for s, sample in samples.items():
-            ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
-            logprobs = torch.log_softmax(model(ids[None]).logits[0] / temperature, dim=-1)
-            start = len(sample.prompt_ids)
-            answers[s] = logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy()
+            logprobs = torch.log_softmax(completion_logits(model, sample) / temperature, dim=-1)
+            targets = torch.from_numpy(sample.completion.token_ids).long()
+            answers[s] = logprobs.gather(1, targets[:, None])[:, 0].numpy()
     return answers

@@ -14,8 +14,8 @@ from megarl.megatron.role import Role, share_results
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import MemorySection
-from megarl.schedule import Schedule, compare, plan_phase
-from tests.engine_cases import UpdateMetrics, engine, keeping_entropy, objective_of, small_batch, start, total_loss
+from megarl.schedule import compare
+from tests.engine_cases import UpdateMetrics, engine, keeping_entropy, objective_of, planned, small_batch, start, total_loss
 
 # One choice a sample: [tokens - 1, layers with experts, experts a token], or None where none was recorded.
 Routing = dict[int, np.ndarray | None]
@@ -44,8 +44,7 @@ def with_routing(batch: Batch, routing: Routing) -> Batch:
 def measure(trained: Role, batch: Batch, max_tokens: int, updates: int) -> list[UpdateMetrics]:
     """A forward phase and an update, `updates` times."""
     place = trained.place
-    schedule = Schedule("actor_update", max_tokens=max_tokens, mini_batch=len(batch.lengths))
-    (mini_batch,) = plan_phase(schedule, batch.lengths.tolist(), place.layout, 0).mini_batches
+    mini_batch = planned(batch, place.layout, max_tokens=max_tokens)
     metrics = []
     for _ in range(updates):
         results, executed = trained.forward(batch, mini_batch)
@@ -91,8 +90,7 @@ def own_choice(actor: Role, batch: Batch) -> Routing:
         if isinstance(module, TopKRouter):
             recorders.append(Recorder())
             module.router_replay = recorders[-1]
-    plan = plan_phase(Schedule("actor_logprob", max_tokens=400), batch.lengths.tolist(), actor.place.layout, 0)
-    (mini_batch,) = plan.mini_batches
+    mini_batch = planned(batch, actor.place.layout, max_tokens=400)
     ((micro,),) = mini_batch.micro_batches
     actor.forward(batch, mini_batch)
     bounds = pack(batch, micro, actor.place.device, actor.place.layout).bounds.tolist()

@@ -72,6 +72,11 @@ def tiny_recipe(
     return file
 
 
+def replayed_recipe(folder: Path, *arguments: Any, **changes: Any) -> Path:
+    """As `tiny_recipe`, of a run that replays the rollouts of `folder`."""
+    return tiny_recipe(folder, *arguments, **{"rollout__replay": str(folder / "rollouts")} | changes)
+
+
 def fake_rollouts(
     folder: Path,
     steps: int,
@@ -110,15 +115,12 @@ def fake_rollouts(
                 completion = Completion(tokens, logprobs, "stop", np.zeros(length, np.int64))
                 samples.append(Sample(prompt.index, prompt.token_ids, completion))
         batch = RolloutBatch(
-            payload=InMemory(samples),
-            groups=np.array([sample.group for sample in samples]),
+            payload=InMemory(samples), groups=np.array([sample.group for sample in samples]),
             prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
             completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
-            finish_reasons=["stop"] * len(samples),
-            first_version=np.zeros(len(samples), int),
-            last_version=np.zeros(len(samples), int),
-            executed=RolloutExecuted(num_prompts, group_size, 64),
-        )
+            finish_reasons=["stop"] * len(samples), first_version=np.zeros(len(samples), int),
+            last_version=np.zeros(len(samples), int), executed=RolloutExecuted(num_prompts, group_size, 64),
+        )  # fmt: skip
         dump_rollout(into or folder / "rollouts", step, batch)
     return into or folder / "rollouts"
 

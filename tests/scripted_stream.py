@@ -384,9 +384,7 @@ def scripted_environments(answer: Callable[[Any], Any], timeout_s: float) -> Any
 
     workers = EnvironmentWorkers.__new__(EnvironmentWorkers)
     workers._timeout_s, workers._places = timeout_s, [asyncio.Semaphore(environment_workers.AT_A_TIME)]
-    workers._actors = [
-        SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None)),
-    ]
+    workers._actors = [SimpleNamespace(ask=SimpleNamespace(remote=ask), end=SimpleNamespace(remote=lambda episodes: None))]
     return SimpleNamespace(
         section=SimpleNamespace(kind="class", target="module:Game", max_turns=2, max_observation_tokens=8, on_error="mask"),
         recipe=SimpleNamespace(max_completion_tokens=24, rollout=SimpleNamespace(max_new_tokens=4)),

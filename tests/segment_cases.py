@@ -51,17 +51,11 @@ def cut_batch(batch: Batch, spans: Sequence[Sequence[Span]]) -> Batch:
         name: list(torch.cat([*rows]).split(own)) for name, rows in batch.fields.items()
     }
     return replace(
-        batch,
-        prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
-        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
-        own_lengths=np.array(own),
-        groups=batch.groups[rollouts],
-        rewards=batch.rewards[rollouts],
-        valid=batch.valid[rollouts],
+        batch, prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
+        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]), own_lengths=np.array(own),
+        groups=batch.groups[rollouts], rewards=batch.rewards[rollouts], valid=batch.valid[rollouts],
         truncated=None if batch.truncated is None else batch.truncated[rollouts],
-        baselines=None if batch.baselines is None else batch.baselines[rollouts],
-        samples=dict(enumerate(samples)),
-        fields=fields,
-        rollouts=rollouts,
+        baselines=None if batch.baselines is None else batch.baselines[rollouts], samples=dict(enumerate(samples)),
+        fields=fields, rollouts=rollouts,
         prefixes=np.array([numbers.setdefault(sample.prompt_ids.tobytes(), len(numbers)) for sample in samples]),
-    )
+    )  # fmt: skip

@@ -177,15 +177,14 @@ def outputs(directory: str, spec: str) -> dict[str, Any]:
     from megarl.megatron import checkpoint, model
     from megarl.megatron.role import share_results
     from megarl.models.layout import Layout
-    from megarl.schedule import Schedule, plan_phase
-    from tests.engine_cases import engine, objective_of, small_batch, start_parallel
+    from tests.engine_cases import engine, objective_of, planned, small_batch, start_parallel
 
     model.spec_name = lambda precision: spec  # type: ignore[assignment]
     (place,) = start_parallel([Layout()], seed=1, timeout_s=120.0, local_rank=0).values()
     unfused = {"moe_permute_fusion": False, "moe_router_fusion": False}  # the stand-in has none of the experts' kernels
     actor = engine(directory, place, lr=1e-2, megatron=unfused)
     batch = small_batch(actor.shape.vocab)
-    (mini_batch,) = plan_phase(Schedule("u", max_tokens=40, mini_batch=12), batch.lengths.tolist(), Layout(), 0).mini_batches
+    mini_batch = planned(batch, Layout(), max_tokens=40)
     results, _ = actor.forward(batch, mini_batch)
     logprobs = torch.cat(share_results(results["logprobs"], mini_batch, batch, place)).tolist()
     updates = [actor.update(batch, mini_batch, objective_of("actor", 100)) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""The advantages of a step, by every name of the recipe, against formulas written out in plain Python."""
+"""The advantages of a step, by every name of the recipe, against formulas written out in plain Python; and the slopes of
+pairs, which give the gradient of the pairs' mean loss."""
 
 import math
 import statistics
@@ -7,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import logsigmoid
 
 from megarl.algorithm import advantage
 from megarl.algorithm.estimate import (
@@ -16,7 +20,9 @@ from megarl.algorithm.estimate import (
     estimate,
     explained_variance,
     overlong_penalties,
+    pair_slopes,
 )
+from megarl.algorithm.loss import loss_weights
 from megarl.recipe import RecipeError
 from megarl.recipe.algorithm_section import AlgorithmSection, DpoSection, GaeSection, GroupSection
 
@@ -109,18 +115,16 @@ def implicit_rewards() -> list[float]:
 
 
 EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
-    "grpo": ({}, lambda: spread(lambda one: relative(one, deviation=True))),
-    "dr_grpo": ({}, lambda: spread(relative)),
+    "grpo": ({}, lambda: spread(lambda one: relative(one, deviation=True))), "dr_grpo": ({}, lambda: spread(relative)),
     "rloo": ({}, lambda: spread(lambda one: relative(one, leave_one_out=True))),
     "reinforce_plus_plus": ({}, lambda: whitened(rewards_to_go())),
     "reinforce_plus_plus_baseline": ({}, lambda: whitened(spread(relative))),
     "remax": ({}, lambda: [[one - BASELINES[at] for one in each] for at, each in enumerate(rewards_to_go())]),
     "gae": ({"gae": GaeSection(discount=0.9, smoothing=0.8, whiten=False)}, lambda: generalized(0.9, 0.8)),
-    "none": ({}, lambda: spread(lambda _: 0.0)),
-    "supervised": ({}, lambda: spread(lambda _: 1.0)),
+    "none": ({}, lambda: spread(lambda _: 0.0)), "supervised": ({}, lambda: spread(lambda _: 1.0)),
     "dpo": ({"dpo": DpoSection(beta=0.3)}, lambda: spread(lambda one: slopes(implicit_rewards(), 0.3)[one])),
     "bradley_terry": ({}, lambda: [[slope] for slope in slopes(REWARDS, 1.0)]),
-}
+}  # fmt: skip
 
 
 def test_every_advantage_has_its_formula() -> None:
@@ -202,3 +206,44 @@ def test_the_overlong_penalty_grows_over_the_buffer() -> None:
     found = overlong_penalties(torch.tensor([1, 60, 80, 90, 100]), longest=100, buffer=20, penalty=0.5)
     assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.5])
     assert overlong_penalties(torch.tensor([100]), 100, 0, 1.0).tolist() == [0.0]
+
+
+def step_of(valid, logprobs, reference=()):
+    """Of sequences with these log-probabilities of their tokens, in pairs."""
+    count, lengths = len(valid), torch.tensor([len(tokens) for tokens in logprobs])
+    results = {"logprobs": logprobs, "reference_logprobs": reference}
+    rewards, groups = torch.zeros(count), torch.arange(count) // 2
+    return StepRewards(rewards, valid, groups, ~valid, [1] * count, lengths, results, None, 2, "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30), st.booleans(), st.booleans()), min_size=1, max_size=6),
+       st.floats(0.01, 3), st.floats(0, 0.4))  # fmt: skip
+def test_the_update_has_the_gradient_of_the_mean_loss(pairs, beta, smoothing):
+    values = torch.tensor([value for pair in pairs for value in pair[:2]], dtype=torch.float64, requires_grad=True)
+    valid = torch.tensor([flag for pair in pairs for flag in pair[2:]])
+    margin = beta * (values[0::2] - values[1::2])
+    whole = valid[0::2] & valid[1::2]
+    losses = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+    step = step_of(valid, list(values.detach().split(1)))
+    spread, _, counted, metrics = pair_slopes(step, beta * values.detach(), beta, smoothing)
+    slopes = torch.cat(spread)
+    assert torch.equal(counted, whole.repeat_interleave(2))
+    if not whole.any():
+        assert not metrics and not slopes.any()
+        return
+    losses[whole].mean().backward()
+    assert values.grad is not None
+    # As the objective reduces it: the policy gradient under `sequence_sum`.
+    weights = loss_weights(torch.ones(len(valid)), counted, "sequence_sum").double()
+    assert torch.allclose(-weights * slopes, values.grad, rtol=1e-6, atol=1e-12)
+    assert metrics["preference/loss"] == pytest.approx(float(losses[whole].mean().detach()), rel=1e-12)
+    assert metrics["preference/accuracy"] == pytest.approx(float((margin[whole] > 0).double().mean()))
+
+
+def test_an_implicit_reward_sums_the_tokens_of_its_sequence():
+    logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    reference = [torch.tensor([-2.0, -2.5]), torch.tensor([-1.0])]
+    algorithm = AlgorithmSection(advantage="dpo", group_size=2, dpo=DpoSection(beta=0.5))
+    metrics = estimate(step_of(torch.ones(2, dtype=torch.bool), logprobs, reference), 0.0, algorithm).metrics
+    assert (metrics["preference/chosen"], metrics["preference/rejected"]) == (0.75, -1.0)

@@ -84,15 +84,15 @@ def score(rewards: list[float]) -> Callable[[Prompt, int, Any], TextScore]:
 
 
 def sampling_recipe(max_rounds: int | None, mask: bool = False) -> Recipe:
-    values = pool_recipe(Path("model")).model_dump()
-    values["algorithm"] |= {"group_size": SIZE}
-    if max_rounds is not None:
-        values["algorithm"]["dynamic_sampling"] = {"max_rounds": max_rounds}
-    values["algorithm"]["overlong"] = {"mask": mask, "buffer": 1}
-    values["reward"] = [{"kind": "function", "target": "tests.rewards:digits", "weight": 0.5}]
-    values["phases"] |= {"rollout": {"prompts": WANTED}, "reward": {"sequences": 5}}
-    values["phases"]["actor_update"] = {"mini_batch": WANTED * SIZE, "micro_batch": {"sequences": 1}}
-    return Recipe.model_validate(values)
+    return pool_recipe(
+        Path("model"),
+        ("algorithm.group_size", SIZE),
+        ("algorithm.dynamic_sampling", None if max_rounds is None else {"max_rounds": max_rounds}),
+        ("algorithm.overlong", {"mask": mask, "buffer": 1}),
+        ("reward", [{"kind": "function", "target": "tests.rewards:digits", "weight": 0.5}]),
+        ("phases.rollout", {"prompts": WANTED}), ("phases.reward", {"sequences": 5}),
+        ("phases.actor_update", {"mini_batch": WANTED * SIZE, "micro_batch": {"sequences": 1}}),
+    )  # fmt: skip
 
 
 def sample(
@@ -140,14 +140,9 @@ def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> N
     assert {s: one.completion.token_ids.tolist() for s, one in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
     assert [group.group for group in rollouts.payload.groups] == [1, 3, 4], "nobody asks for other tokens"  # type: ignore[attr-defined]
     assert taken.metrics == {
-        "rollout/rounds": 2,
-        "rollout/extra_prompts": 3,
-        "rollout/uninformative_groups": 2,
-        "rollout/surplus_groups": 1,
-        "rollout/filler_groups": 0,
-        "rollout/discarded_tokens": 9,
-        "reward/sampled_mean": pytest.approx(6.5 / 11),
-    }
+        "rollout/rounds": 2, "rollout/extra_prompts": 3, "rollout/uninformative_groups": 2, "rollout/surplus_groups": 1,
+        "rollout/filler_groups": 0, "rollout/discarded_tokens": 9, "reward/sampled_mean": pytest.approx(6.5 / 11),
+    }  # fmt: skip
 
 
 def test_behind_the_last_round_others_fill_up_and_keep_their_masks() -> None:

@@ -1,4 +1,7 @@
-"""Every policy loss against its paper's formula written out sequence by sequence, and its gradient against differences."""
+"""Every loss against its formula written out sequence by sequence, and its gradient against differences; importance weights,
+KL estimators and aggregates against theirs."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -6,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
+from hypothesis import given
+from hypothesis import strategies as some
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from megarl.algorithm import PolicyTokens, policy_loss
-from megarl.algorithm.policy import Loss, cispo, gspo, load_policy_loss, policy_gradient
+from megarl.algorithm.control import adapted
+from megarl.algorithm.loss import kl, loss_weights, value_loss
+from megarl.algorithm.policy import Loss, cispo, gspo, load_policy_loss, mismatch_weights, policy_gradient
 from megarl.recipe import RecipeError
-from megarl.recipe.algorithm_section import PolicyLossSection
+from megarl.recipe.algorithm_section import MismatchSection, PolicyLossSection
 from megarl.recipe.load import kinds, sections_of
 
 # Empty, of one token, and longer; ratios near 1, and beyond every bound.
@@ -187,3 +195,160 @@ def test_a_loss_without_one_value_a_token_is_refused() -> None:
     loss = loss_of("function", {"target": f"{__name__}:summed"})
     with pytest.raises(ValueError, match=r"gave losses \(\) .* for \(11,\) tokens"):
         loss(tokens())
+
+
+BOUNDS: dict[str, list[dict[str, float]]] = {
+    "truncate": [{"cap": 1.0}, {"cap": 2.0}],
+    "mask": [{"cap": 1.5}, {"cap": 1.2, "floor": 0.5}, {"cap": 2.0, "floor": 0.95}],
+    "clip": [{"cap": 1.5}, {"cap": 1.2, "floor": 0.5}, {"cap": 2.0, "floor": 0.95}],
+}
+LEVELS = ("token", "sequence", "geometric")
+SETTINGS = [
+    MismatchSection(level=level, correction=name, **bounds)  # type: ignore[arg-type]
+    for level in LEVELS for name, each in BOUNDS.items() for bounds in each
+]  # fmt: skip
+
+
+def by_hand(logs: list[float], lengths: tuple[int, ...], section: MismatchSection) -> tuple[list[float], list[bool]]:
+    """The corrected weight of each token, and whether the correction changed it, in plain Python."""
+    corrected, changed = [], []
+    start = 0
+    for length in lengths:
+        part = logs[start : start + length]
+        start += length
+        if section.level == "sequence":
+            part = [math.fsum(part)] * length
+        if section.level == "geometric":
+            part = [math.fsum(part) / max(length, 1)] * length
+        for log in part:
+            weight = math.exp(min(max(log, -20.0), 20.0))
+            outside = weight > section.cap or weight < section.floor
+            changed.append(outside)
+            if section.correction == "mask":
+                corrected.append(0.0 if outside else weight)
+            else:
+                corrected.append(max(min(weight, section.cap), section.floor))
+    return corrected, changed
+
+
+def fp64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("section", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "logs", [[math.log(ratio) for ratio in RATIOS], [25.0, -30.0, 1e-3, 0.2, -25.0, 9.0, -9.5, 0.0, 0.3, -0.4, 0.7]]
+)
+def test_weights_are_those_of_the_formula(section: MismatchSection, logs: list[float]) -> None:
+    behavior = torch.linspace(-3.0, -0.2, len(logs), dtype=torch.float64)
+    proximal = (behavior + fp64(logs)).requires_grad_()
+    corrected, raw = mismatch_weights(proximal, behavior, LENGTHS, section)
+    weights, changed = by_hand((proximal - behavior).tolist(), LENGTHS, section)
+    torch.testing.assert_close(corrected, fp64(weights), rtol=1e-12, atol=1e-12)
+    assert (corrected != raw).tolist() == changed
+    assert not corrected.requires_grad and not raw.requires_grad
+
+
+@given(
+    logprobs=some.lists(some.floats(-50, 0), min_size=1, max_size=8),
+    level=some.sampled_from(LEVELS),
+    correction=some.sampled_from(list(BOUNDS)),
+    cap=some.floats(1, 100),
+    floor=some.floats(0, 1, exclude_max=True),
+)
+def test_where_the_trainer_is_the_policy_that_sampled_every_weight_is_one(
+    logprobs: list[float], level: Any, correction: Any, cap: float, floor: float
+) -> None:
+    """Whatever the legal settings are, so that a correction does not change on-policy training."""
+    section = MismatchSection(correction=correction, level=level, cap=cap, floor=0.0 if correction == "truncate" else floor)
+    corrected, raw = mismatch_weights(fp64(logprobs), fp64(logprobs), (len(logprobs),), section)
+    assert corrected.tolist() == raw.tolist() == [1.0] * len(logprobs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"correction": "truncate", "floor": 0.5}, "truncate has no lower bound"),
+        ({"correction": "clip", "floor": 1.0}, "less than 1"),
+        ({"correction": "clip", "floor": -0.1}, "greater than or equal to 0"),
+        ({"correction": "mask", "cap": 0.9}, "greater than or equal to 1"),
+    ],
+)
+def test_bounds_that_would_change_a_weight_of_one_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        MismatchSection(**settings)
+
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
+LONGEST = 9
+
+
+def test_value_loss_by_hand():
+    values = torch.tensor([2.0, 2.0, 1.1, 5e3, -5e3], dtype=torch.float64)
+    old = torch.ones(5, dtype=torch.float64)
+    returns = torch.tensor([3.0, 0.0, 1.0, 1.0, -5e3], dtype=torch.float64)
+    loss, clipped = value_loss(values, old, returns, clip=0.5)
+    # held values 1.5, 1.5, 1.1, 1.5, 0.5: errors (1 | 2.25), (4 | 2.25), (0.01 | 0.01), (4999^2 | 0.25), (0 | 5000.5^2)
+    assert loss.tolist() == pytest.approx([1.125, 2.0, 0.005, 4999.0**2 / 2, 5000.5**2 / 2], rel=1e-9)
+    assert clipped.tolist() == [True, False, False, False, True]
+
+
+def test_kl_estimators_by_hand():
+    # Equal, near and far: reference less policy is 0, -1, 1, -15, 15, -30, 30; k3 takes 20 for the last.
+    logprobs = torch.tensor([-0.5, 0.0, -1.0, -0.1, -15.1, -0.1, -30.1], dtype=torch.float64)
+    reference = torch.tensor([-0.5, -1.0, 0.0, -15.1, -0.1, -30.1, -0.1], dtype=torch.float64)
+    found = {estimator: kl(logprobs, reference, estimator).tolist() for estimator in ("k1", "k2", "k3", "absolute")}
+    assert found["k1"] == pytest.approx([0.0, 1.0, -1.0, 15.0, -15.0, 30.0, -30.0], abs=1e-9)
+    assert found["k2"] == pytest.approx([0.0, 0.5, 0.5, 112.5, 112.5, 450.0, 450.0], abs=1e-9)
+    far = [math.exp(-15) + 14, math.exp(15) - 16, math.exp(-30) + 29, math.exp(20) - 21]
+    assert found["k3"] == pytest.approx([0.0, math.exp(-1), math.e - 2, *far], rel=1e-9)
+    assert found["absolute"] == pytest.approx([0.0, 1.0, 1.0, 15.0, 15.0, 30.0, 30.0], abs=1e-9)
+    with pytest.raises(ValueError, match="algorithm.kl.estimator is 'k4'"):
+        kl(logprobs, reference, "k4")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "absolute"])
+def test_the_gradient_of_a_kl_term_is_the_difference_quotient(estimator: str) -> None:
+    """Of near and far tokens; the kink of `absolute` is left out."""
+    reference = torch.tensor([-1.0, -2.0, -0.5, -9.0, -30.0], dtype=torch.float64)
+    start = torch.tensor([-1.2, -1.0, -0.6, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda at: kl(at, reference, estimator), (start,), eps=1e-7, atol=1e-6)
+
+
+def test_the_gradient_of_the_value_loss_is_the_difference_quotient() -> None:
+    """Within the clip, beyond it on either side, and where the clipped value is the worse one."""
+    old, returns = torch.zeros(6, dtype=torch.float64), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.1, 0.4], dtype=torch.float64)
+    start = torch.tensor([0.1, 0.9, 0.7, -0.6, 0.3, -0.1], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda at: value_loss(at, old, returns, 0.2)[0], (start,), eps=1e-7, atol=1e-6)
+    clipped = value_loss(start, old, returns, 0.2)[1]
+    assert clipped.any() and not clipped.all()
+
+
+def test_the_kl_coefficient_follows_the_error_within_a_fifth():
+    assert adapted(0.1, measured=0.011, target=0.01, rate=0.5) == pytest.approx(0.1 * 1.05)
+    assert adapted(0.1, measured=5.0, target=0.01, rate=0.1) == pytest.approx(0.102)
+    assert adapted(0.1, measured=-1.0, target=0.01, rate=0.1) == pytest.approx(0.098)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=16), st.sampled_from(AGGREGATIONS))
+def test_an_aggregate_is_the_mean_that_its_name_says(sequences, aggregation):
+    """Of valid sequences that have a token; 0 without any."""
+    with pytest.raises(ValueError, match="algorithm.aggregation is 'mean'"):
+        loss_weights(torch.tensor([1]), torch.tensor([True]), "mean")
+    lengths, valid = map(list, zip(*sequences, strict=True))
+    generator = torch.Generator().manual_seed(sum(lengths))
+    losses = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+    weights = loss_weights(torch.tensor(lengths), torch.tensor(valid), aggregation, LONGEST).tolist()
+    found = sum(weight * float(one.sum()) for weight, one in zip(weights, losses, strict=True))
+    kept = [one for one, ok in zip(losses, valid, strict=True) if ok and len(one)]
+    if not kept:
+        assert found == 0.0
+        return
+    sums = torch.stack([one.sum() for one in kept])
+    expected = {
+        "token_mean": torch.cat(kept).mean(),
+        "sequence_mean": torch.stack([one.mean() for one in kept]).mean(),
+        "sequence_sum": sums.mean(),
+        "fixed_length": (sums / LONGEST).mean(),
+    }[aggregation]
+    assert found == pytest.approx(float(expected), rel=1e-6, abs=1e-6)

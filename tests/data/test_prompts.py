@@ -1,6 +1,11 @@
-"""Prompts from files and generators: accepted rows, refused rows, rendering, and the order of a stream."""
+"""Prompts from files and generators: accepted rows, refused rows, rendering, the order of a stream, and the records of a
+step. Mixtures keep their shares, curricula keep their bounds, and both resume bit for bit from a saved state."""
 
 import json
+import pickle
+import subprocess
+import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -8,14 +13,17 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.prompts import PromptStream
+from megarl.data.prompts import Curriculum, PromptStream
+from megarl.data.sample import Completion, Sample
 from megarl.data.sources import BadRows, load_rows
 from megarl.data.tokenizer import Observations, load_tokenizer, prompt_tokenizer, render_questions, stop_token_ids
 from megarl.recipe import load_recipe
-from megarl.recipe.data_section import DataSection, FilePromptsSection, ReasoningGymPromptsSection
+from megarl.recipe.data_section import CurriculumSection, DataSection, FilePromptsSection, ReasoningGymPromptsSection
 from megarl.telemetry.run_directory import RunDirectory
 
 CHAT = (
@@ -159,11 +167,11 @@ def test_a_refusal_of_a_chat_template_names_the_recipe_keys(tmp_path, sums):
     chat = section(jsonl(sums), chat_template=True)
     assert PromptStream(chat, 0, tokenizer).num_rows == 10
     message = r"refuses these messages: no role; see data.prompt_format and data.chat_template"
-    for settings in ({}, {"on_bad_row": "skip"}):  # no row is at fault
+    for changes in ({}, {"on_bad_row": "skip"}):  # no row is at fault
         with pytest.raises(
             ValueError, match=message + r", or leave data.system_prompt \('Be brief.'\) out: its role is system"
         ):
-            PromptStream(chat.model_copy(update={"system_prompt": "Be brief.", **settings}), 0, tokenizer)
+            PromptStream(chat.model_copy(update={"system_prompt": "Be brief.", **changes}), 0, tokenizer)
     with pytest.raises(ValueError, match=f"{message}$"):
         PromptStream(chat, 0, byte_tokenizer(refusing("user")))
     for needs_turns in (lambda other: stop_token_ids(str(tmp_path), other), lambda other: Observations(other, chat, 300)):
@@ -277,3 +285,143 @@ def test_a_shipped_recipe_has_prompts_that_fit(name, monkeypatch):
     assert recipe.data.prompts.kind == "reasoning_gym"
     prompts = PromptStream(recipe.data, recipe.run.seed, load_tokenizer(recipe.model.path))
     assert prompts.num_dropped == 0 and len(list(prompts.every())) == recipe.data.prompts.size
+
+
+def test_records_need_only_numpy():
+    heavy = "{'torch', 'transformers', 'datasets', 'ray', 'pydantic'}"
+    code = f"import sys, megarl.data.sample; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
+def test_a_completion_has_one_log_probability_and_one_version_per_token():
+    ids = np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="3 token ids but 2 logprobs"):
+        Completion(ids, np.zeros(2, dtype=np.float32), "stop", np.zeros(3, dtype=np.int64))
+    with pytest.raises(ValueError, match="3 token ids but 1 versions"):
+        Completion(ids, np.zeros(3, dtype=np.float32), "stop", np.zeros(1, dtype=np.int64))
+    completion = Completion(ids, np.zeros(3, dtype=np.float32), "stop", np.array([4, 5, 5]))
+    assert (completion.first_version, completion.last_version) == (4, 5)
+    assert Sample(0, np.arange(4, dtype=np.int32), completion).num_tokens == 7
+
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files of 1 to 5 rows; each row names its file and number."""
+    folder = tmp_path_factory.mktemp("parts")
+    for size in range(1, 6):
+        rows = [{"q": f"{size}:{row}", "a": row} for row in range(size)]
+        (folder / f"{size}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def stream(files, parts, seed=3, curriculum=None, shuffle=True):
+    """Return a stream over parts of (size of the file, weight)."""
+    given = [
+        {"kind": "jsonl", "path": f"{files}/{size}.jsonl", "prompt_field": "q", "answer_field": "a", "weight": weight}
+        for size, weight in parts
+    ]
+    prompts = {"kind": "mixture", "parts": given} if len(given) > 1 else given[0] | {"weight": None}
+    data = {"prompts": prompts, "max_prompt_tokens": 9, "chat_template": False, "shuffle": shuffle}
+    return PromptStream(DataSection.model_validate(data | {"curriculum": curriculum}), seed, TOKENIZER)
+
+
+def learn(prompt_stream, prompts):
+    """Give the stream a group of two for each prompt; the pass rate depends on the prompt and its position."""
+    rewards = [[(prompt.index + ord(prompt.question[0])) % 3 > 0, prompt.index % 2] for prompt in prompts]
+    valid = [[prompt.index % 7 > 0] * 2 for prompt in prompts]
+    prompt_stream.learn(prompts, np.array(rewards, float).ravel(), np.array(valid).ravel())
+
+
+PARTS = st.lists(st.tuples(st.integers(1, 5), st.floats(0.01, 100)), min_size=1, max_size=5)
+CURRICULA = st.none() | st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(1, 5)).map(
+    lambda drawn: {"low": min(drawn[:2]), "high": max(drawn[:2]), "revisit": drawn[2]}
+)
+
+
+@given(PARTS, CURRICULA, st.integers(0, 9), st.lists(st.integers(1, 9), min_size=2, max_size=8), st.data())
+@settings(max_examples=40)
+def test_a_stream_resumes_bit_for_bit_from_a_saved_state(files, parts, curriculum, seed, steps, data):
+    stop = data.draw(st.integers(1, len(steps) - 1))
+    whole = stream(files, parts, seed, curriculum)
+    for number in steps[:stop]:
+        learn(whole, whole.take(number))
+    saved = pickle.dumps(whole.state())
+    resumed = stream(files, parts, seed, curriculum)
+    resumed.restore(pickle.loads(saved))
+    for number in steps[stop:]:
+        ours, theirs = whole.take(number), resumed.take(number)
+        assert as_tuples(ours) == as_tuples(theirs)
+        assert [prompt.origin for prompt in ours] == [prompt.origin for prompt in theirs]
+        learn(whole, ours)
+        learn(resumed, theirs)
+    assert whole.state() == resumed.state() and whole.metrics() == resumed.metrics()
+    assert pickle.dumps(pickle.loads(saved)) == saved, "restoring a state does not change it"
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.01, 100)), min_size=2, max_size=5), st.integers(1, 300))
+@settings(max_examples=40)
+def test_every_prefix_of_a_mixture_keeps_the_shares(files, parts, number):
+    taken = Counter(prompt.origin[0] for prompt in stream(files, parts).take(number))
+    total = sum(weight for _, weight in parts)
+    for part, (_, weight) in enumerate(parts):
+        off = taken[part] - number * weight / total
+        assert -(len(parts) - 1) - 1e-9 <= off < 1 + 1e-9, (part, off)
+
+
+def test_each_part_has_its_own_epochs(files):
+    mixed = stream(files, [(2, 1.0), (5, 1.0)])
+    prompts = mixed.take(40)
+    for part, size in ((0, 2), (1, 5)):
+        questions = [prompt.question for prompt in prompts if prompt.origin[0] == part]
+        assert len(questions) == 20
+        epochs = [tuple(questions[first : first + size]) for first in range(0, 20, size)]
+        assert all(sorted(epoch) == [f"{size}:{row}" for row in range(size)] for epoch in epochs)
+        assert len(set(epochs)) > 1, "every epoch has its own order"
+    assert mixed.metrics()["data/part_0_epochs"] == 10 and mixed.metrics()["data/part_1_epochs"] == 4
+    assert as_tuples(stream(files, [(2, 1.0), (5, 1.0)], seed=4).take(40)) != as_tuples(prompts)
+    assert [prompt.index for prompt in prompts] == list(range(40))
+
+
+def test_a_state_of_other_rows_is_refused(files):
+    saved = stream(files, [(4, 1.0)]).state()
+    with pytest.raises(ValueError, match="the 5 rows from .*5.jsonl, line 1 on are not the 4 that the checkpoint"):
+        stream(files, [(5, 1.0)]).restore(saved)
+    with pytest.raises(ValueError, match="the 4 rows .* are not the 4 that the checkpoint"):
+        stream(files, [(4, 1.0)]).restore({"position": 0, "parts": [saved["parts"][0] | {"checksum": 1}]})
+
+
+def test_a_row_outside_the_bounds_is_skipped_and_comes_back():
+    curriculum = Curriculum(CurriculumSection(low=0.25, high=0.75, pass_reward=0.5, revisit=2))
+    turns = {}
+    for row, rewards in ((0, [0.4, 0.1]), (1, [0.5, 0.0]), (2, [1.0, 2.0]), (3, [])):
+        curriculum.learn(row, np.array(rewards, np.float32))
+        turns[row] = [curriculum.skips(row) for _ in range(7)]
+    out = [True, True, False, True, True, False, True]
+    assert turns == {0: out, 1: [False] * 7, 2: out, 3: [False] * 7}
+    assert curriculum.rates == {0: 0.0, 1: 0.5, 2: 1.0} and curriculum.num_in_bounds == 1
+    curriculum.learn(2, np.array([0.0, 1.0], np.float32))
+    assert not curriculum.skips(2)
+
+
+def test_a_stream_takes_rows_in_the_bounds_and_counts_skips(files):
+    prompts = stream(files, [(5, 1.0)], curriculum={"low": 0.4, "high": 0.6, "revisit": 3}, shuffle=False)
+    first = prompts.take(5)
+    rates = {0: [0, 0], 1: [1, 0], 2: [1, 1], 3: [1, 0], 4: [0, 0]}
+    valid = np.ones(10, bool)
+    valid[8:] = False  # the rate of row 4 stays unknown
+    prompts.learn(first, np.array([rates[prompt.origin[1]] for prompt in first], float).ravel(), valid)
+    assert [prompt.origin[1] for prompt in prompts.take(9)] == [1, 3, 4] * 3
+    assert [prompt.origin[1] for prompt in prompts.take(5)] == [0, 1, 2, 3, 4], "all rows come back"
+    metrics = prompts.metrics()
+    assert metrics["data/num_passed_over"] == 6 and metrics["data/epochs"] == 5
+    assert metrics["data/num_with_pass_rate"] == 4 and metrics["data/num_in_bounds"] == 2
+
+
+def test_a_stream_without_rows_in_the_bounds_still_has_a_next_prompt(files):
+    prompts = stream(files, [(3, 1.0)], curriculum={"low": 0.4, "high": 0.6, "revisit": 5})
+    prompts.learn(prompts.take(3), np.zeros(6), np.ones(6, bool))
+    assert {prompt.origin[1] for prompt in prompts.take(3)} == {0, 1, 2}
+    assert prompts.metrics()["data/num_passed_over"] == 15

@@ -13,12 +13,11 @@ import pytest
 
 from megarl.data.prompts import PromptStream
 from megarl.data.sources import BadRows, load_rows
-from megarl.recipe import RecipeError, load_recipe
 from megarl.recipe.data_section import HuggingFacePromptsSection
 from megarl.recipe.reward_section import CodeRewardSection, VerifierSection
 from megarl.reward.verifiers import check_answer, load_terms
 from tests.data.test_prompts import byte_tokenizer, jsonl, rows_of, section
-from tests.recipe_cases import edited, make_folder, write
+from tests.recipe_cases import make_folder, refusals
 
 CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1"}]
 REFUSAL = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -284,14 +283,11 @@ GYM = {"kind": "reasoning_gym", "task": "chain_sum", "size": 4}
 )  # fmt: skip
 def test_a_wrong_source_is_a_violation(tmp_path, monkeypatch, data, key, message):
     make_folder(tmp_path, monkeypatch)
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(write(tmp_path, edited(("data", {"max_prompt_tokens": 32} | data))))
-    (violation,) = refused.value.violations
-    assert violation.key == key and message in f"{violation.rule} {violation.nearest}"
+    refused = refusals(("data", {"max_prompt_tokens": 32} | data))
+    assert refused.keys() == {key} and message in refused[key]
 
 
 def test_a_curriculum_needs_a_verifier(tmp_path, monkeypatch):
     make_folder(tmp_path, monkeypatch)
-    changes = [("data.curriculum", {"low": 0.1, "high": 0.9}), ("reward", [{"kind": "model"}])]
-    with pytest.raises(RecipeError, match="data.curriculum = .*a pass rate is read from rewards"):
-        load_recipe(write(tmp_path, edited(*changes)))
+    refused = refusals(("data.curriculum", {"low": 0.1, "high": 0.9}), ("reward", [{"kind": "model"}]))
+    assert "a pass rate is read from rewards" in refused["data.curriculum"]

@@ -30,28 +30,17 @@ def test_a_run_over_a_mixture_with_a_curriculum_resumes_exactly(tmp_path, judge,
     tests = [{"question": "1+1", "answer": [f"assert {n + 1}"]} for n in range(3)] + [{"question": "1+1", "answer": [1]}]
     (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
     (tmp_path / "more.jsonl").write_text("".join(f'{{"question": "1+1", "answer": "f({n})"}}\n' for n in range(3)))
-    parts = [
-        {
-            "kind": "jsonl",
-            "path": str(tmp_path / name),
-            "prompt_field": "question",
-            "answer_field": "answer",
-            "weight": weight,
-        }
-        for name, weight in (("tests.jsonl", 3.0), ("more.jsonl", 1.0))
-    ]
+    fields = {"kind": "jsonl", "prompt_field": "question", "answer_field": "answer"}
+    weights = {"tests.jsonl": 3.0, "more.jsonl": 1.0}
+    parts = [fields | {"path": str(tmp_path / name), "weight": weight} for name, weight in weights.items()]
     reward = [{"kind": "function", "target": "tests.rewards:digits"}, {"kind": "code", "credit": "share", "timeout_s": 30.0},
               {"kind": "http", "url": judge.url, "batch": 3, "weight": 0.01}]  # fmt: skip
     changes = {
-        "data__prompts": {"kind": "mixture", "parts": parts},
-        "data__answer_format": "json",
-        "data__on_bad_row": "skip",
-        "data__curriculum": {"low": 0.3, "high": 0.7, "pass_reward": 0.2, "revisit": 1},
-        "reward": reward,
-        "phases__reward": {"sequences": 4, "timeout_s": 130.0},
-        "rollout__replay": str(rollouts),
+        "data__prompts": {"kind": "mixture", "parts": parts}, "data__answer_format": "json", "data__on_bad_row": "skip",
+        "data__curriculum": {"low": 0.3, "high": 0.7, "pass_reward": 0.2, "revisit": 1}, "reward": reward,
+        "phases__reward": {"sequences": 4, "timeout_s": 130.0}, "rollout__replay": str(rollouts),
         "run__checkpoint_every": MIDDLE,
-    }
+    }  # fmt: skip
     train_on_ranks(tiny_recipe(tmp_path, "whole", False, 1, 1, 1, STEPS, **changes))
     recipe = tiny_recipe(tmp_path, "resumed", False, 1, 1, 1, STEPS, **changes)
     whole, resumed = tmp_path / "runs" / "whole", tmp_path / "runs" / "resumed"

@@ -12,6 +12,7 @@ from megarl.models.layout import Layout
 from tests.engine_cases import small_batch
 from tests.lora_cases import LORA, train_lora
 from tests.ranks import run_ranks
+from tests.rollout_cases import completion_logits
 from tests.runs import tiny_recipe
 from tests.tiny_models import save_tiny_model
 
@@ -29,13 +30,9 @@ def _run(folder, directory, **changes):
 
 def _logprobs(model):
     """Of the completions of the batch that `train_lora` uses."""
-    rows = []
-    for sample in small_batch(model.config.vocab_size).samples.values():
-        tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
-        rows.append(logits)
-    return torch.cat(rows)
+    samples = small_batch(model.config.vocab_size).samples.values()
+    with torch.no_grad():
+        return torch.cat([completion_logits(model, sample) for sample in samples]).log_softmax(-1)
 
 
 def _apply(model, target):

@@ -68,6 +68,13 @@ def plain(query, key, value, window, scale=0.3):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
 
 
+def assert_alike(found, expected, parts):
+    """Also what the parts get as their gradients."""
+    assert_close(found, expected.flatten(1))
+    weights = torch.randn_like(found)
+    assert_close(*(torch.autograd.grad((one.flatten(1) * weights).sum(), parts) for one in (found, expected)))
+
+
 def random_parts(rows, length, value_dim=6):
     torch.manual_seed(0)
     sizes = ((rows, 4, 6), (length, 2, 6), (length, 2, value_dim))
@@ -80,16 +87,8 @@ def test_sequences_end_to_end(kernel, window, value_dim):
     lengths = (3, 2 * BLOCK + 7, 1, BLOCK)
     parts = random_parts(sum(lengths), sum(lengths), value_dim)
     found = attention(window)(*parts, packed_seq_params=packing_of(lengths))
-    expected = torch.cat(
-        [
-            plain(query, key, value, window)
-            for query, key, value in zip(*(part.split(lengths) for part in parts), strict=True)
-        ]
-    )
-    assert_close(found, expected.flatten(1))
-    weights = torch.randn_like(found)
-    gradients = torch.autograd.grad((found * weights).sum(), parts)
-    assert_close(gradients, torch.autograd.grad((expected.flatten(1) * weights).sum(), parts))
+    rows = zip(*(part.split(lengths) for part in parts), strict=True)
+    assert_alike(found, torch.cat([plain(query, key, value, window) for query, key, value in rows]), parts)
 
 
 @pytest.mark.parametrize("window", [0, 5, 300])
@@ -159,11 +158,7 @@ def test_completions_continue_one_prompt(kernel, window):
         query, key, value = parts
         keys, values = (torch.cat([part[first:last], part[start:stop]]) for part in (key, value))
         alone.append(plain(query[start:stop], keys, values, window))
-    expected = torch.cat(alone).flatten(1)
-    assert_close(found, expected)
-    weights = torch.randn_like(found)
-    gradients = [torch.autograd.grad((one * weights).sum(), parts) for one in (found, expected)]
-    assert_close(*gradients)
+    assert_alike(found, torch.cat(alone), parts)
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -192,11 +187,7 @@ def test_context_ranks_together_compute_whole_sequences(kernel, monkeypatch, win
         packing = Packing(parts=parts, query_bounds=bounds[0], key_bounds=bounds[1])
         outputs = outputs.index_copy(0, own, module(*(part[own] for part in whole), packed_seq_params=packing))
     rows = zip(*(part.split(lengths) for part in whole), strict=True)
-    expected = torch.cat([plain(query, key, value, window) for query, key, value in rows]).flatten(1)
-    assert_close(outputs, expected)
-    weights = torch.randn_like(outputs)
-    gradients = [torch.autograd.grad((one * weights).sum(), whole) for one in (outputs, expected)]
-    assert_close(*gradients)
+    assert_alike(outputs, torch.cat([plain(query, key, value, window) for query, key, value in rows]), whole)
 
 
 def test_varlen_kernels_run_where_torch_has_them():

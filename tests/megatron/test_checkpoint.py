@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 
+from megarl.megatron import checkpoint
 from megarl.models.layout import Layout
 from tests.engine_cases import engine, objective_of, small_batch, start, train_with_checkpoints
 from tests.feature_cases import Feature, build, cut
@@ -65,8 +66,6 @@ def test_a_changed_learning_rate_holds_after_a_resume(tmp_path):
 
 def present_roles(directory, folder):
     """Which roles were on the device, whole, in each call of megatron-core that wrote or read a checkpoint."""
-    from megarl.megatron import checkpoint
-
     place = start(Layout())
     offloaded = Feature(memory={"offload": "all"})
     roles = {role: build(directory, place, offloaded, role) for role in ("actor", "critic")}
@@ -98,8 +97,6 @@ def optimizer_shards(role, is_loading=False):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    from megarl.megatron import checkpoint
-
     shards = nested_values(checkpoint._sharded(role, is_loading)["optimizer"])
     return [shard for shard in shards if isinstance(shard, ShardedBase)]
 
@@ -108,8 +105,6 @@ def saved_states(directory):
     """Of Adam's first moments: how many numbers this rank holds to save them, writes, and asks for to load them, and how
     many there are. Then the most memory behind a tensor that was sent to save all states in pieces, and whether all are what
     they are in one piece."""
-    from megarl.megatron import checkpoint
-
     layout = Layout(data=2)
     actor = engine(directory, start(layout), lr=1e-2)
     batch = small_batch(actor.shape.vocab)

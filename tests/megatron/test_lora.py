@@ -11,6 +11,7 @@ from tests.engine_cases import EPSILON, small_batch
 from tests.feature_cases import Feature, train_with
 from tests.lora_cases import LORA, hand_made_lora, train_lora
 from tests.ranks import run_ranks
+from tests.rollout_cases import completion_logits
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.layout
@@ -61,9 +62,8 @@ def test_updates_equal_lora_by_hand(tmp_path):
     for loss, norm, learning_rate, logprobs in found.metrics:
         rows, total = [], torch.zeros(())
         for sample in batch.samples.values():
-            tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
-            log_softmax = model(tokens[None]).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
-            own = log_softmax.gather(1, tokens[len(sample.prompt_ids) :, None]).squeeze(1)
+            log_softmax = completion_logits(model, sample).log_softmax(-1)
+            own = log_softmax.gather(1, torch.from_numpy(sample.completion.token_ids).long()[:, None]).squeeze(1)
             entropy = -(log_softmax.exp() * log_softmax).sum(-1)
             rows.append(own.detach())
             total = total - (own + 0.1 * entropy).sum() / num_tokens

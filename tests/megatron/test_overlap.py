@@ -26,12 +26,9 @@ def test_overlap_changes_no_number(tmp_path: Path, layout: Layout) -> None:
     """Forward phases, weight reads and a checkpoint come between the updates."""
     directory, folder = str(save_tiny_model(tmp_path / "model", "qwen3", tied=True)), str(tmp_path / "checkpoints")
     features = [
-        Feature(),
-        Feature(optimizer=GRADIENTS),
-        Feature(optimizer=BOTH),
-        Feature(optimizer=BOTH, memory={"offload": "all"}),
+        Feature(), Feature(optimizer=GRADIENTS), Feature(optimizer=BOTH), Feature(optimizer=BOTH, memory={"offload": "all"}),
         Feature(optimizer=BOTH, checkpoint=folder),
-    ]
+    ]  # fmt: skip
     by_rank = run_ranks(train_with, layout.ranks, directory, layout, features)
     for plain, gradients, *same in by_rank:
         for line, expected in zip(gradients, plain, strict=True):
@@ -49,13 +46,11 @@ def test_overlap_changes_no_number(tmp_path: Path, layout: Layout) -> None:
 @pytest.mark.parametrize(
     ("layout", "tied", "role"),
     [
-        (Layout(), False, "actor"),
-        (Layout(data=2), False, "actor"),
-        (Layout(pipeline=2, data=2), True, "actor"),
+        (Layout(), False, "actor"), (Layout(data=2), False, "actor"), (Layout(pipeline=2, data=2), True, "actor"),
         (Layout(data=2), False, "critic"),
     ],
     ids=["one rank", "data", "tied pipeline", "critic"],
-)
+)  # fmt: skip
 def test_updates_in_a_row_wait_for_every_weight(tmp_path: Path, layout: Layout, tied: bool, role: str) -> None:
     """The vocabulary's head has a bucket of its own, and its module, which would wait for it, is not called; a value head
     is called. Behind the first stage of a pipeline megatron-core makes one bucket, beside that of a tied head."""

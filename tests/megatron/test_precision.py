@@ -1,7 +1,8 @@
-"""fp16 with a loss scale that moves, and FP8 as far as a machine without a GPU can tell."""
+"""megatron-core's configuration, fp16 with a loss scale that moves, and FP8 as far as a machine without a GPU can tell."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,10 @@ from megarl.megatron.batch import pack
 from megarl.megatron.model import transformer_config
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from megarl.schedule import Schedule, plan_phase
-from tests.engine_cases import objective_of, random_batch, small_batch, start
+from tests.engine_cases import objective_of, planned, random_batch, small_batch, start
 from tests.feature_cases import Feature, build, cut, train_with
 from tests.ranks import run_ranks
+from tests.recipe_cases import CONFIG
 from tests.tiny_models import save_tiny_model
 
 
@@ -76,17 +77,14 @@ def test_fp8_reaches_megatron(recipe: str, form: str, history: int, tmp_path: Pa
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(token_multiple=16),
-        Layout(tensor=2, sequence_parallel=True, token_multiple=16),
-        Layout(context=2, data=2, token_multiple=32),
-        Layout(tensor=2, context=2, sequence_parallel=True, token_multiple=16),
+        Layout(token_multiple=16), Layout(tensor=2, sequence_parallel=True, token_multiple=16),
+        Layout(context=2, data=2, token_multiple=32), Layout(tensor=2, context=2, sequence_parallel=True, token_multiple=16),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_rank_runs_a_multiple_of_what_its_kernels_take(layout: Layout) -> None:
     batch = random_batch(100, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(16)])
-    plan = plan_phase(Schedule("actor_update", max_tokens=512, mini_batch=16), batch.lengths.tolist(), layout, 0)
-    (mini_batch,) = plan.mini_batches
+    mini_batch = planned(batch, layout, max_tokens=512)
     share = layout.context * (layout.tensor if layout.sequence_parallel else 1)
     for micro in (one for rank in mini_batch.micro_batches for one in rank):
         assert micro.slots <= 512 and micro.slots % (share * layout.token_multiple) == 0
@@ -94,3 +92,29 @@ def test_every_rank_runs_a_multiple_of_what_its_kernels_take(layout: Layout) -> 
             packed = pack(batch, micro, torch.device("cpu"), layout, context_rank)
             assert packed.input_ids.shape[1] == micro.slots // layout.context
     assert np.concatenate([one.samples for rank in mini_batch.micro_batches for one in rank]).size == 16
+
+
+def test_a_stage_keeps_no_content_of_what_it_sent():
+    """Its gradients are those of a pipeline that keeps it: see the tests of layouts. A stage of a virtual pipeline sends
+    while it computes, and megatron-core's schedule does not wait for the sends before it frees: so this one keeps it."""
+    shape = ModelShape.from_config(CONFIG)
+    one, two, virtual = (
+        transformer_config(shape, layout, "bf16")
+        for layout in (Layout(), Layout(pipeline=2), Layout(pipeline=2, virtual_pipeline=2))
+    )
+    assert two.deallocate_pipeline_outputs and not one.deallocate_pipeline_outputs
+    assert virtual.overlap_p2p_comm and not virtual.deallocate_pipeline_outputs
+
+
+def shown_warnings():
+    """Which of two warnings a rank shows."""
+    import megarl.build  # noqa: F401
+
+    with warnings.catch_warnings(record=True) as shown:
+        for module in ("megatron.core.transformer.transformer_config", "megatron.core.jit"):
+            warnings.warn_explicit(module, UserWarning, "a.py", 1, module=module, registry={})
+    return [str(warning.message) for warning in shown]
+
+
+def test_a_run_shows_megatron_s_warnings_about_its_options():
+    assert run_ranks(shown_warnings, 1) == [["megatron.core.transformer.transformer_config"]]

@@ -57,14 +57,10 @@ def rollouts_of(seed: int, lengths: list[int], vocab: int = VOCAB) -> Batch:
         for name in ("logprobs", "reference_logprobs", "values")
     }
     return replace(
-        batch,
-        own_lengths=own_lengths,
-        rewards=generator.normal(size=len(lengths)).astype(np.float32),
-        valid=valid,
+        batch, own_lengths=own_lengths, rewards=generator.normal(size=len(lengths)).astype(np.float32), valid=valid,
         truncated=(generator.random(len(lengths)) < 0.2) & (np.arange(len(lengths)) > 0),
-        baselines=np.repeat(generator.normal(size=len(lengths) // SIZE), SIZE).astype(np.float32),
-        fields=fields,
-    )
+        baselines=np.repeat(generator.normal(size=len(lengths) // SIZE), SIZE).astype(np.float32), fields=fields,
+    )  # fmt: skip
 
 
 def learned(settings: AlgorithmSection, batch: Batch) -> Batch:

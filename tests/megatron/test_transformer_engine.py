@@ -52,13 +52,10 @@ def test_both_layer_specs_give_one_model(directories: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("capability", "precision", "expected"),
     [
-        ((9, 0), "bf16", "transformer_engine"),
-        ((10, 0), "fp16", "transformer_engine"),
-        ((8, 9), "bf16", "local"),
-        ((9, 0), "fp32", "local"),
-        (None, "bf16", "local"),
+        ((9, 0), "bf16", "transformer_engine"), ((10, 0), "fp16", "transformer_engine"), ((8, 9), "bf16", "local"),
+        ((9, 0), "fp32", "local"), (None, "bf16", "local"),
     ],
-)
+)  # fmt: skip
 def test_attention_that_cudnn_lacks_is_megarl_s(
     capability: tuple[int, int] | None, precision: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

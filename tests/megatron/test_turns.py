@@ -1,8 +1,9 @@
-"""Sequences with observations between the policy's turns: log-probabilities, loss, gradient and metrics are those of the
-policy's own tokens, written out with Hugging Face's model, and observations have no other part than being read."""
+"""Observations between the policy's turns, and tokens of older weights: loss, gradient and metrics are those of the policy's
+own tokens that count, written out by hand, the same on every rank of every layout."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from megarl.data.sample import Completion
 from megarl.megatron.batch import Batch
 from megarl.megatron.objective import PolicyObjective, token_weights
+from megarl.megatron.step_metrics import update_metrics
 from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
 from megarl.schedule import Schedule, plan_phase
-from tests.engine_cases import engine, random_batch, start
+from tests.engine_cases import engine, planned, random_batch, start
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -25,16 +27,10 @@ LENGTHS = [(5, 9), (1, 3), (6, 12), (3, 1)]
 # 1 on the policy's own tokens: it begins and ends, and what it says may be a single token.
 OWN = ["110001100"[::-1], "101", "111000010011", "1"]
 COEFFICIENT, CAP = 0.1, 1.05
-SETTINGS = AlgorithmSection.model_validate(
-    {
-        "advantage": "grpo",
-        "group_size": 2,
-        "policy_loss": {"kind": "policy_gradient"},
-        "aggregation": "sequence_mean",
-        "entropy_coefficient": COEFFICIENT,
-        "mismatch": {"correction": "truncate", "level": "sequence", "cap": CAP},
-    }
-)
+SETTINGS = AlgorithmSection.model_validate({
+    "advantage": "grpo", "group_size": 2, "policy_loss": {"kind": "policy_gradient"}, "aggregation": "sequence_mean",
+    "entropy_coefficient": COEFFICIENT, "mismatch": {"correction": "truncate", "level": "sequence", "cap": CAP},
+})  # fmt: skip
 
 
 def batch_of(vocab: int, own: list[str]) -> Batch:
@@ -60,8 +56,7 @@ def trained(directory: str, layout: Layout) -> dict[str, Any]:
     place = start(layout)
     actor = engine(directory, place, lr=1e-3)
     batch = batch_of(actor.shape.vocab, OWN)
-    plan = plan_phase(Schedule("actor_update", max_tokens=24, mini_batch=len(OWN)), batch.lengths.tolist(), layout, 0)
-    (mini_batch,) = plan.mini_batches
+    mini_batch = planned(batch, layout, max_tokens=24)
     with actor.present(training=True):
         found, _ = actor.forward(batch, mini_batch)
         weights = token_weights(batch, mini_batch, SETTINGS.aggregation)
@@ -104,3 +99,89 @@ def test_loss_gradient_and_metrics_are_those_of_own_tokens_by_brute_force(tmp_pa
         assert rank["sums"]["mismatch_sum"] == pytest.approx(gap, rel=1e-4)
         assert rank["sums"]["entropy_sum"] == pytest.approx(entropies, rel=1e-5)
         assert rank["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+STALE_LENGTHS = [(5, 4), (1, 3), (6, 5), (3, 1)]
+# The weight version of each completion token; `.` marks an observation. Version 5 is trained.
+VERSIONS = ["44.5", "444", "3.345", "5"]
+VERSION, MOST, LARGEST, SMALLEST = 5, 3, 2.0, 0.6
+MASKED = 1
+BOUNDS = {"correction": "mask", "level": "token", "cap": LARGEST, "floor": SMALLEST}
+STALE_SETTINGS = AlgorithmSection.model_validate({"advantage": "grpo", "group_size": 2, "mismatch": BOUNDS})
+
+
+def stale_batch(vocab: int) -> Batch:
+    """Random tokens with random log-probabilities of the behavior and the proximal policy."""
+    batch = random_batch(vocab, STALE_LENGTHS)
+    generator = np.random.default_rng(4)
+    logprobs = []
+    for index, marks in enumerate(VERSIONS):
+        own = np.array([mark != "." for mark in marks])
+        versions = np.array([VERSION if mark == "." else int(mark) for mark in marks])
+        behavior = np.where(own, generator.uniform(-2.0, -1.0, len(own)), 0.0).astype(np.float32)
+        given = batch.samples[index].completion
+        completion = Completion(given.token_ids, behavior, "stop", versions, own=own)
+        batch.samples[index] = replace(batch.samples[index], completion=completion)
+        logprobs.append(torch.from_numpy(generator.uniform(-2.0, -1.0, int(own.sum())).astype(np.float32)))
+    own_lengths = np.array([len(proximal) for proximal in logprobs])
+    advantages = [torch.full((length,), 0.5) for length in own_lengths.tolist()]
+    valid = np.arange(len(STALE_LENGTHS)) != MASKED
+    batch = replace(batch, own_lengths=own_lengths, valid=valid, version=VERSION, max_staleness=MOST)
+    return batch.with_fields(logprobs=logprobs, advantages=advantages)
+
+
+def trained_stale(directory: str, layout: Layout) -> dict[str, float]:
+    """The metrics of two updates on this rank."""
+    place = start(layout)
+    actor = engine(directory, place, lr=1e-3)
+    batch = stale_batch(actor.shape.vocab)
+    plan = plan_phase(Schedule("actor_update", max_tokens=24, mini_batch=2), batch.lengths.tolist(), layout, 0)
+    updates = []
+    with actor.present(training=True):
+        for mini_batch in plan.mini_batches:
+            weights = token_weights(batch, mini_batch, STALE_SETTINGS.aggregation)
+            updates.append(actor.update(batch, mini_batch, PolicyObjective(STALE_SETTINGS, batch, weights)))
+    assert len(updates) == 2
+    return update_metrics("actor", plan, updates, place)
+
+
+def by_hand(batch: Batch) -> dict[str, float]:
+    """Every metric of weights and staleness, from a list of the tokens that count."""
+    rows: list[tuple[int, float, float, bool]] = []
+    num_beyond = 0
+    for index, sample in batch.samples.items():
+        behavior, versions = sample.completion.logprobs[sample.completion.own], [v for v in VERSIONS[index] if v != "."]
+        pairs = zip(batch.fields["logprobs"][index].tolist(), behavior.tolist(), versions, strict=True)
+        for proximal, sampled, version in pairs if index != MASKED else ():
+            weight = math.exp(proximal - sampled)
+            outside = weight > LARGEST or weight < SMALLEST
+            num_beyond += weight > LARGEST
+            rows.append((VERSION - int(version), abs(proximal - sampled), 0.0 if outside else weight, outside))
+    weights = [weight for _, _, weight, _ in rows]
+    metrics = {
+        "mismatch/weight_mean": sum(weights) / len(rows),
+        "mismatch/weight_max": max(weights),
+        "mismatch/beyond_cap_share": num_beyond / len(rows),
+        "mismatch/effective_sample_share": sum(weights) ** 2 / (len(rows) * sum(weight**2 for weight in weights)),
+        "mismatch/corrected_share": sum(outside for *_, outside in rows) / len(rows),
+        "staleness/mean": sum(staleness for staleness, *_ in rows) / len(rows),
+        "staleness/max": max(staleness for staleness, *_ in rows),
+    }
+    for number in range(MOST + 1):
+        part = [row for row in rows if row[0] == number]
+        metrics[f"staleness/{number}/token_share"] = len(part) / len(rows)
+        metrics[f"staleness/{number}/logprob_mean"] = sum(row[1] for row in part) / max(len(part), 1)
+        metrics[f"staleness/{number}/corrected_share"] = sum(row[3] for row in part) / max(len(part), 1)
+    return metrics
+
+
+@pytest.mark.layout
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(pipeline=2), Layout(context=2)], ids=str)
+def test_metrics_of_staleness_are_the_same_under_every_layout(tmp_path: Path, layout: Layout) -> None:
+    directory = save_tiny_model(tmp_path / "model", "qwen3", False)
+    wanted = by_hand(stale_batch(64))
+    assert 0 < wanted["mismatch/corrected_share"] < 1 and 0 < wanted["mismatch/effective_sample_share"] < 1
+    assert wanted["staleness/3/token_share"] == 0, "nothing is so old, and its metrics are there"
+    for metrics in run_ranks(trained_stale, layout.ranks, str(directory), layout):
+        shown = {key: value for key, value in metrics.items() if key in wanted or "stale" in key}
+        assert shown == pytest.approx(wanted, rel=1e-5)

@@ -78,16 +78,12 @@ def export_held(folder: str, directory: str) -> tuple[int, int]:
     """Save a distributed checkpoint of a model, write it as safetensors; the bytes held, before and at most."""
     from megarl.megatron.checkpoint import save_checkpoint
     from megarl.megatron.export import write_model
-    from megarl.schedule import Schedule, plan_phase
-    from tests.engine_cases import engine, objective_of, small_batch, start
+    from tests.engine_cases import engine, objective_of, planned, small_batch, start
 
     shape, place = ModelShape.from_directory(directory), start(Layout())
     actor = engine(directory, place, lr=1e-2)
     batch = small_batch(shape.vocab, 4)
-    (mini_batch,) = plan_phase(
-        Schedule("actor_update", max_tokens=80, mini_batch=4), batch.lengths.tolist(), place.layout, 0
-    ).mini_batches
-    actor.update(batch, mini_batch, objective_of("actor", 100))
+    actor.update(batch, planned(batch, place.layout, max_tokens=80), objective_of("actor", 100))
     checkpoint = save_checkpoint(folder, 1, {"actor": actor}, {})
     target = Path(folder) / "out"
     target.mkdir()

@@ -1,6 +1,8 @@
 """Read `config.json` in the forms of transformers 4 and 5: accepted values, refused values, and defaults of missing
 keys."""
 
+from typing import Any
+
 import pytest
 
 from megarl.models import ModelShape
@@ -111,51 +113,44 @@ def test_a_missing_key_has_the_default_of_transformers_and_vllm(family):
     assert compared >= 6
 
 
+# Each is refused alone.
+ODD_VALUES: dict[str, dict[str, Any]] = {
+    "llama": {"sliding_window": 128, "qkv_bias": True, "logit_scale": 0.5, "is_causal": False,
+              "original_max_position_embeddings": 64},
+    "qwen3": {"partial_rotary_factor": 0.5},
+    "gemma3_text": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "use_bidirectional_attention": True,
+                    "hidden_activation": "gelu", "sliding_window": None, "query_pre_attn_scalar": 0},
+    "deepseek_v3": {"sliding_window": 128, "index_topk": 64, "norm_topk_prob": False, "moe_layer_freq": 2,
+                    "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_interleave": False, "attention_bias": True,
+                    "kv_lora_rank": 0},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "change", "words"),
     [
-        ("llama", {"sliding_window": 128}, "sliding_window = 128"),
-        ("deepseek_v3", {"sliding_window": 128}, "sliding_window = 128"),
-        ("llama", {"qkv_bias": True}, "qkv_bias = true"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5"),
-        ("llama", {"is_causal": False}, "is_causal = False"),
+        *((family, {key: value}, f"{key} = {value!r}") for family, odd in ODD_VALUES.items() for key, value in odd.items()),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
-        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "beside"),
         ("llama", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, "beside"),
-        ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings = 64"),
-        ("deepseek_v3", {"index_topk": 64}, "index_topk = 64"),
         ("deepseek_v3", {"scoring_func": None}, "scoring_func = None must be 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' must be 'noaux_tc'"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("deepseek_v3", {"topk_group": 4}, "num_experts_per_tok = 4 must be twice topk_group = 4"),
         ("deepseek_v3", {"n_group": 3}, "n_group = 3 must divide n_routed_experts = 8"),
         ("deepseek_v3", {"topk_group": 5}, "topk_group = 5 must be at most n_group = 4"),
-        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         (
             "deepseek_v3",
             {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
             "num_experts_per_tok = 1 must be at least 2",
         ),
-        ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads = 4"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
-        ("deepseek_v3", {"attention_bias": True}, "attention_bias = true"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method = 'fp8'"),
         ("deepseek_v3", {"rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic'"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": None}}, "factor = None of rope_type 'yarn'"),
-        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
-        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
-        ("gemma3_text", {"sliding_window": None}, "sliding_window = None"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "layer_types"),
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type = 'llama3'"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported; the first layers"),
@@ -170,7 +165,7 @@ def test_a_model_that_engines_and_trainer_would_compute_differently_is_refused(f
     ModelShape.from_config(config)
     with pytest.raises(ValueError, match="^there: ") as caught:
         ModelShape.from_config(config | change, "there")
-    assert words in str(caught.value)
+    assert words.lower() in str(caught.value).lower()
 
 
 def test_gemmas_old_and_new_keys_together_mean_the_same_as_in_transformers():

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.models import FAMILIES, ModelShape
 from megarl.models import megatron_weights as megatron
-from megarl.models import vllm_weights as vllm
-from megarl.models.layout import Box, Layout, RolloutLayout
+from megarl.models.layout import Box, Layout
 
 LAYERS = 4
 DECODER: dict[str, Any] = {
@@ -107,17 +106,6 @@ def test_boxes_fill_the_parameters_without_overlap(family: str, layout: Layout, 
     assert set(by_rank) == set(range(layout.ranks))
     for rank, boxes in by_rank.items():
         fill(boxes, megatron.parameter_sizes(shape, layout, rank))
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(sorted(FAMILIES)), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_engine_ranks_hold_the_checkpoint_and_fill_their_parameters(family: str, tensor: int, tied: bool) -> None:
-    shape, rollout = shape_of(family, tie_word_embeddings=tied), RolloutLayout(tensor)
-    boxes = vllm.vllm_boxes(shape, rollout)
-    held = count(boxes, megatron.checkpoint_sizes(shape))
-    assert all(counts.min() >= 1 for counts in held.values())
-    for rank in range(tensor):
-        fill([box for box in boxes if box.rank == rank], vllm.parameter_sizes(shape, rollout, rank))
 
 
 def fill(boxes: list[Box], sizes: dict[str, tuple[int, int]]) -> None:

@@ -1,13 +1,15 @@
-"""What engines and trainer take of a device's memory under each `rollout.placement`, worked by hand."""
+"""What engines and trainer take of a device's memory, worked by hand, since nothing here measures vLLM."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
+from megarl.models.vllm_weights import parameter_sizes
 from megarl.planner.engine_memory import PlannedEngines
 from megarl.planner.forecast import Forecast, Job, engine_room, on_devices
 from megarl.planner.lengths import Lengths
@@ -16,7 +18,7 @@ from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
 from megarl.recipe.role_sections import MemorySection
 from megarl.recipe.sizes import memory_roles
-from tests.planner_cases import forecast_of, planned_role, write_qwen
+from tests.planner_cases import QWEN_7B, forecast_of, planned_role, write_qwen
 
 SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"
 # Hidden 8, 2 heads of 4, 2 groups, feed-forward 16, vocabulary 128, 2 layers, tied: a layer has 4 x 8 x 8 = 256 weights of
@@ -39,11 +41,9 @@ def engines(placement: str, shared: bool, count: int = 1, utilization: float | N
 def roles(offload: str) -> tuple[PlannedRole, ...]:
     """An actor on two ranks, and a reference: both whole on each of them, the optimizer cut over both."""
     layout = Layout(data=2)
-    return (
-        planned_role("actor", TINY, layout, "fp32", trained=True, memory=MemorySection.model_validate({"offload": offload})),
-        planned_role(
-            "reference", TINY, layout, "fp32", trained=False, memory=MemorySection.model_validate({"offload": offload})
-        ),
+    memory = MemorySection.model_validate({"offload": offload})
+    return tuple(
+        planned_role(role, TINY, layout, "fp32", trained=role == "actor", memory=memory) for role in ("actor", "reference")
     )
 
 
@@ -104,3 +104,69 @@ def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:
     assert turns.safe_utilization == pytest.approx(0.9 - at_rest / (80 * GIB))
     replayed = forecast_of(file, [f"rollout.replay={tmp_path}"])
     assert (replayed.job.engine_bytes, replayed.safe_utilization) == (0, None)
+
+
+EXPERTS = ModelShape.from_config(
+    {
+        "model_type": "deepseek_v3", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    }
+)  # fmt: skip
+
+
+def engine_memory(
+    shape: ModelShape,
+    layout: RolloutLayout,
+    precision: str,
+    cache: int,
+    rows: int,
+    tokens: int,
+    quantization: str | None = None,
+) -> DeviceMemory:
+    return PlannedEngines(shape, 1, layout, precision, cache, rows, tokens, None, quantization=quantization).memory
+
+
+def test_a_known_model_weighs_what_its_card_says() -> None:
+    assert engine_memory(ModelShape.from_config(QWEN_7B), RolloutLayout(), "bf16", 0, 1, 2048).weights == 2 * 7_615_616_512
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (2, 1, 3, True), (1, 1, 4, True), (4, 3), (2, 3, 2, True)])
+def test_the_fullest_worker_holds_what_it_receives_and_both_ends_of_a_pipeline(sizes: tuple[Any, ...]) -> None:
+    layout = RolloutLayout(*sizes)
+    workers = [parameter_sizes(EXPERTS, layout, worker) for worker in range(layout.workers)]
+    # A router's bias counts for nothing.
+    received = max(sum(rows * columns for name, (rows, columns) in held.items() if "bias" not in name) for held in workers)
+    weights = engine_memory(EXPERTS, layout, "fp32", 0, 1, 2048).weights
+    ends = (2 * EXPERTS.vocab // layout.tensor + 1) * EXPERTS.hidden
+    assert 4 * received <= weights <= 4 * (received + (ends if layout.pipeline > 1 else 0))
+
+
+# Queries of 2 heads and keys and values of one of 128 are 512 rows, the output 256 columns; feed-forward 384.
+BLOCKS = ModelShape.from_config(
+    {
+        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 640, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "others"),
+    [
+        # qkv 4 x 2 blocks, output 2 x 2, gate and up 6 x 2, down 2 x 3: 30 a layer. The embedding and seven norms.
+        (RolloutLayout(), 3 * (8 + 4 + 12 + 6), 640 * 256 + 7 * 256),
+        # Two layers of three in the fullest stage.
+        (RolloutLayout(1, 2), 2 * (8 + 4 + 12 + 6), 640 * 256 + 5 * 256),
+    ],
+)
+def test_quantised_weights_take_a_byte_an_element_and_a_scale_a_block(
+    layout: RolloutLayout, blocks: int, others: int
+) -> None:
+    memory = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048, "fp8")
+    assert memory.weights == blocks * (128 * 128 + 4) + 2 * others
+    plain = engine_memory(BLOCKS, layout, "bf16", 0, 1, 2048)
+    assert plain.weights == 2 * (blocks * 128 * 128 + others)
+    assert (plain.activations, plain.logits, plain.engine) == (memory.activations, memory.logits, memory.engine)

@@ -79,16 +79,12 @@ def load(update: bool, slots: int, copied_rows: int = 0, head_tokens: int = 700)
 def shapes(draw: st.DrawFn) -> ModelShape:
     groups = draw(st.sampled_from([4, 8]))
     config = {
-        "model_type": draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
-        "num_hidden_layers": draw(st.sampled_from([4, 8])),
-        "hidden_size": draw(st.sampled_from([64, 256])),
-        "intermediate_size": draw(st.sampled_from([96, 512])),
-        "num_attention_heads": groups * draw(st.sampled_from([1, 3])),
-        "num_key_value_heads": groups,
-        "head_dim": draw(st.sampled_from([8, 32])),
-        "vocab_size": draw(st.integers(50, 5000)),
+        "model_type": draw(st.sampled_from(["llama", "qwen2", "qwen3"])), "num_hidden_layers": draw(st.sampled_from([4, 8])),
+        "hidden_size": draw(st.sampled_from([64, 256])), "intermediate_size": draw(st.sampled_from([96, 512])),
+        "num_attention_heads": groups * draw(st.sampled_from([1, 3])), "num_key_value_heads": groups,
+        "head_dim": draw(st.sampled_from([8, 32])), "vocab_size": draw(st.integers(50, 5000)),
         "tie_word_embeddings": draw(st.booleans()),
-    }
+    }  # fmt: skip
     return ModelShape.from_config(config)
 
 

@@ -1,8 +1,10 @@
-"""The forecast of a step: each phase from its own plan, memory never under-stated, time from efficiency and rate."""
+"""The forecast of a step: each phase from its own plan, memory never under-stated, time from efficiency and rate; and of
+`rollout.max_staleness`: times that follow from both sides, and a bound that holds."""
 
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,102 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from megarl.cli import app
 from megarl.planner.flops import forward_flops, sequence_cost
 from megarl.planner.forecast import Forecast, Job, cap_that_fits, forecast, forecast_phase, job_of, worst_memory
-from megarl.planner.lengths import Lengths
-from megarl.planner.memory_estimate import GIB, RESERVE
+from megarl.planner.lengths import DISTRIBUTIONS, QUANTILES, Lengths, find_lengths
+from megarl.planner.memory_estimate import GIB, RESERVE, BatchLimits
+from megarl.planner.staleness import STALENESSES, Rates, balanced_devices, rates, staleness_row, staleness_rows
 from megarl.recipe import load_recipe
 from megarl.schedule import Schedule, plan_phase, quality
-from tests.planner_cases import forecast_of, write_qwen, write_small
+from megarl.telemetry.metrics_file import read_metrics
+from tests.planner_cases import document_of, forecast_of, write_qwen, write_small
 from tests.recipe_cases import CONFIG
+
+LIMITS = BatchLimits(num_sequences=4, group_size=2, max_prompt=100, max_completion=300)
+limits = st.builds(
+    lambda groups, size, prompt, completion: BatchLimits(groups * size, size, prompt, completion), st.integers(1, 20),
+    st.integers(1, 8), st.integers(1, 2000), st.integers(1, 5000),
+)  # fmt: skip
+
+
+@given(st.sampled_from(DISTRIBUTIONS), limits, st.integers(0, 9))
+def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: str, bounds: BatchLimits, seed: int) -> None:
+    found = find_lengths(kind, bounds, seed)
+    assert len(found.prompts) == len(found.completions) == bounds.num_sequences
+    assert all(bounds.max_prompt / 2 <= prompt <= bounds.max_prompt for prompt in found.prompts)
+    assert all(1 <= completion <= bounds.max_completion for completion in found.completions)
+    assert found.totals == tuple(map(sum, zip(found.prompts, found.completions, strict=True)))
+    for start in range(0, bounds.num_sequences, bounds.group_size):
+        assert len(set(found.prompts[start : start + bounds.group_size])) == 1
+    assert find_lengths(kind, bounds, seed) == found
+
+
+def test_another_seed_draws_other_lengths() -> None:
+    bounds = BatchLimits(64, 8, 1000, 4000)
+    for kind in DISTRIBUTIONS:
+        assert find_lengths(kind, bounds, 1).totals != find_lengths(kind, bounds, 2).totals
+
+
+def test_what_is_no_source_of_lengths_names_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"--lengths = 'lognormal'.*uniform, log-normal, long-tail"):
+        find_lengths("lognormal", LIMITS, 1)
+
+
+def write_run(directory: Path, *steps: dict[str, float]) -> str:
+    directory.mkdir()
+    lines = [json.dumps({"step": number, **step}) for number, step in enumerate(steps, start=1)]
+    (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return str(directory)
+
+
+def quantiles(*values: float) -> dict[str, float]:
+    return {f"rollout/completion_length_p{percent:02d}": value for percent, value in zip(QUANTILES, values, strict=True)}
+
+
+def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
+    first = quantiles(0, 20, 40, 80, 120, 180, 230, 280) | {"rollout/prompt_length_mean": 40.0}
+    second = quantiles(2, 20, 60, 120, 180, 220, 270, 300) | {"rollout/prompt_length_mean": 45.0}
+    means = (1, 20, 50, 100, 150, 200, 250, 290)
+    found = find_lengths(write_run(tmp_path / "run", first, second), BatchLimits(8000, 8, 100, 300), 1, read_metrics)
+    assert set(found.prompts) == {42}
+    assert min(found.completions) >= 1 and max(found.completions) <= 290
+    for percent, mean in zip(QUANTILES[1:-1], means[1:-1], strict=True):
+        share = sum(one <= mean for one in found.completions) / len(found.completions)
+        assert abs(share - percent / 100) < 0.02, (percent, share)
+
+
+def test_a_run_on_data_gives_whole_lengths_to_recipes_of_its_kind(tmp_path: Path) -> None:
+    values = (10, 20, 40, 80, 120, 180, 230, 280)
+    lengths = {f"data/length_p{percent:02d}": float(value) for percent, value in zip(QUANTILES, values, strict=True)}
+    run = write_run(tmp_path / "run", lengths)
+    found = find_lengths(run, BatchLimits(8000, 1, 1, 299), 1, read_metrics)
+    assert min(found.totals) >= 10 and max(found.totals) <= 280
+    for percent, value in zip(QUANTILES[1:-1], values[1:-1], strict=True):
+        assert abs(sum(one <= value for one in found.totals) / 8000 - percent / 100) < 0.02, percent
+    with pytest.raises(ValueError, match="no lengths of prompts and completions; give a run of run.kind: rl"):
+        find_lengths(run, LIMITS, 1, read_metrics)
+    of_rollouts = write_run(tmp_path / "rollouts", {key.replace("data/", "rollout/completion_"): 9.0 for key in lengths})
+    with pytest.raises(ValueError, match="no lengths of whole sequences; give a run of run.kind: sft, dpo or reward_model"):
+        find_lengths(of_rollouts, BatchLimits(8, 1, 1, 299), 1, read_metrics)
+    with pytest.raises(ValueError, match=r"data/length_p99 is 230.*data.max_tokens = 200"):
+        find_lengths(run, BatchLimits(8, 1, 1, 199), 1, read_metrics)
+
+
+def test_a_run_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"--lengths = .*empty.*metrics.jsonl"):
+        find_lengths(str(tmp_path / "empty"), LIMITS, 1, read_metrics)
+    with pytest.raises(ValueError, match="no step in metrics.jsonl has rollout/completion_length_p00"):
+        find_lengths(write_run(tmp_path / "old", {"rollout/prompt_length_mean": 4.0}), LIMITS, 1, read_metrics)
+    long = quantiles(*[40.0] * 7, 400.0) | {"rollout/prompt_length_mean": 40.0}
+    with pytest.raises(ValueError, match=r"completion_length_p100 is 400.*rollout.max_new_tokens = 300"):
+        find_lengths(write_run(tmp_path / "long", long), LIMITS, 1, read_metrics)
+    wide = quantiles(*[40.0] * 8) | {"rollout/prompt_length_mean": 140.0}
+    with pytest.raises(ValueError, match=r"prompt_length_mean is 140.*data.max_prompt_tokens = 100"):
+        find_lengths(write_run(tmp_path / "wide", wide), LIMITS, 1, read_metrics)
 
 
 @pytest.fixture
@@ -211,3 +300,87 @@ def test_the_largest_safe_share_of_the_device_is_just_safe(tmp_path: Path) -> No
     assert safe is not None and 0 < safe < 1 - RESERVE
     assert forecast_of(file, [f"rollout.memory_utilization={safe - 1e-6}"]).fits
     assert not forecast_of(file, [f"rollout.memory_utilization={safe + 1e-3}"]).fits
+
+
+SEPARATE = ["rollout.placement=separate"]
+AHEAD = ["rollout.max_staleness=2", "weight_sync.in_flight=keep", "algorithm.mismatch={correction: truncate}"]
+# Sequences of 100 tokens, a second each, in as many slots as a step has sequences.
+EQUAL = Rates(
+    engines=2, slots=8, compute_s=0.0, weights_s=0.01, cache_s=0.0, train_s=0.5, logprob_s=0.25, sync_s=0.125,
+    group_size=4, completions=(100,) * 16,
+)  # fmt: skip
+
+
+def test_at_staleness_0_a_step_is_generation_then_training_then_sync() -> None:
+    assert staleness_row(EQUAL, 0, None).step_s == pytest.approx(1.0 + 0.5 + 0.125)
+    one_slow = replace(EQUAL, completions=(10,) * 15 + (100,))
+    assert staleness_row(one_slow, 0, None).step_s == pytest.approx(1.0 + 0.5 + 0.125)
+    assert staleness_row(replace(EQUAL, slots=4), 0, None).step_s == pytest.approx(2.0 + 0.5 + 0.125)
+
+
+@pytest.mark.parametrize(("train_s", "step_s"), [(0.5, 1.0 + 0.125), (3.0, 3.0 + 0.25 + 0.125)])
+def test_above_staleness_0_a_step_is_the_slower_side(train_s: float, step_s: float) -> None:
+    row = staleness_row(replace(EQUAL, train_s=train_s), 1, None)
+    assert row.step_s == pytest.approx(step_s)
+    assert row.trainer_share == pytest.approx((train_s + 0.25) / step_s)
+    assert row.engines_share == pytest.approx(1.0 / step_s)
+
+
+def test_a_completion_longer_than_a_step_needs_more_than_one_version_of_lead() -> None:
+    """One sequence in 16 takes as long as four trainings."""
+    tailed = replace(EQUAL, completions=(10,) * 15 + (300,), slots=64)
+    one, two, four = (staleness_row(tailed, staleness, None).step_s for staleness in (1, 2, 4))
+    assert one > 1.2 * two > 1.2 * four
+    assert four == pytest.approx(0.5 + 0.25 + 0.125)
+
+
+def test_a_window_too_small_for_the_slots_costs_the_engines_time() -> None:
+    small, large = (staleness_row(replace(EQUAL, slots=16), 1, window).step_s for window in (4, 8))
+    assert small == pytest.approx(1.0 + 0.125)
+    assert large == pytest.approx((1.0 + 0.5 + 0.25) / 2 + 0.125), "the longest completion's"
+
+
+@pytest.mark.parametrize("lengths", ["uniform", "log-normal", "long-tail"])
+def test_a_larger_bound_makes_no_step_slower(lengths: str, tmp_path: Path) -> None:
+    rows = staleness_rows(forecast_of(write_qwen(tmp_path), SEPARATE, lengths), None)
+    assert [row.max_staleness for row in rows] == list(STALENESSES)
+    seconds = [row.step_s for row in rows]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.7 * seconds[0]
+
+
+def test_the_balanced_ratio_balances(tmp_path: Path) -> None:
+    """With that many trainer devices for the engines' devices both sides take equally long."""
+    plan = forecast_of(write_qwen(tmp_path), SEPARATE)
+    known, ratio = rates(plan), balanced_devices(plan)
+    assert known is not None and ratio is not None
+    trainer_s = (known.train_s + known.sync_s) * plan.job.ranks / (plan.job.engines.workers / ratio)  # type: ignore[union-attr]
+    assert trainer_s == pytest.approx(known.sample_s(known.slots))
+
+
+def test_a_step_with_one_update_takes_one_more_pass_above_staleness_0(tmp_path: Path) -> None:
+    once = ["phases.actor_update.mini_batch=128", "phases.actor_logprob=null", *SEPARATE]
+    known, twice = (rates(forecast_of(write_qwen(tmp_path), overrides)) for overrides in (once, SEPARATE))
+    assert known is not None and twice is not None
+    assert known.logprob_s == pytest.approx(twice.train_s - known.train_s, rel=0.3) and twice.logprob_s == 0
+
+
+def test_check_shows_what_the_placement_allows(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    entry = document_of(file, [*SEPARATE, *AHEAD, "rollout.window=24"])
+    assert entry["stream"] == {"max_staleness": 2, "window": 24}
+    assert [row["max_staleness"] for row in entry["by_staleness"]] == list(STALENESSES)
+    asleep = document_of(file)
+    assert asleep["stream"] == {"max_staleness": 0, "window": 16}
+    assert [row["max_staleness"] for row in asleep["by_staleness"]] == [0]
+    assert document_of(file, ["device.tflops=null"])["by_staleness"] == []
+    on_cpus = document_of(file, ["device={memory_gib: 900, kind: cpu, tflops: 1}", "rollout.tensor=1"])
+    assert [row["max_staleness"] for row in on_cpus["by_staleness"]] == list(STALENESSES)
+    unknown = staleness_rows(forecast(job_of(load_recipe(file, ["device=null"]), tflops=1.0)), None)
+    assert [row.max_staleness for row in unknown] == list(STALENESSES)
+    shown = {
+        (): "needs rollout.placement: separate",
+        (*SEPARATE,): "engine devices for each trainer device; the recipe has 1",
+        ("device.tflops=null",): "device.tflops is not stated",
+    }
+    for overrides, text in shown.items():
+        assert text in CliRunner().invoke(app, ["check", str(file), "--plan", *overrides]).output

@@ -19,24 +19,17 @@ from tests.recipe_cases import CONFIG
 
 # A critic, and everything PPO needs, beside the actor and the reference.
 PPO = [
-    "algorithm.advantage=gae",
-    "algorithm.gae={}",
-    "algorithm.value_loss={}",
-    "critic={optimizer: {lr: 1e-6}}",
+    "algorithm.advantage=gae", "algorithm.gae={}", "algorithm.value_loss={}", "critic={optimizer: {lr: 1e-6}}",
     "phases.critic_value={micro_batch: {max_tokens: 8192}}",
     "phases.critic_update={mini_batch: 64, micro_batch: {max_tokens: 8192}}",
-]
+]  # fmt: skip
 # Sequences of 17,408 tokens on 16 ranks: a pipeline that holds one for each stage is too much for 40 GiB.
 CASES: dict[str, list[str]] = {
-    "8 x 80 GiB": [],
-    "8 x 141 GiB": ["device.memory_gib=141"],
-    "16 x 80 GiB": ["trainer.ranks=16"],
-    "64 x 80 GiB": ["trainer.ranks=64"],
-    "ppo, 16 x 80 GiB": ["trainer.ranks=16", *PPO],
-    "replay": ["rollout.replay=."],
+    "8 x 80 GiB": [], "8 x 141 GiB": ["device.memory_gib=141"], "16 x 80 GiB": ["trainer.ranks=16"],
+    "64 x 80 GiB": ["trainer.ranks=64"], "ppo, 16 x 80 GiB": ["trainer.ranks=16", *PPO], "replay": ["rollout.replay=."],
     "a virtual pipeline": ["actor.layout={tensor: 1, pipeline: 4, virtual_pipeline: 7}"],
     "one update a batch": ["phases.actor_update.mini_batch=128", "phases.actor_logprob=null"],
-}
+}  # fmt: skip
 
 
 def suggestions_of(file: Path, overrides: list[str]) -> list[Suggestion]:

@@ -48,14 +48,3 @@ print(*[count - counts[0] for count in counts + [threads()]])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["0", "0", "1"], done
-
-
-def test_names_of_transformer_engine_map_to_local_names():
-    from megarl.megatron.model import local_name
-
-    assert (
-        local_name("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
-        == "decoder.layers.3.input_layernorm.weight"
-    )
-    assert local_name("decoder.layers.3.mlp.linear_fc1.layer_norm_weight") == "decoder.layers.3.pre_mlp_layernorm.weight"
-    assert local_name("decoder.layers.3.mlp.linear_fc1.weight") == "decoder.layers.3.mlp.linear_fc1.weight"

@@ -122,12 +122,9 @@ def test_engines_on_the_same_devices_sleep_while_a_warmup_is_measured(number: in
         "recipe": SimpleNamespace(**evaluates, sft_steps=2, run=run_section),
         "supervised": SimpleNamespace(recipe=SimpleNamespace(**evaluates), evaluate=lambda _: calls.append("loss")),
         "parts": SimpleNamespace(engines=SimpleNamespace(rest=lambda: calls.append("asleep")), engines_sleep=True),
-        "evaluate": lambda _: calls.append("answers"),
-        "sync": sync,
-        "clock": clock,
-        "version": 1,
+        "evaluate": lambda _: calls.append("answers"), "sync": sync, "clock": clock, "version": 1,
         "boundary": lambda _: None,
-    }
+    }  # fmt: skip
     for name, value in part.items():
         setattr(trainer, name, value)
     writer: Any = SimpleNamespace(evaluated=lambda *_: {})

@@ -1,10 +1,16 @@
-"""A legal recipe says what it says: overrides, defaults, what follows from it, and the table that shows it."""
+"""A legal recipe says what it says: overrides, defaults, what follows from it, the table that shows it; shipped recipes run
+with every second of every rank in a span. Of a model on the hub a check fetches the config and the tokenizer, no weights."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pydantic
 import pytest
@@ -13,18 +19,15 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.planner.check import phase_table
-from megarl.recipe import ENGINE_PHASES, Recipe, RecipeError, load_recipe, parse_recipe, recipe_yaml
+from megarl.recipe import ENGINE_PHASES, RecipeError, load_recipe, parse_recipe, recipe_yaml
 from megarl.recipe.phases_section import role_of
-from megarl.recipe.section import Section
 from megarl.recipe.yaml_text import parse_yaml
 from megarl.schedule import plan_phase
+from tests.planner_cases import QWEN_7B, write_qwen
 from tests.recipe.test_broken import BROKEN
-from tests.recipe_cases import edited, make_folder, write
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return make_folder(tmp_path, monkeypatch)
+from tests.recipe_cases import edited, fields_of, write
+from tests.runs import megarl
+from tests.span_sums import check_spans
 
 
 def test_overrides_reach_their_field_and_only_that(folder: Path) -> None:
@@ -117,26 +120,6 @@ def test_check_prints_the_phase_table(folder: Path) -> None:
     assert update.bubble_share == "20%"
 
 
-def test_check_imports_nothing_heavy(folder: Path) -> None:
-    """This, and not a stopwatch, is what keeps `megarl check` under a second."""
-    good, bad = write(folder, edited()), folder / "bad.yaml"
-    bad.write_text("run: 3\n")
-    heavy = ["torch", "transformers", "ray", "vllm", "megatron", "numpy", "datasets", "reasoning_gym", "huggingface_hub"]
-    program = f"""
-import sys
-from megarl.cli import app
-for file, status in (({str(good)!r}, 0), ({str(bad)!r}, 2)):
-    try:
-        app(["check", file])
-    except SystemExit as end:
-        assert (end.code or 0) == status, end.code
-print("HEAVY", [name for name in {heavy} if name in sys.modules])
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    assert "HEAVY []" in result.stdout
-
-
 def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:
     for command in (["export", str(tmp_path / "none"), str(tmp_path / "out")], ["report", str(tmp_path / "none")]):
         result = CliRunner().invoke(app, command)
@@ -145,16 +128,8 @@ def test_export_and_report_name_a_run_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_every_field_is_explained() -> None:
-    from megarl.recipe.load import sections_of
-
-    todo: list[type[Section]] = [Recipe]
-    seen = set()
-    while todo:
-        section = todo.pop()
-        seen.add(section)
-        for name, field in section.model_fields.items():
-            assert field.description, f"{section.__name__}.{name} has no explanation under it"
-            todo += [inner for inner in sections_of(field.annotation) if inner not in seen]
+    unexplained = [f"{section.__name__}.{name}" for section, name, field in fields_of() if not field.description]
+    assert unexplained == [], "no explanation stands under it"
 
 
 def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder: Path) -> None:
@@ -210,3 +185,86 @@ def test_the_nearest_count_is_one_that_the_virtual_pipeline_runs(name: str, fold
         layout = recipe.layout(role_of(phase))
         for mini_batch in plan_phase(recipe.schedule(phase), lengths, layout, seed=0).mini_batches:
             assert mini_batch.num_micro_batches % layout.micro_batch_step == 0
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "ranks"), [("quickstart", 2), ("ppo-tiny", 4)])
+def test_spans_of_a_shipped_recipe_sum_to_wall_time(recipe, ranks, tmp_path):
+    """Of the four ranks of PPO a smaller run is in `tests/trainer/test_run.py`."""
+    changes = ["run.steps=3", "run.trace=spans", f"run.dir={tmp_path}", "trainer.precision=fp32"]
+    megarl("train", str(ROOT / "recipes" / f"{recipe}.yaml"), *changes)
+    check_spans(tmp_path / recipe, ranks)
+
+
+FILES = {"config.json": json.dumps(QWEN_7B).encode(), "tokenizer_config.json": b"{}", "model.safetensors": b"weights"}
+COMMIT = "0" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model, someone/model, by the addresses that `huggingface_hub` asks for."""
+
+    asked: list[str] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        path, content = self.path.split("?")[0], None
+        if path.startswith("/api/models/someone/model"):
+            listed = [{"rfilename": name} for name in FILES]
+            content = json.dumps({"id": "someone/model", "sha": COMMIT, "siblings": listed}).encode()
+            if "/tree/" in path:
+                content = json.dumps(
+                    [{"type": "file", "oid": "1", "size": len(FILES[n]), "path": n} for n in FILES]
+                ).encode()
+        elif path.startswith("/someone/model/resolve/"):
+            name = path.rsplit("/", 1)[-1]
+            self.asked.append(name)
+            content = FILES.get(name)
+        self.send_response(404 if content is None else 200)
+        content = content or b""
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{len(content)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def check(folder: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "cache")}
+    command = [sys.executable, "-m", "megarl.cli", "check", str(write_qwen(folder)), "model.path=someone/model"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_config_is_fetched_and_the_weights_are_not(tmp_path: Path, hub: str) -> None:
+    Hub.asked.clear()
+    result = check(tmp_path, hub)
+    assert result.returncode == 0, result.stderr
+    assert "not checked: weights and tokenizer of model.path = someone/model" in result.stdout
+    assert set(Hub.asked) == {"config.json", "tokenizer_config.json"}
+
+
+def test_without_a_network_one_command_is_named(tmp_path: Path) -> None:
+    result = check(tmp_path, "http://127.0.0.1:9")
+    assert result.returncode == 2
+    assert "model.path = 'someone/model'" in result.stderr and "hf download someone/model config.json" in result.stderr

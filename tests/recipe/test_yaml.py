@@ -1,20 +1,22 @@
-"""A recipe's YAML means what other tools read in it, also once megarl has written it, and its paths what a shell reads."""
+"""A recipe's YAML means what other tools read in it, also once megarl has written it, and its paths what a shell reads;
+whatever stands in a recipe, the answer is a recipe or violations, never another exception."""
 
+from __future__ import annotations
+
+import copy
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.load import sections_of
-from megarl.recipe.recipe import Recipe
-from megarl.recipe.section import Section
-from megarl.recipe.yaml_text import dump_yaml, parse_yaml, read_yaml
-from tests.recipe_cases import edited, make_folder, write
+from megarl.planner.check import phase_table
+from megarl.recipe import RecipeError, load_recipe, parse_recipe
+from megarl.recipe.yaml_text import apply_overrides, dump_yaml, parse_yaml, read_yaml
+from tests.recipe_cases import PPO, edited, fields_of, refusals, write
 
 MERGES = """
 sections:
@@ -72,21 +74,17 @@ def test_every_loader_reads_a_written_text_back_as_that_text(text: str) -> None:
         assert loaded == {"text": text}
 
 
-def test_a_home_directory_and_variables_in_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_folder(tmp_path, monkeypatch)
+def test_a_home_directory_and_variables_in_any_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
-    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("SCRATCH", str(folder / "scratch"))
     source = {"kind": "jsonl", "path": "~/qa.jsonl", "prompt_field": "q", "answer_field": "a"}
     paths = [("run.dir", "$SCRATCH/${USER_RUNS}x"), ("model.path", "~/tiny"), ("data.prompts", source)]
+    refused = refusals(*paths)
+    assert refused.keys() == {"run.dir"} and "the environment variable USER_RUNS is not set" in refused["run.dir"]
     file = write(folder, edited(*paths))
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(file)
-    assert [(one.key, one.rule) for one in caught.value.violations] == [
-        ("run.dir", "the environment variable USER_RUNS is not set")
-    ]
     monkeypatch.setenv("USER_RUNS", "mine-")
     recipe = load_recipe(file)
-    assert recipe.run.dir == str(tmp_path / "scratch" / "mine-x")
+    assert recipe.run.dir == str(folder / "scratch" / "mine-x")
     assert recipe.model.path == str(folder / "tiny")
     assert recipe.data.prompts.path == str(folder / "qa.jsonl")  # type: ignore[union-attr]
     with pytest.raises(RecipeError, match="no user 'nobody-of-this-name'"):
@@ -96,13 +94,74 @@ def test_a_home_directory_and_variables_in_any_path(tmp_path: Path, monkeypatch:
 def test_every_path_of_a_recipe_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/user")
     seen: set[tuple[type, str]] = set()
-    left: list[type[Section]] = [Recipe]
-    while left:
-        section = left.pop()
-        for name, field in section.model_fields.items():
-            left += sections_of(field.annotation)
-            if name in ("path", "dir", "replay", "uri"):
-                kind: Any = TypeAdapter(Annotated[field.annotation, *field.metadata, None])  # type: ignore[arg-type]
-                assert kind.validate_python("~/x") == "/home/user/x", f"{section.__name__}.{name}"
-                seen.add((section, name))
+    for section, name, field in fields_of():
+        if name in ("path", "dir", "replay", "uri"):
+            kind: Any = TypeAdapter(Annotated[field.annotation, *field.metadata, None])  # type: ignore[arg-type]
+            assert kind.validate_python("~/x") == "/home/user/x", f"{section.__name__}.{name}"
+            seen.add((section, name))
     assert len(seen) >= 8
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.integers(0, 40) | st.floats() | st.text(max_size=8)
+words = st.sampled_from(
+    ["grpo", "gae", "reward", "loss", "jsonl", "exact", "function", "sequences", "max_tokens", "kind", "path"]
+)
+anything = st.recursive(
+    scalars | words,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(words | st.text(max_size=4) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def paths(data: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items: list[tuple[Any, Any]] = []
+    if isinstance(data, dict):
+        items = list(data.items())
+    elif isinstance(data, list):
+        items = list(enumerate(data))
+    return [found for key, value in items for found in [(*above, key), *paths(value, (*above, key))]]
+
+
+dotted_keys = st.sampled_from([".".join(map(str, path)) for path in paths(PPO)])
+
+
+@pytest.mark.usefixtures("folder")
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(paths(PPO)), anything, st.sampled_from(["set", "remove", "add"])), max_size=4))
+def test_a_damaged_recipe_is_a_recipe_or_violations(damage: list[tuple[tuple[Any, ...], Any, str]]) -> None:
+    data: Any = copy.deepcopy(PPO)
+    for path, value, how in damage:
+        here = data
+        for part in path[:-1]:
+            try:
+                here = here[part]
+            except (KeyError, IndexError, TypeError):
+                here = None
+        if how == "remove" and isinstance(here, dict):
+            here.pop(path[-1], None)
+        elif how == "add" and isinstance(here, dict):
+            here[str(value)] = value
+        elif isinstance(here, dict) or (isinstance(here, list) and path[-1] in range(len(here))):
+            here[path[-1]] = value
+    try:
+        recipe = parse_recipe(data)
+    except RecipeError as error:
+        assert error.violations
+        assert all(str(violation) for violation in error.violations)
+    else:
+        assert phase_table(recipe)
+
+
+@pytest.mark.usefixtures("folder")
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(st.text(max_size=12) | st.builds("{}={}".format, dotted_keys, st.text(max_size=8)), max_size=3))
+def test_any_override_is_applied_or_a_violation(overrides: list[str]) -> None:
+    data = copy.deepcopy(PPO)
+    if apply_overrides(data, overrides):
+        return
+    try:
+        parse_recipe(data)
+    except RecipeError as error:
+        assert error.violations

@@ -47,9 +47,7 @@ class Engines:
         self._pool.shutdown()
 
     def _recipe(self, prompt_tokens: int, new_tokens: int, **rollout: Any) -> Any:
-        values = recipe(self.old, max_new_tokens=new_tokens, **rollout).model_dump()
-        values["data"]["max_prompt_tokens"] = prompt_tokens
-        return recipe(self.old).model_validate(values)
+        return recipe(self.old, ("data.max_prompt_tokens", prompt_tokens), max_new_tokens=new_tokens, **rollout)
 
 
 def _change_settings(engine: Any, settings: Any) -> None:

@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from megarl.data.tokenizer import Observations
-from megarl.recipe import Recipe
 from megarl.rollout import RolloutError
 from megarl.rollout.agent import AgentRun
 from megarl.rollout.engine import GroupRequest
@@ -58,11 +57,9 @@ def play(
 ) -> tuple[AgentEpisodes, Any]:
     """Play the episodes of a group; `answer` is what is sampled in a turn of an episode, once `together` requests wait."""
     barrier = asyncio.Barrier(together)
-    base = pool_recipe(Path("model"), max_new_tokens=4).model_dump()
-    base["data"]["max_prompt_tokens"] = 40
     limits = {"max_turns": 3, "max_episode_tokens": 30, "max_segments": 2}
-    base["environment"] = {"kind": "agent", "target": "tests.agents:run"} | limits | changes
-    recipe = Recipe.model_validate(base)
+    section = {"kind": "agent", "target": "tests.agents:run"} | limits | changes
+    recipe = pool_recipe(Path("model"), ("data.max_prompt_tokens", 40), ("environment", section), max_new_tokens=4)
     made = SimpleNamespace(
         section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
         observations=Observations(tokenizer, recipe.data, VOCAB), workers=ScriptedWorkers(agent), numbers=iter(range(99)),

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,9 +108,34 @@ def test_the_guessing_game_says_higher_or_lower_and_pays_by_turns() -> None:
     assert game._number == number, "the seed draws it"
 
 
-def section(**changes: Any) -> EnvironmentSection:
-    given = {"target": "tests.environments:Faulty", "max_turns": 3, "max_observation_tokens": 8, "timeout_s": 20.0}
-    return EnvironmentSection.model_validate(given | changes)
+class Worker:
+    """A worker for an environment, with a loop."""
+
+    def __init__(self, path: Sequence[str] | None = None, **changes: Any) -> None:
+        given = {"target": "tests.environments:Faulty", "max_turns": 3, "max_observation_tokens": 8, "timeout_s": 20.0}
+        self.worker = EnvironmentWorker(EnvironmentSection.model_validate(given | changes), path or sys.path)
+        self.runner = asyncio.Runner()
+
+    def ask(self, name: str, question: Reset | Step) -> Reply:
+        return self.runner.run(self.worker.ask(name, question))
+
+    def reset(self, name: str, fault: str = "", **row: Any) -> Reply:
+        return self.ask(name, Reset({"fault": fault} | row, 1))
+
+    def end(self, name: str) -> None:
+        self.runner.run(self.worker.end(name))
+
+    @property
+    def processes(self) -> list[int]:
+        """Of the episodes, and what the user's module has started."""
+        return below(self.worker._server.process)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.runner.close()
+
+
+OK = Reply([{"role": "user", "content": "ok"}], reward=0.5)
 
 
 # What a row asks for, and what is said of it.
@@ -128,56 +154,40 @@ FAULTS = {
 
 
 def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
-    async def play() -> tuple[dict[str, Reply], Reply, Reply, Reply]:
-        with closing(EnvironmentWorker(section(), sys.path)) as worker:
-            good = await worker.ask("good", Reset({"fault": ""}, 1))
-            said = {}
-            for fault in FAULTS:
-                said[fault] = await worker.ask(fault, Reset({"fault": fault}, 1))
-                if not fault.startswith("reset"):
-                    assert said[fault] == Reply(), "reset went well"
-                    said[fault] = await worker.ask(fault, Step("x"))
-            missing = await worker.ask("row", Reset({"question": 1}, 1))
-            assert good == Reply()
-            return (
-                said,
-                missing,
-                await worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": "b"}}</tool_call>')),
-                await worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>')),
-            )
-
-    said, missing, malformed, good = asyncio.run(play())
-    for fault, words in FAULTS.items():
-        assert words in said[fault].failure, said[fault]
-        cause = "" if fault.startswith("reset") or fault == "is cut off" else "crash" if fault == "dies" else "error"
-        assert said[fault].cause == cause, "what follows a turn of the policy has a cause, and is scored, but for an outage"
+    with closing(Worker()) as worker:
+        assert worker.reset("good") == Reply()
+        for fault, words in FAULTS.items():
+            said = worker.reset(fault, fault)
+            if not fault.startswith("reset"):
+                assert said == Reply(), "reset went well"
+                said = worker.ask(fault, Step("x"))
+            assert words in said.failure, said
+            cause = "" if fault.startswith("reset") or fault == "is cut off" else "crash" if fault == "dies" else "error"
+            assert said.cause == cause, "what follows a turn of the policy has a cause, and is scored, but for an outage"
+        missing = worker.ask("row", Reset({"question": 1}, 1))
+        malformed = worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": "b"}}</tool_call>'))
+        good = worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>'))
     assert missing.failure.startswith("reset raised LookupError: the row has no field 'fault'; it has 'question'")
     assert malformed == Reply([{"role": "tool", "content": 'error: add: a must keep to type = "integer"'}], malformed=True)
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
 
 
 def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -> None:
-    async def play() -> list[Reply]:
-        with closing(EnvironmentWorker(section(), sys.path)) as worker:
-            await worker.ask("one", Reset({"fault": "dies between turns"}, 1))
-            said = [await worker.ask("one", Step("x"))]
-            wait_for(lambda: not below(worker._server.process))
-            return [*said, await worker.ask("one", Step("x")), await worker.ask("one", Reset({"fault": ""}, 1))]
-
-    first, second, again = asyncio.run(play())
+    with closing(Worker()) as worker:
+        worker.reset("one", "dies between turns")
+        first = worker.ask("one", Step("x"))
+        wait_for(lambda: not worker.processes)
+        second, again = worker.ask("one", Step("x")), worker.reset("one")
     assert first.failure == again.failure == "", "the turn itself was answered"
     assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
 
 
 def test_one_that_dies_before_the_first_turn_has_not_died_by_a_turn() -> None:
-    async def play() -> Reply:
-        with closing(EnvironmentWorker(section(), sys.path)) as worker:
-            await worker.ask("one", Reset({"fault": ""}, 1))
-            os.kill(below(worker._server.process)[0], signal.SIGKILL)
-            wait_for(lambda: not below(worker._server.process))
-            return await worker.ask("one", Step("x", is_first=True))
-
-    reply = asyncio.run(play())
+    with closing(Worker()) as worker:
+        worker.reset("one")
+        os.kill(worker.processes[0], signal.SIGKILL)
+        wait_for(lambda: not worker.processes)
+        reply = worker.ask("one", Step("x", is_first=True))
     assert reply.cause == "" and reply.failure.endswith("died with signal 9")
 
 
@@ -203,47 +213,39 @@ def test_what_the_user_s_module_starts_outlives_each_episode_and_not_the_keeper(
 ) -> None:
     (tmp_path / "starts_a_helper.py").write_text(STARTS_A_HELPER)
     monkeypatch.syspath_prepend(tmp_path)
-
-    async def play() -> tuple[list[Reply], list[int]]:
-        with closing(EnvironmentWorker(section(target="starts_a_helper:Asks"), sys.path)) as worker:
-            said = []
-            for name in ("one", "two"):
-                await worker.ask(name, Reset({"fault": ""}, 1))
-                said.append(await worker.ask(name, Step("x")))
-                await worker.end(name)
-                wait_for(lambda: len(below(worker._server.process)) <= 1)
-            return said, below(worker._server.process)
-
-    said, helpers = asyncio.run(play())
-    assert said == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 2
-    assert len(helpers) == 1
-    wait_for(lambda: not Path(f"/proc/{helpers[0]}").exists())
+    with closing(Worker(target="starts_a_helper:Asks")) as worker:
+        for name in ("one", "two"):
+            worker.reset(name)
+            assert worker.ask(name, Step("x")) == OK
+            worker.end(name)
+            wait_for(lambda: len(worker.processes) <= 1)
+        (helper,) = worker.processes
+    wait_for(lambda: not Path(f"/proc/{helper}").exists())
 
 
 def test_one_that_hangs_is_ended_at_its_deadline_while_others_answer_and_none_is_left() -> None:
-    async def play() -> tuple[Reply, list[Reply], Reply, Reply, list[int]]:
-        with closing(EnvironmentWorker(section(timeout_s=3.0), sys.path)) as worker:
-            for name in ("hangs", "good"):
-                await worker.ask(name, Reset({"fault": name}, 1))
-            hangs = asyncio.create_task(worker.ask("hangs", Step("x")))
-            others = [await worker.ask("good", Step("x")) for _ in range(3)]
-            assert not hangs.done(), "the others did not wait for it"
-            late = await hangs
-            gone = await worker.ask("hangs", Step("x"))
-            os.kill(worker._server.process, signal.SIGKILL)  # as for want of memory
-            os.waitid(os.P_PID, worker._server.process, os.WEXITED | os.WNOWAIT)  # its children are killed with it
-            lost = await worker.ask("good", Step("x"))
-            assert await worker.ask("new", Reset({"fault": ""}, 1)) == Reply(), "another keeper took its place"
-            return late, others, gone, lost, [worker._server.process]
+    with closing(Worker(timeout_s=3.0)) as worker:
 
-    late, others, gone, lost, keepers = asyncio.run(play())
+        async def play() -> Reply:
+            hangs = asyncio.create_task(worker.worker.ask("hangs", Step("x")))
+            assert [await worker.worker.ask("good", Step("x")) for _ in range(3)] == [OK] * 3
+            assert not hangs.done(), "the others did not wait for it"
+            return await hangs
+
+        for name in ("hangs", "good"):
+            worker.reset(name, name)
+        late = worker.runner.run(play())
+        gone, server = worker.ask("hangs", Step("x")), worker.worker._server.process
+        os.kill(server, signal.SIGKILL)  # as for want of memory
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # its children are killed with it
+        lost = worker.ask("good", Step("x"))
+        assert worker.reset("new") == Reply(), "another keeper took its place"
+        keeper = worker.worker._server.process
     assert late.failure == "step gave no answer within environment.timeout_s = 3"
     assert (late.cause, gone.cause, lost.cause) == ("wall_time", "", "")
-    assert others == [Reply([{"role": "user", "content": "ok"}], reward=0.5)] * 3
     assert "gone" in gone.failure and "gone with its fork server" in lost.failure
-    for process in keepers:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(keeper, 0)
 
 
 # More than the limit, for every episode by fork.
@@ -259,19 +261,13 @@ Large = environment(type("Large", (Faulty,), {}))
 def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path) -> None:
     """What its module has loaded is not its own, and what its processes share is."""
     (tmp_path / "large_environment.py").write_text(LARGE)
-
-    async def play() -> list[Reply]:
-        with closing(
-            EnvironmentWorker(section(target="large_environment:Large", memory_mib=200), [str(tmp_path), *sys.path])
-        ) as worker:
-            names = ("fills", "fills and forks", "good")
-            for name in names:
-                await worker.ask(name, Reset({"fault": name}, 1))
-            return [await worker.ask(name, Step("x")) for name in names]
-
-    *over, good = asyncio.run(play())
+    names = ("fills", "fills and forks", "good")
+    with closing(Worker([str(tmp_path), *sys.path], target="large_environment:Large", memory_mib=200)) as worker:
+        for name in names:
+            worker.reset(name, name)
+        *over, good = (worker.ask(name, Step("x")) for name in names)
     assert all(reply.cause == "memory" and "environment.memory_mib = 200" in reply.failure for reply in over), over
-    assert good == Reply([{"role": "user", "content": "ok"}], reward=0.5)
+    assert good == OK
 
 
 @pytest.mark.parametrize("by_close", [False, True])
@@ -279,35 +275,22 @@ def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_clo
     held = tmp_path / "held"
     os.mkfifo(held)
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-
-    async def play() -> None:
-        with closing(EnvironmentWorker(section(), sys.path)) as worker:
-            await worker.ask("one", Reset({"fault": "starts", "left_open": str(held)}, 1))
-            assert await worker.ask("one", Step("x")) == Reply([{"role": "user", "content": "ok"}], reward=0.5)
-            if not by_close:
-                await worker.end("one")
-                assert _is_let_go(reader)
-
-    asyncio.run(play())
-    assert by_close is False or _is_let_go(reader)
-    os.close(reader)
-
-
-def _is_let_go(reader: int) -> bool:
-    """Whether the last process that holds the other end has ended; waits for it."""
     waiting = select.poll()
-    waiting.register(reader, 0)  # of that its end is told anyhow
-    return bool(waiting.poll(20000))
+    waiting.register(reader, 0)  # of its end it tells anyhow: then the last process that holds the other end is gone
+    with closing(Worker()) as worker:
+        worker.reset("one", "starts", left_open=str(held))
+        assert worker.ask("one", Step("x")) == OK
+        if not by_close:
+            worker.end("one")
+            assert waiting.poll(20000)
+    assert waiting.poll(20000)
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (
-            "recipes.environments.guessing_game:GuessingGame",
-            {"low": 5, "high": 1},
-            "constructor raised ValueError: .*low = 5",
-        ),
+        ("recipes.environments.guessing_game:GuessingGame", {"low": 5, "high": 1}, "raised ValueError: .*low = 5"),
         ("tests.environments:Faulty", {"hangs": True}, "its constructor gave no answer within environment.timeout_s = 0.5"),
     ],
 )
@@ -317,10 +300,10 @@ def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
     load_environment(target, options)  # on each rank: it makes none
     limit_s = 0.5 if "hangs" in options else 20.0
     with (
-        closing(EnvironmentWorker(section(target=target, options=options, timeout_s=limit_s), sys.path)) as worker,
+        closing(Worker(target=target, options=options, timeout_s=limit_s)) as worker,
         pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"),
     ):
-        asyncio.run(worker.ready())
+        worker.runner.run(worker.worker.ready())
 
 
 @pytest.mark.parametrize(

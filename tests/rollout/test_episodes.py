@@ -16,7 +16,6 @@ import pytest
 
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import Observations, load_tokenizer
-from megarl.recipe import Recipe
 from megarl.reward.workers import RewardResult, add_episodes
 from megarl.rollout import RolloutError
 from megarl.rollout.engine import GroupRequest, request_seed
@@ -69,20 +68,13 @@ async def rounds(number: int) -> None:
 
 def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], **changes: Any) -> Any:
     """What `Environments` is, without Ray. `max_new_tokens` is 4."""
-    base = pool_recipe(Path("model"), max_new_tokens=4).model_dump()
-    base["environment"] = {"target": "tests.environments:Counting", "max_turns": 3, "max_observation_tokens": 6} | changes
-    recipe = Recipe.model_validate(base)
+    section = {"target": "tests.environments:Counting", "max_turns": 3, "max_observation_tokens": 6} | changes
+    recipe = pool_recipe(Path("model"), ("environment", section), max_new_tokens=4)
     return SimpleNamespace(
-        section=recipe.environment,
-        recipe=recipe,
-        seed=SEED,
-        stops=frozenset([END]),
-        tokenizer=tokenizer,
-        observations=Observations(tokenizer, recipe.data, VOCAB),
-        workers=Scripted(answer),
-        numbers=itertools.count(),
+        section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
+        observations=Observations(tokenizer, recipe.data, VOCAB), workers=Scripted(answer), numbers=itertools.count(),
         limits=SessionLimits.of(recipe),
-    )
+    )  # fmt: skip
 
 
 def prompts(tokenizer: Any, count: int = 2) -> list[Prompt]:

@@ -49,10 +49,10 @@ def others(served: Served) -> Iterator[None]:
     assert len(opened.session.segments) == 1 and not opened.fault
 
 
-def send(opened: OpenSession, path: str, content: Any, method: str = "POST", **headers: str) -> httpx.Response:
+def send(opened: OpenSession, path: str, content: Any, method: str = "POST", **headers: str | bytes) -> httpx.Response:
     content = content if isinstance(content, (bytes, str, Iterator)) else json.dumps(content)
-    headers = {"authorization": f"Bearer {opened.token}"} | headers
-    return HTTP.request(method, f"{opened.url}/v1/{path}", content=content, headers=headers)
+    sent: Any = {"authorization": f"Bearer {opened.token}"} | headers
+    return HTTP.request(method, f"{opened.url}/v1/{path}", content=content, headers=sent)
 
 
 def connected(opened: OpenSession) -> socket.socket:
@@ -135,39 +135,9 @@ def test_a_body_that_is_wrong_is_refused(served: Served, others: None, path: str
     assert not opened.session.segments and opened.num_requests == 0 and not opened.fault
 
 
-def wrong_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    return send(opened, path, CHAT, authorization="Bearer wrong")
-
-
-def no_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    return send(opened, path, CHAT, authorization="")
-
-
-def odd_token(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    headers: Any = {"authorization": "Bearer \xff\xe9".encode("latin-1")}
-    return HTTP.post(f"{opened.url}/v1/{path}", json=CHAT, headers=headers)
-
-
-def token_of_another(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    return send(opened, path, CHAT, authorization=f"Bearer {served.open(Script('x')).token}")
-
-
-def unknown_session(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    other = f"{served.gateway.url}/s/{'0' * 32}/v1/{path}"
-    return HTTP.post(other, json=CHAT, headers={"x-api-key": opened.token})
-
-
 def ended_session(served: Served, opened: OpenSession, path: str) -> httpx.Response:
     served.call(served.gateway.end, opened)
     return send(opened, path, CHAT)
-
-
-def unknown_path(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    return send(opened, f"audio/{path}", CHAT)
-
-
-def wrong_method(served: Served, opened: OpenSession, path: str) -> httpx.Response:
-    return send(opened, path, CHAT, method="PUT")
 
 
 def slow_body(served: Served, opened: OpenSession, path: str) -> httpx.Response:
@@ -199,20 +169,33 @@ def broken_engine(served: Served, opened: OpenSession, path: str) -> httpx.Respo
     return send(opened, path, CHAT | {"max_tokens": 9})
 
 
-CALLS: dict[Callable[..., httpx.Response], tuple[int, str | None]] = {
-    wrong_token: (401, "invalid_api_key"), no_token: (401, "invalid_api_key"), odd_token: (401, "invalid_api_key"),
-    token_of_another: (401, "invalid_api_key"), unknown_session: (404, "session_not_found"),
-    ended_session: (410, "session_ended"),
-    unknown_path: (404, None), wrong_method: (405, None), slow_body: (408, "request_timeout"),
-    too_many_turns: (429, "insufficient_quota"), too_many_segments: (429, "insufficient_quota"),
-    broken_engine: (503, "engine_fault"),
+NO_KEY = (401, "invalid_api_key")
+CALLS: dict[str, tuple[Callable[[Served, OpenSession, str], httpx.Response], int, str | None]] = {
+    "wrong token": (lambda _, opened, path: send(opened, path, CHAT, authorization="Bearer wrong"), *NO_KEY),
+    "no token": (lambda _, opened, path: send(opened, path, CHAT, authorization=""), *NO_KEY),
+    "odd token": (lambda _, opened, path: send(opened, path, CHAT, authorization=b"Bearer \xff\xe9"), *NO_KEY),
+    "token of another session": (
+        lambda served, opened, path: send(opened, path, CHAT, authorization=f"Bearer {served.open(Script('x')).token}"),
+        *NO_KEY,
+    ),
+    "unknown session": (
+        lambda served, opened, path: HTTP.post(
+            f"{served.gateway.url}/s/{'0' * 32}/v1/{path}", json=CHAT, headers={"x-api-key": opened.token}
+        ), 404, "session_not_found"
+    ),
+    "ended session": (ended_session, 410, "session_ended"),
+    "unknown path": (lambda _, opened, path: send(opened, f"audio/{path}", CHAT), 404, None),
+    "wrong method": (lambda _, opened, path: send(opened, path, CHAT, method="PUT"), 405, None),
+    "slow body": (slow_body, 408, "request_timeout"), "too many turns": (too_many_turns, 429, "insufficient_quota"),
+    "too many segments": (too_many_segments, 429, "insufficient_quota"),
+    "broken engine": (broken_engine, 503, "engine_fault"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_a_call_that_may_not_be_is_refused(served: Served, others: None, path: str, call: Any) -> None:
-    status, code = CALLS[call]
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_may_not_be_is_refused(served: Served, others: None, path: str, case: str) -> None:
+    call, status, code = CALLS[case]
     opened = served.open(Script("x"))
     answer = call(served, opened, path)
     check_error(answer, path, status, code)

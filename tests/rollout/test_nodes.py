@@ -19,6 +19,7 @@ from tests.ports import unused_port
 
 ADDRESS = "10.0.0.1:6379"
 DEADLINE_S = 560.0
+MAPPED = ("weight_sync.transport", "mapped")
 
 
 def started(ranks: int, each: int, address: str | None = None) -> dict[str, str]:
@@ -74,7 +75,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainer.ranks = 4, but 2 ranks were started", of(4), started(2, 2)),
         ("4 trainer ranks are on 2 nodes, and MEGARL_RAY_ADDRESS names no Ray cluster", of(4), started(4, 2)),
         ("need 3 nodes, and there are 2", of(6), started(6, 2, ADDRESS)),
-        ("mapped: trainer ranks and engines are on several hosts; use auto", synced(of(4), "mapped"),
+        ("mapped: trainer ranks and engines are on several hosts; use auto", of(4, "colocated", MAPPED),
          started(4, 2, ADDRESS)),
     ):  # fmt: skip
         with pytest.raises(PlacementError, match=said):
@@ -89,10 +90,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes.check_local_device(started(4, 4) | {"LOCAL_RANK": "1"})
     with pytest.raises(PlacementError, match="4 trainer ranks were started on this node .* which has 2 GPUs"):
         nodes.check_local_device(started(4, 4) | {"LOCAL_RANK": "2"})
-
-
-def synced(recipe: Any, transport: str) -> Any:
-    return recipe.model_copy(update={"weight_sync": recipe.weight_sync.model_copy(update={"transport": transport})})
 
 
 def test_an_address_without_ray_is_refused() -> None:

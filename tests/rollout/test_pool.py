@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ray
 
-from megarl.recipe import Recipe
 from megarl.rollout import EngineDied, RolloutError, handle
 from megarl.rollout.engine_report import EngineProcess
 from megarl.rollout.groups import GroupFacts
@@ -65,9 +64,8 @@ def pools(tmp_path: Path) -> Pools:
     model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
 
     def of(*engines: Scripted, **section: Any) -> EnginePool:
-        pool = EnginePool(recipe(model, max_restarts=2), str(model), (), seed=0)
-        chosen = pool._recipe.weight_sync.model_copy(update={"retries": 0} | section)
-        pool._recipe = pool._recipe.model_copy(update={"weight_sync": chosen})
+        made = recipe(model, ("weight_sync", {"retries": 0} | section), max_restarts=2)
+        pool = EnginePool(made, str(model), (), seed=0)
         pool.engines = list(engines)
         return pool
 
@@ -228,7 +226,6 @@ def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: 
 def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
     for trace, staleness, counts in (("none", 0, False), ("none", 1, True), ("phases", 0, True)):
-        values = recipe(model, engines=2, max_staleness=staleness).model_dump()
-        values["run"]["trace"] = trace
-        pool = EnginePool(Recipe.model_validate(values), str(model), (), seed=0)
+        made = recipe(model, ("run.trace", trace), engines=2, max_staleness=staleness)
+        pool = EnginePool(made, str(model), (), seed=0)
         assert {engine.settings.times_requests for engine in pool.engines} == {counts}

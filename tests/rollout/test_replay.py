@@ -19,15 +19,11 @@ def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Gen
     tokens, members = sum(lengths), len(lengths)
     rows = members * (prompt - 1) + tokens
     return GroupResult(
-        group=group,
-        prompt_ids=np.arange(prompt, dtype=np.int32),
-        token_ids=np.arange(tokens, dtype=np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        lengths=np.array(lengths, dtype=np.int32),
-        finish_reasons=("stop",) * members,
+        group=group, prompt_ids=np.arange(prompt, dtype=np.int32), token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.zeros(tokens, np.float32), lengths=np.array(lengths, dtype=np.int32), finish_reasons=("stop",) * members,
         versions=np.sort(generator.integers(group, group + 3, tokens)),
         routing=generator.integers(0, 8, (rows, 3, 2)).astype(np.uint8),
-    )
+    )  # fmt: skip
 
 
 def _recipe(dumps: Path, routed: bool) -> Any:

@@ -1,4 +1,5 @@
-"""Eight turns with a real engine: the trainer gives their tokens the log-probabilities that the engine gave."""
+"""Sequences with a real engine: the trainer gives their tokens the log-probabilities that the engine gave, and a group's
+prompt is computed once, on CPUs too, where vLLM's own blocks of the cache are longer than most prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from megarl.models import FAMILIES
 from megarl.models.layout import Layout
 from megarl.rollout.gateway_messages import AnswerReader, read_chat
 from megarl.rollout.session import Session
-from megarl.schedule import Schedule, plan_phase
 from tests.chat_templates import ADD
-from tests.engine_cases import engine, random_batch, start
+from tests.engine_cases import engine, planned, random_batch, start
 from tests.in_process_engine import open_engine
 from tests.ranks import run_ranks
 from tests.rollout_cases import save_model
 from tests.session_cases import LIMITS, renderer
+from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.agent
 VOCAB, NEW_TOKENS = 300, 8
@@ -61,10 +62,8 @@ def computes(directory: str, segments: list[tuple[np.ndarray, Completion]]) -> l
     for number, (prompt, completion) in enumerate(segments):
         batch.samples[number] = Sample(number, prompt, completion)
     batch = replace(batch, own_lengths=np.array([int(completion.own.sum()) for _, completion in segments]))
-    plan = plan_phase(Schedule("actor_logprob", sequences=1, mini_batch=len(segments)), batch.lengths.tolist(), Layout(), 0)
-    (mini_batch,) = plan.mini_batches
     with actor.present(training=False):
-        results, _ = actor.forward(batch, mini_batch)
+        results, _ = actor.forward(batch, planned(batch, Layout(), sequences=1))
     return [results["logprobs"][number].numpy() for number in range(len(segments))]
 
 
@@ -76,3 +75,22 @@ def test_trainer_and_engine_agree(engine_process: ProcessPoolExecutor, tmp_path:
     (found,) = run_ranks(computes, 1, str(model), segments)
     for (_, completion), logprobs in zip(segments, found, strict=True):
         np.testing.assert_allclose(completion.logprobs[completion.own], logprobs, atol=1e-4)
+
+
+def asks_for_a_group(model: Path) -> tuple[list[int], list[list[int]]]:
+    """Tokens that each completion of a prompt found in the cache, and what was sampled."""
+    from vllm import SamplingParams
+
+    prompt: Any = {"prompt_token_ids": list(range(2, 47))}
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    outputs = open_engine(model, enable_prefix_caching=True).generate([prompt] * 4, sampling, use_tqdm=False)
+    return [output.num_cached_tokens or 0 for output in outputs], [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_a_group_shares_a_prompt_that_is_shorter_than_vllms_blocks(
+    engine_process: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    model = save_tiny_model(tmp_path, "llama", head_dim=32)
+    cached, sampled = engine_process.submit(asks_for_a_group, model).result(300)
+    assert cached == [0, 32, 32, 32]
+    assert sampled == [sampled[0]] * 4, "the first one computed all of its prompt"

@@ -104,22 +104,6 @@ def running(engines: Engines) -> Iterator[tuple[EnginePool, Publisher, Path, Pat
 Running = tuple[EnginePool, Publisher, Path, Path]
 
 
-def test_checkpoint_mode_gives_the_engine_the_same_weights(running: Running) -> None:
-    """Whole tensors through vLLM's loader, and the parts of each worker by megarl's table, end in the same bits."""
-    pool, publisher, new, old = running
-    whole = Publisher(old, engines=2, mode="checkpoint")
-    before = samples(pool, 3)
-    publisher.close()  # an engine has one trainer at a time
-    whole.publish(7, old, pool)
-    loaded = samples(pool, 3)
-    assert not same(before, loaded)
-    whole.close()
-    publisher.publish(8, old, pool)
-    assert same(loaded, samples(pool, 3))
-    publisher.publish(9, new, pool)
-    assert same(before, samples(pool, 3))
-
-
 def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Running) -> None:
     pool, _, new, _ = running
     batch = generate(pool, prompts(), 5)

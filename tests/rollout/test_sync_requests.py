@@ -173,9 +173,9 @@ def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: 
     """They are those of transformers, whether a completion was cut, had finished when its group was cut, or was preempted,
     as the cache has blocks for two of three completions. What nobody takes is not kept."""
     model = save_model(tmp_path, "qwen3_moe", True, 0)
-    values = recipe(model, max_new_tokens=40, kv_cache_bytes=5 * BLOCK_BYTES).model_dump()
-    values["data"]["max_prompt_tokens"], values["actor"]["router_replay"] = PROMPT_TOKENS, True
-    pool = EnginePool(recipe(model).model_validate(values), str(model), (), seed=3)
+    edits = ("data.max_prompt_tokens", PROMPT_TOKENS), ("actor.router_replay", True)
+    made = recipe(model, *edits, max_new_tokens=40, kv_cache_bytes=5 * BLOCK_BYTES)
+    pool = EnginePool(made, str(model), (), seed=3)
     pool.start()
     try:
         client = Client(pool.engines[0])

@@ -1,29 +1,91 @@
-"""Laws of plans, over wide grids of layouts, schedules and batches (hypothesis)."""
+"""Laws of plans, over wide grids of layouts, schedules and batches (hypothesis); what a layout refuses to run, and what an
+engine must report: messages with keys, both numbers and a way out."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megarl.models.layout import Layout
 from megarl.schedule import (
     Cost,
+    Executed,
     MicroBatch,
     MiniBatch,
     Plan,
+    PlanMismatch,
     Schedule,
+    compare,
     plan_phase,
     violations,
     worst_case_micro_batches,
 )
 from megarl.schedule.phase_plan import most_rows_behind_prompts
-from tests.schedule_cases import Case, cases
+from megarl.schedule.schedule import in_micro_batch, padded
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and what it is planned for; `longest` is what the recipe would promise about its lengths."""
+
+    schedule: Schedule
+    lengths: Sequence[int]
+    layout: Layout
+    seed: int
+    longest: int
+    cost: Cost
+    groups: list[int] | None
+    prompts: list[int] | None = None
+
+    def plan(self) -> Plan:
+        return plan_phase(self.schedule, self.lengths, self.layout, self.seed, self.cost, self.groups, self.prompts)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    tensor, pipeline = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4))
+    return Layout(
+        tensor=tensor, pipeline=pipeline, data=draw(st.integers(1, 5)), sequence_parallel=tensor > 1 and draw(st.booleans()),
+        virtual_pipeline=draw(st.integers(1, 3)) if pipeline > 1 else 1, context=draw(st.integers(1, 3)),
+    )  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn, capped: bool) -> Case:
+    """Mostly legal: sizes divide, the cap holds the longest sequence; the pipeline may still refuse the count."""
+    layout = draw(layouts())
+    update, group_size = draw(st.booleans()), draw(st.integers(1, 3))
+    size = layout.data * draw(st.integers(1, 7)) * group_size
+    count = size * (draw(st.integers(1, 2)) if update else 1)
+    longest = draw(st.integers(1, 80))
+    generator = random.Random(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from([0.3, 1.0, 3.0]))  # few long sequences, all alike, mostly long
+    lengths = [max(1, round(longest * generator.random() ** (1 / spread))) for _ in range(count)]
+    groups = [sample // group_size for sample in range(count)]
+    generator.shuffle(groups)
+    step = layout.micro_batch_multiple * layout.sequence_multiple
+    shortest = [min(length for length, own in zip(lengths, groups, strict=True) if own == group) for group in groups]
+    prompts = [random.Random(group).randint(1, most) for group, most in zip(groups, shortest, strict=True)]
+    shared = layout.context == 1 and draw(st.booleans())
+    schedule = Schedule(
+        phase=draw(st.sampled_from(["actor_update", "critic_update"])) if update else "critic_value",
+        sequences=None if capped else draw(st.integers(1, 12)),
+        max_tokens=longest + step + draw(st.integers(0, 5 * longest)) if capped else None,
+        mini_batch=size if update else None,
+        epochs=draw(st.integers(1, 2)) if update else 1,
+        share_prompts=shared,
+    )
+    cost = Cost(draw(st.sampled_from([0.0, 1e-3, 0.1])), draw(st.sampled_from([0.0, 1.0, 30.0])))
+    known = groups if shared or draw(st.booleans()) else None
+    return Case(schedule, lengths, layout, draw(st.integers(0, 2**31)), longest, cost, known, prompts if shared else None)
 
 
 def check_plan(case: Case, plan: Plan) -> None:
@@ -246,3 +308,262 @@ def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], b
     limits = (len(lengths) + more, max(lengths) + longer, max(sizes) + more, longest_prompt + longer)
     assert rows <= most_rows_behind_prompts(slots, *limits)
     assert MicroBatch((0,), 3, 3).rows_behind_prompts([3]) == 0
+
+
+MOST = 4
+SETTINGS = settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A batch of `case`, one rollout for each of its sequences, and the lengths of each rollout's segments."""
+
+    case: Case
+    segments: Sequence[Sequence[int]]
+
+    @property
+    def rollouts(self) -> list[int]:
+        return [rollout for rollout, lengths in enumerate(self.segments) for _ in lengths]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for lengths in self.segments for length in lengths]
+
+    @property
+    def prefixes(self) -> list[int]:
+        """First segments have the prompts of their groups, later ones their own."""
+        groups = self.case.groups or range(len(self.segments))
+        own = iter(range(10_000, 20_000))
+        return [
+            groups[rollout] if number == 0 else next(own)
+            for rollout, lengths in enumerate(self.segments)
+            for number, _ in enumerate(lengths)
+        ]
+
+    @property
+    def prompts(self) -> list[int] | None:
+        """A later segment's prompt is all but its last token."""
+        if self.case.prompts is None:
+            return None
+        return [
+            prompt if number == 0 else max(1, length - 1)
+            for prompt, lengths in zip(self.case.prompts, self.segments, strict=True)
+            for number, length in enumerate(lengths)
+        ]
+
+    def plan(self) -> Plan:
+        case, groups = self.case, None
+        if case.groups is not None:
+            groups = [case.groups[rollout] for rollout in self.rollouts]
+        columns = groups, self.prompts, self.rollouts, self.prefixes
+        return plan_phase(case.schedule, self.lengths, case.layout, case.seed, case.cost, *columns)
+
+
+@st.composite
+def segmented(draw: st.DrawFn) -> Segmented:
+    case = draw(cases(capped=draw(st.booleans())))
+    together = draw(st.sampled_from([1, MOST]))
+    if case.schedule.max_tokens is not None and draw(st.booleans()):  # one sequence of the longest alone
+        tight = in_micro_batch(case.longest, case.layout)
+        case = replace(case, schedule=replace(case.schedule, max_tokens=tight))
+    if together > 1:
+        cap, sequences = case.schedule.max_tokens, case.schedule.sequences
+        cap = None if cap is None else max(cap, in_micro_batch(case.longest, case.layout, together))
+        sequences = None if sequences is None else max(sequences, together)
+        case = replace(case, schedule=replace(case.schedule, together=together, max_tokens=cap, sequences=sequences))
+    generator, often = random.Random(draw(st.integers(0, 2**32))), draw(st.sampled_from([0.0, 0.1, 0.5]))
+    segments = [[length] for length in case.lengths]
+    for held in segments:
+        while len(held) < MOST and generator.random() < often:
+            held.append(generator.randint(1, case.longest))
+    return Segmented(case, segments)
+
+
+@SETTINGS
+@given(segmented())
+def test_every_law_holds_with_segments(batch: Segmented) -> None:
+    case = batch.case
+    if violations(case.schedule, len(batch.segments), case.layout, case.longest):
+        return
+    plan = batch.plan()  # whatever the number of segments: a recipe that was checked never fails here
+    size = case.schedule.mini_batch or len(batch.segments)
+    for epoch in range(case.schedule.epochs):
+        samples = [sample for one in plan.mini_batches if one.epoch == epoch for sample in one.samples]
+        assert sorted(samples) == list(range(len(batch.lengths))), "every sequence once"
+    for mini_batch in plan.mini_batches:
+        held = {batch.rollouts[sample] for sample in mini_batch.samples}
+        assert len(held) == size, "a mini-batch counts rollouts"
+        assert sum(len(batch.segments[rollout]) for rollout in held) == len(mini_batch.samples), "and has them whole"
+        check_micro_batches(batch, mini_batch)
+    if len(batch.segments) == len(batch.lengths):
+        assert plan == case.plan(), "one segment each: the plan of before"
+
+
+def check_micro_batches(batch: Segmented, mini_batch: MiniBatch) -> None:
+    case, rollouts = batch.case, batch.rollouts
+    has_segments = len(rollouts) > len(batch.segments)
+    count = mini_batch.num_micro_batches
+    assert [len(rank) for rank in mini_batch.micro_batches] == [count] * case.layout.data
+    assert count % case.layout.micro_batch_step == 0
+    assert count <= worst_case_micro_batches(case.schedule, len(batch.segments), case.layout, case.longest, MOST)
+    assert sorted(mini_batch.order) == sorted(mini_batch.samples)
+    for rank in mini_batch.micro_batches:
+        assert any(one.samples for one in rank), "no rank runs padding alone"
+        for one in rank:
+            check_micro_batch(batch, one, has_segments)
+            if case.schedule.together > 1:
+                inside = {rollouts[sample] for sample in one.samples}
+                assert sum(len(batch.segments[rollout]) for rollout in inside) == len(one.samples)
+
+
+def check_micro_batch(batch: Segmented, one: MicroBatch, has_segments: bool) -> None:
+    schedule, layout = batch.case.schedule, batch.case.layout
+    if not one.samples:
+        assert has_segments and one == MicroBatch((), 0, in_micro_batch(1, layout))
+        return
+    spared = 0
+    if schedule.share_prompts:
+        runs = list(accumulate(one.sharing, initial=0))
+        prefixes = [batch.prefixes[sample] for sample in one.samples]
+        assert all(len(set(prefixes[start:stop])) == 1 for start, stop in zip(runs, runs[1:], strict=False))
+        assert runs[-1] == len(one.samples) and batch.prompts is not None
+        spared = sum(one.spared(batch.prompts))
+    lengths = [batch.lengths[sample] for sample in one.samples]
+    assert one.tokens == sum(lengths) - spared
+    filled, multiple = sum(padded(lengths, layout)) - spared, layout.micro_batch_multiple
+    assert one.slots == filled + -filled % multiple
+    assert schedule.max_tokens is None or one.slots <= schedule.max_tokens
+    assert schedule.sequences is None or len(one.samples) <= schedule.sequences
+
+
+def test_ranks_without_a_sequence_left_run_padding() -> None:
+    """Three sequences that each fill a micro-batch, on two ranks."""
+    schedule = Schedule("actor_update", max_tokens=10, mini_batch=2)
+    (mini_batch,) = plan_phase(schedule, [10, 10, 10], Layout(data=2), 0, rollouts=[0, 0, 1]).mini_batches
+    sizes = [[len(one.samples) for one in rank] for rank in mini_batch.micro_batches]
+    assert sorted(sizes) == [[1, 0], [1, 1]]
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    schedule = Schedule("actor_update", max_tokens=12, together=2)
+    with pytest.raises(ValueError, match="max_tokens = 12, but sample 1 has 9 tokens .18 with .* the other segments"):
+        plan_phase(schedule, [9, 9, 9], Layout(), 0, rollouts=[0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("cut", "field", "nearest"),
+    [({"max_tokens": 29}, "micro_batch.max_tokens", "30"), ({"sequences": 2}, "micro_batch.sequences", "3")],
+)
+def test_a_recipe_needs_room_for_the_most_segments_that_run_together(cut: dict[str, Any], field: str, nearest: str) -> None:
+    (fault,) = violations(Schedule("actor_update", together=3, **cut), 4, Layout(), 10)
+    assert (fault.field, fault.nearest) == (field, nearest)
+    enough = Schedule("actor_update", together=3, **{field.split(".")[1]: int(nearest)})  # type: ignore[arg-type]
+    assert not violations(enough, 4, Layout(), 10)
+
+
+VIRTUAL = Layout(pipeline=4, virtual_pipeline=2)
+PADDED = Layout(tensor=2, context=2, sequence_parallel=True)  # each sequence to a multiple of 8
+
+REFUSED = [
+    (Schedule("critic_value", max_tokens=9), [3, 10], Layout(), "max_tokens = 9, but sample 1 has 10 tokens; .* is 10"),
+    (Schedule("critic_value", max_tokens=15), [3, 9], PADDED, r"sample 1 has 9 tokens \(16 with padding\); .* is 16"),
+    (Schedule("actor_update", sequences=1, mini_batch=3), [1] * 8, Layout(), "mini_batch = 3 must divide .* 8 .* is [24]"),
+    (Schedule("actor_update", sequences=1, mini_batch=4), [1] * 8, Layout(data=3), "= 4 must be .* size 3; .* is 3"),
+    (Schedule("critic_value", sequences=1), [1] * 5, Layout(data=2), "a batch of 5 rollouts must be .* size 2; .* is [46]"),
+    (Schedule("critic_value", sequences=1), [1, 0], Layout(), "sample 1 has 0 tokens"),
+    (Schedule("critic_value", sequences=1), [], Layout(), "empty"),
+    (Schedule("critic_value", sequences=3), [1] * 8, VIRTUAL, "sequences = 3 divides 8 .* 3 micro-.*, .* by its 4 .* is 2"),
+    (Schedule("critic_value", max_tokens=9), [1] * 3, VIRTUAL, "each of 1 .* ranks 3, .* by its 4 stages; .* is 4"),
+    (Schedule("critic_value", max_tokens=9), [9] * 6, VIRTUAL, "max_tokens = 9 needs 6 .* at most 4.* always fits is 18"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "lengths", "layout", "text"), REFUSED)
+def test_an_impossible_plan_is_refused_with_its_numbers(
+    schedule: Schedule, lengths: list[int], layout: Layout, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        plan_phase(schedule, lengths, layout, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "longest", "layout", "text"),
+    [
+        (9, 10, Layout(), "max_tokens = 9 is below the longest sequence of 10 tokens; .* is 10"),
+        (15, 9, PADDED, r"longest sequence of 9 tokens, padded to 16; .* is 16"),
+        (9, 9, VIRTUAL, "max_tokens = 9 can need more than 4 micro-batches for 6 sequences a rank, .* is 18"),
+    ],
+)
+def test_a_cap_is_refused_before_any_batch(max_tokens: int, longest: int, layout: Layout, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(*map(str, violations(Schedule("critic_value", max_tokens=max_tokens), 6, layout, longest)))
+
+
+def test_several_violations_are_said_at_once() -> None:
+    found = violations(Schedule("actor_update", 1, None, 5), 8, Layout(data=2), 9)
+    assert [fault.field for fault in found] == ["mini_batch"]
+
+
+@settings(max_examples=500)
+@given(st.booleans().flatmap(lambda capped: cases(capped)))
+def test_the_nearest_legal_value_is_legal(case: Case) -> None:
+    """Taking the advice about a count or a cap settles that complaint."""
+    share = len(case.lengths) // case.layout.data
+    narrow = replace(case.schedule, mini_batch=None, epochs=1)
+    if narrow.max_tokens is not None:
+        narrow = replace(narrow, max_tokens=max(1, case.longest // 2))
+    if share < case.layout.micro_batch_step:
+        return
+    found = violations(narrow, len(case.lengths), case.layout, case.longest)
+    for _ in range(2):  # a cap that holds the longest sequence may still need too many micro-batches
+        if found and found[0].nearest:
+            legal = int(found[0].nearest)
+            narrow = replace(narrow, sequences=narrow.sequences and legal, max_tokens=narrow.max_tokens and legal)
+            found = violations(narrow, len(case.lengths), case.layout, case.longest)
+    if found:
+        counts = [-(-share // number) for number in range(1, share + 1)]
+        assert narrow.sequences and all(count % case.layout.pipeline for count in counts)
+
+
+@pytest.mark.parametrize(("sequences", "max_tokens"), [(None, None), (1, 1)])
+def test_a_schedule_has_exactly_one_rule(sequences: int | None, max_tokens: int | None) -> None:
+    with pytest.raises(AssertionError, match=r"phases\.critic_value"):
+        Schedule("critic_value", sequences, max_tokens)
+
+
+def executed(mini_batch: MiniBatch, rank: int) -> Executed:
+    return tuple(micro_batch.shape for micro_batch in mini_batch.micro_batches[rank])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "count"),
+    [
+        (Schedule("critic_value", sequences=4), Layout(data=2), 3),
+        (Schedule("critic_value", max_tokens=29), Layout(data=2), 6),  # 2 of 10 tokens each, and one more
+        (Schedule("critic_value", max_tokens=1000), Layout(data=2), 2),
+        (Schedule("critic_value", max_tokens=1000), Layout(data=2, pipeline=4), 10),
+        (Schedule("critic_value", max_tokens=1000), Layout(data=2, pipeline=4, virtual_pipeline=2), 8),
+        (Schedule("actor_update", max_tokens=1000, mini_batch=10), Layout(data=2, pipeline=4), 5),
+    ],
+)
+def test_the_worst_case_is_what_the_rule_allows(schedule: Schedule, layout: Layout, count: int) -> None:
+    assert worst_case_micro_batches(schedule, 20, layout, 10) == count
+
+
+@given(cases(capped=True), st.randoms())
+def test_what_ran_is_compared_micro_batch_by_micro_batch(case: Case, draw: random.Random) -> None:
+    if violations(case.schedule, len(case.lengths), case.layout, case.longest):
+        return
+    mini_batch = case.plan().mini_batches[-1]
+    rank = draw.randrange(case.layout.data)
+    right = executed(mini_batch, rank)
+    compare(mini_batch, rank, right)
+    number = draw.randrange(len(right))
+    where = f"phase {case.schedule.phase}, data-parallel rank {rank}, micro-batch {number}: planned"
+    for name in ("sequences", "tokens", "slots"):
+        one_more = getattr(right[number], name) + 1
+        wrong = right[number]._replace(**{name: one_more})
+        with pytest.raises(PlanMismatch, match=f"{where} .*, executed .*{one_more} {name}"):
+            compare(mini_batch, rank, (*right[:number], wrong, *right[number + 1 :]))
+    with pytest.raises(PlanMismatch, match=f"rank {rank}: planned {len(right)} micro-batches, executed"):
+        compare(mini_batch, rank, right[:-1])

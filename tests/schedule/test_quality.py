@@ -14,9 +14,7 @@ from megarl.planner.lengths import DISTRIBUTIONS, draw
 from megarl.schedule import Cost, MicroBatch, MiniBatch, Plan, Schedule, bubble_share, plan_phase, quality
 from megarl.schedule.cost import run_times
 from tests.cluster_cases import MODELS
-
-QWEN_7B = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
-           "vocab_size": 152064, "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
+from tests.planner_cases import QWEN_7B
 
 
 def test_a_worked_example_is_measured_right() -> None:

@@ -223,20 +223,11 @@ def test_curves_of_two_runs_that_are_equal_are_both_drawn():
 
 def test_two_runs_are_compared_after_equal_steps_samples_and_time():
     """The second has steps of half the time and the same rewards: better only by the clock."""
-    a, b = (
-        steady(20),
-        run_of(
-            [
-                metrics_of(step) | {"time/step": 5.0, "time/actor_update": 1.0, "tokens/per_s": 200.0}
-                for step in range(1, 21)
-            ],
-            "half",
-        ),
-    )
+    half = {"time/step": 5.0, "time/actor_update": 1.0, "tokens/per_s": 200.0}
+    a, b = steady(20), run_of([metrics_of(step) | half for step in range(1, 21)], "half")
     answer = better(a, b, ("made", "half"))
-    assert (
-        answer.verdict == "half" and answer.says[0].startswith("After 20 steps: ") and "within the noise" in answer.says[0]
-    )
+    assert answer.verdict == "half"
+    assert answer.says[0].startswith("After 20 steps: ") and "within the noise" in answer.says[0]
     quick = faster(a, b, ("made", "half"))
     assert quick.verdict == "half, 2.00 ×" and "actor_update: 6.0 s against 1.0 s" in quick.says[1]
     assert faster(a, a, ("a", "b")).verdict == "Both alike"

@@ -37,12 +37,10 @@ def look(page: Path, size: tuple[int, int], scratch: Path) -> tuple[str, list[st
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("one", DESKTOP),
-        ("two", PHONE),
-        pytest.param("one", PHONE, marks=pytest.mark.nightly),
+        ("one", DESKTOP), ("two", PHONE), pytest.param("one", PHONE, marks=pytest.mark.nightly),
         pytest.param("two", DESKTOP, marks=pytest.mark.nightly),
     ],
-)
+)  # fmt: skip
 def test_a_page_is_drawn_in_a_browser(tmp_path, kind, size):
     steps = [metrics_of(step) | {"sync/pack_s": step / 10, SHARE: 0.9 + step / 200} for step in range(1, 13)]
     a, b = (make_run(tmp_path / name, steps) for name in ("a", "b"))

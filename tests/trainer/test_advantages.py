@@ -15,14 +15,7 @@ from megarl.algorithm.estimate import greedy_baselines
 from megarl.megatron.batch import Batch
 from megarl.recipe import load_recipe
 from megarl.trainer import Trainer
-from tests.runs import tiny_recipe, tiny_run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("advantages")
-    tiny_run(path)
-    return path
+from tests.runs import tiny_recipe
 
 
 def pipeline(folder: Path, ppo: bool = False, **changes: Any) -> Trainer:
@@ -35,14 +28,10 @@ def batch(rewards: list[float], lengths: list[int], truncated: list[bool] | None
     """Two groups, one half each."""
     half = len(rewards) // 2
     return Batch(
-        prompt_lengths=np.full(len(rewards), 3),
-        completion_lengths=np.array(lengths),
-        groups=np.repeat([4, 2], half),
-        rewards=np.array(rewards, np.float32),
-        valid=np.ones(len(rewards), bool),
-        truncated=None if truncated is None else np.array(truncated),
-        fields=fields,
-    )
+        prompt_lengths=np.full(len(rewards), 3), completion_lengths=np.array(lengths), groups=np.repeat([4, 2], half),
+        rewards=np.array(rewards, np.float32), valid=np.ones(len(rewards), bool),
+        truncated=None if truncated is None else np.array(truncated), fields=fields,
+    )  # fmt: skip
 
 
 def advantages(made: Trainer, of: Batch) -> tuple[list[list[float]], Batch, dict[str, Any]]:

@@ -5,28 +5,20 @@ from unittest import mock
 
 import pytest
 
+from megarl.recipe import load_recipe, recipe_yaml
 from tests.ranks import run_ranks
-from tests.runs import fake_rollouts, megarl, tiny_recipe, tiny_run, train_on_ranks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("errors")
-    tiny_run(path)
-    fake_rollouts(path, 1)
-    return path
+from tests.runs import megarl, replayed_recipe, tiny_recipe, train_on_ranks
 
 
 def _train(folder, name, *arguments, ranks=1, pipeline=1, **changes):
-    changes = {"rollout__replay": str(folder / "rollouts")} | changes
-    recipe = tiny_recipe(folder, name, False, ranks, 1, pipeline, 1, **changes)
+    recipe = replayed_recipe(folder, name, False, ranks, 1, pipeline, 1, **changes)
     return megarl("train", str(recipe), *arguments, check=False)
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(folder):
-    changes = {"rollout__replay": str(folder / "rollouts"), "reward": [{"kind": "function", "target": "tests.rewards:boom"}]}
+    reward = [{"kind": "function", "target": "tests.rewards:boom"}]
     with pytest.raises(AssertionError, match=r"(?s)no completion could be scored.*answer key.*in phase reward on rank 0"):
-        train_on_ranks(tiny_recipe(folder, "boom", False, 1, 1, 1, 1, **changes))
+        train_on_ranks(replayed_recipe(folder, "boom", False, 1, 1, 1, 1, reward=reward))
 
 
 def test_a_checkpoint_of_another_shape_is_named_before_a_rank_starts(folder):
@@ -46,7 +38,6 @@ def test_a_checkpoint_of_another_shape_is_named_before_a_rank_starts(folder):
 def said_before_engines_start(recipe):
     """What a rank warns of until it would start engines."""
     from megarl import build as run
-    from megarl.recipe import load_recipe
     from megarl.telemetry.run_directory import Resume
 
     class BeginsEngines(Exception):
@@ -77,8 +68,6 @@ def test_a_run_never_writes_over_another_and_resumes_only_what_it_was(folder):
     (run / "checkpoints" / "step-000001").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     assert "holds a run already" in _train(folder, "taken").stderr
-    from megarl.recipe import load_recipe, recipe_yaml
-
     old = load_recipe(tiny_recipe(folder, "taken", False, 1, 1, 1, 1, run__seed=7))
     (run / "recipe.yaml").write_text(recipe_yaml(old))
     refused = _train(folder, "taken", "--resume")

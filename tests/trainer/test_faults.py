@@ -147,10 +147,6 @@ def test_syncs_to_engines_that_were_started_again_are_added_up():
     for engine in (0, 1):
         Trainer._sync_restarted(pipeline, [engine])
     assert Trainer.take_restart_metrics(pipeline) == {
-        "resync/count": 2,
-        "resync/sent_bytes": 12,
-        "resync/total_s": 0.75,
-        "resync/bytes_per_s": 28.0,
-        "resync/mapped": 0.0,
-    }
+        "resync/count": 2, "resync/sent_bytes": 12, "resync/total_s": 0.75, "resync/bytes_per_s": 28.0, "resync/mapped": 0.0,
+    }  # fmt: skip
     assert Trainer.take_restart_metrics(pipeline) == {}, "each sync is in one line"

@@ -14,28 +14,19 @@ import torch
 from megarl.data.sample import Completion, Sample
 from megarl.megatron.batch import Batch
 from megarl.megatron.non_finite import FiniteGuard, NotFinite
+from megarl.megatron.objective import PolicyObjective
+from megarl.megatron.role import Role
+from megarl.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.runs import _train, fake_rollouts, metrics_of, tiny_recipe, tiny_run
+from tests.runs import _train, metrics_of, replayed_recipe
 
 STEPS = 2
 GROUP_SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("finite")
-    tiny_run(path)
-    fake_rollouts(path, STEPS)
-    return path
-
-
 def train_with_faults(recipe: str) -> None:
     """The reference gives one of sample 5's log-probabilities as no number in the first step, and the first mini-batch of
     the second step has an infinite loss."""
-    from megarl.megatron.objective import PolicyObjective
-    from megarl.megatron.role import Role
-    from megarl.trainer import Trainer
-
     forward, step, objective, running = Role.forward, Trainer.step, PolicyObjective.__call__, [0]
     updates = 0
 
@@ -66,9 +57,8 @@ def train_with_faults(recipe: str) -> None:
 
 
 def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> None:
-    changes = {"rollout__replay": str(folder / "rollouts"), "run__on_not_finite": "skip",
-               "reward": [{"kind": "function", "target": "tests.rewards:too_large"}]}  # fmt: skip
-    run_ranks(train_with_faults, 2, str(tiny_recipe(folder, "skip", True, 2, 1, 2, STEPS, **changes)))
+    changes = {"run__on_not_finite": "skip", "reward": [{"kind": "function", "target": "tests.rewards:too_large"}]}
+    run_ranks(train_with_faults, 2, str(replayed_recipe(folder, "skip", True, 2, 1, 2, STEPS, **changes)))
     first, second = metrics_of(folder, "skip")
     assert (first["finite/masked_samples"], first["finite/skipped_updates"]) == (GROUP_SIZE + 1, 0)
     assert (second["finite/masked_samples"], second["finite/skipped_updates"]) == (0, 1)
@@ -80,8 +70,6 @@ def test_skip_masks_samples_leaves_out_updates_and_counts_both(folder: Path) -> 
 
 def train_with_a_broken_weight(recipe: str, before: str) -> str:
     """A weight of the last rank is no number before the second step, or before its checkpoint. What each rank says."""
-    from megarl.trainer import Trainer
-
     function = getattr(Trainer, before)
 
     def broken(pipeline: Any, number: int) -> Any:
@@ -97,8 +85,8 @@ def train_with_a_broken_weight(recipe: str, before: str) -> str:
 @pytest.mark.parametrize("before", ["step", "state"])
 def test_broken_weights_are_named_on_every_rank_and_never_saved(folder: Path, before: str) -> None:
     """With skip as well: no sample or update is to blame."""
-    changes = {"rollout__replay": str(folder / "rollouts"), "run__checkpoint_every": 1, "run__on_not_finite": "skip"}
-    recipe = tiny_recipe(folder, f"broken-{before}", True, 2, 1, 2, STEPS, **changes)
+    changes = {"run__checkpoint_every": 1, "run__on_not_finite": "skip"}
+    recipe = replayed_recipe(folder, f"broken-{before}", True, 2, 1, 2, STEPS, **changes)
     first, second = run_ranks(train_with_a_broken_weight, 2, str(recipe), before)
     assert first == second and "(rank 1: decoder.final_layernorm.weight)" in first
     if before == "step":
@@ -117,14 +105,11 @@ def batch_of(count: int) -> Batch:
         return Sample(number, tokens, completion)
 
     return Batch(
-        prompt_lengths=np.full(count, 3),
-        completion_lengths=np.full(count, 3),
-        groups=np.arange(count),
-        rewards=np.ones(count, np.float32),
-        valid=np.ones(count, bool),
+        prompt_lengths=np.full(count, 3), completion_lengths=np.full(count, 3), groups=np.arange(count),
+        rewards=np.ones(count, np.float32), valid=np.ones(count, bool),
         samples={number: sample(number) for number in range(count)},
         fields={"logprobs": [torch.full((3,), -1.0) for _ in range(count)]},
-    )
+    )  # fmt: skip
 
 
 def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:

@@ -22,28 +22,12 @@ RUNS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "pp2": (2, 1, 2, {}),
     "dp2": (2, 1, 1, {}),
     # Three roles with three layouts on the same four ranks, and a pipeline that is drained after every micro-batch.
-    "mixed": (
-        4,
-        2,
-        2,
-        {
-            "actor__layout__sequence_parallel": True,
-            "critic__layout": {"tensor": 1, "pipeline": 2},
-            "reference": {"layout": {"tensor": 1, "pipeline": 1}},
-        },
-    ),
+    "mixed": (4, 2, 2, {"actor__layout__sequence_parallel": True, "critic__layout": {"tensor": 1, "pipeline": 2},
+                        "reference": {"layout": {"tensor": 1, "pipeline": 1}}}),
     # Interleaved stages whose ranks share sequences, beside a critic and a reference that do neither alike.
-    "interleaved": (
-        4,
-        1,
-        2,
-        {
-            "actor__layout": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
-            "critic__layout": {"tensor": 2},
-            "reference": {"layout": {"context": 2}},
-        },
-    ),
-}
+    "interleaved": (4, 1, 2, {"actor__layout": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
+                              "critic__layout": {"tensor": 2}, "reference": {"layout": {"context": 2}}}),
+}  # fmt: skip
 
 
 # Those that are part of another layout here.

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.telemetry.disk import read_lines
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, _train, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -31,7 +32,6 @@ SLOW_VERSION, SLOW_S = 2, 3.0
 def train_with_a_slow_receiver(recipe, note):
     """`note` is a file, in which the engine writes from when to when it slept."""
     from megarl.rollout import handle
-    from tests.runs import _train
 
     class Slow(handle.RolloutEngine):
         async def receive(self, manifest_values):
@@ -45,19 +45,34 @@ def train_with_a_slow_receiver(recipe, note):
         _train(recipe, False)
 
 
+CHANGES = {
+    "run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans", "telemetry__peak_tflops": 1.0,
+    "phases__reward": {"sequences": REWARD_SEQUENCES},
+    "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT},
+    **{f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run with a checkpoint in the middle, and its recipe's arguments."""
+def folder(tmp_path_factory):
+    """That of a run with a checkpoint in the middle."""
     folder = tmp_path_factory.mktemp("ppo")
     tiny_run(folder)
-    changes = {"run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans",
-               "telemetry__peak_tflops": 1.0,
-               "phases__reward": {"sequences": REWARD_SEQUENCES},
-               "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT}}  # fmt: skip
-    changes |= {f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()}
-    recipe = tiny_recipe(folder, "whole", True, 4, 2, 2, STEPS, **changes)
+    recipe = tiny_recipe(folder, "whole", True, 4, 2, 2, STEPS, **CHANGES)
     run_ranks(train_with_a_slow_receiver, 4, str(recipe), str(folder / "slept"), deadline_s=RUN_DEADLINE_S)
-    return folder, changes
+    return folder
+
+
+@pytest.fixture
+def slices(folder):
+    """The spans of the run's trace."""
+    return [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+
+
+@pytest.fixture
+def lines(folder):
+    """All metrics of the run, by step."""
+    return read_lines(folder / "runs" / "whole" / "metrics.jsonl")
 
 
 def _from_the_middle(folder, name):
@@ -69,8 +84,7 @@ def _from_the_middle(folder, name):
     (target / "metrics.jsonl").write_text("".join(lines[: MIDDLE + 1]))  # the last of these steps is done again
 
 
-def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(run):
-    folder, _ = run
+def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(folder):
     for line in metrics_of(folder, "whole"):
         ran = {phase: line[f"schedule/{phase}/sequences"] for phase in SIZES if f"schedule/{phase}/sequences" in line}
         assert ran == SIZES
@@ -78,18 +92,15 @@ def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(ru
         assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
 
 
-def test_rollout_and_trainer_agree_after_every_sync(run):
-    folder, _ = run
+def test_rollout_and_trainer_agree_after_every_sync(folder):
     lines = metrics_of(folder, "whole")
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
     assert all(0 < line["mismatch/logprob_max"] <= 1e-4 for line in lines)
     assert len({line["actor/entropy"] for line in lines}) == STEPS, "the weights move"
 
 
-def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
-    folder, _ = run
+def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(folder, slices, lines):
     check_spans(folder / "runs" / "whole", ranks=4)
-    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {*range(4), FIRST_PROCESS}
     for rank in range(4):
         own = [event for event in slices if event["pid"] == rank]
@@ -103,7 +114,6 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
         seen = {event["name"] for event in own}
         assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
         assert "critic_update" in seen
-    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         causes = [line[key] for key in line if re.fullmatch(r"idle/\w+_share", key) and key != "idle/unaccounted_share"]
         assert (
@@ -113,9 +123,7 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(run):
         _check_engines(line)
 
 
-def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(run):
-    folder, _ = run
-    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
+def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(folder, slices):
     requests = [event for event in slices if event["cat"] == "request" and event["name"].startswith("group")]
     lines = metrics_of(folder, "whole")
     assert len(requests) == 16 * STEPS
@@ -135,26 +143,21 @@ def _check_engines(line):
     assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
 
 
-def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(run):
-    folder, _ = run
+def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(folder, slices, lines):
     begun, ended = (1e6 * at for at in json.loads((folder / "slept").read_text()))
-    slices = [event for event in merge(folder / "runs" / "whole")["traceEvents"] if event["ph"] == "X"]
     middle = (begun + ended) / 2  # of the sleep; the ranks' clocks differ by far less than a half of it
     for rank in range(4):
         running = [event for event in slices if event["pid"] == rank and event["ts"] <= middle < event["ts"] + event["dur"]]
         assert [event["name"] for event in running if event["cat"] == "phase"] == ["weight_sync"], "no update's seconds"
-    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     slow = lines[SLOW_VERSION - 1]
     assert slow["time/weight_sync"] > SLOW_S
     assert slow["idle/engines_share"] * slow["time/step"] > SLOW_S / 4, "at least rank 0, of four, waited for the engine"
 
 
-def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
-    folder, _ = run
+def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(lines):
     page = (Path(__file__).resolve().parents[2] / "docs" / "reading-a-run.md").read_text(encoding="utf-8")
     section = page.split("## What does a weight sync measure?")[1].split("\n## ")[0]
     rows = "".join(row for row in section.splitlines() if row.startswith("| `sync/"))
-    lines = [json.loads(text) for text in (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert not [key for line in lines[1:] for key in line if key.startswith("start_")]
     start = {key.removeprefix("start_"): value for key, value in lines[0].items() if key.startswith("start_")}
     assert start["sync/version"] == 0
@@ -168,18 +171,16 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(run):
         assert line["sync/total_s"] > line["sync/standstill_s"] > stages
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(run):
-    folder, changes = run
+def test_a_resumed_run_equals_one_that_never_stopped(folder):
     _from_the_middle(folder, "resumed")
-    train_on_ranks(tiny_recipe(folder, "resumed", True, 4, 2, 2, STEPS, **changes), resume=True)
+    train_on_ranks(tiny_recipe(folder, "resumed", True, 4, 2, 2, STEPS, **CHANGES), resume=True)
     assert metrics_of(folder, "resumed") == metrics_of(folder, "whole")
 
 
-def test_a_run_resumes_under_another_layout(run):
-    folder, changes = run
+def test_a_run_resumes_under_another_layout(folder):
     _from_the_middle(folder, "other")
     # The same rollouts: one flipped last bit could sample another token.
-    changes = changes | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
+    changes = CHANGES | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
     train_on_ranks(tiny_recipe(folder, "other", True, 2, 1, 2, STEPS, **changes), resume=True)
     found, whole = metrics_of(folder, "other"), metrics_of(folder, "whole")
     assert len(found) == STEPS
@@ -190,11 +191,10 @@ def test_a_run_resumes_under_another_layout(run):
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
 
 
-def test_an_export_loads_in_transformers(run, tmp_path):
+def test_an_export_loads_in_transformers(folder, tmp_path):
     """An engine that loads an export: test_evaluation.py."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, _ = run
     megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -25,14 +25,11 @@ from tests.scripted_stream import ScriptedPool, ScriptedScorer
 STEPS, PROMPTS, SIZE, MAX_ROUNDS = 3, 4, 2, 3
 SALT = 40  # of draws by which one step needs one round, one needs two, and one three and fillers
 CHANGES: dict[str, Any] = {
-    "algorithm__group_size": SIZE,
-    "phases__rollout": {"prompts": PROMPTS},
-    "phases__reward": {"sequences": 3},
+    "algorithm__group_size": SIZE, "phases__rollout": {"prompts": PROMPTS}, "phases__reward": {"sequences": 3},
     "phases__actor_update": {"mini_batch": PROMPTS * SIZE, "micro_batch": {"max_tokens": 64}},
-    "reward": [{"kind": "function", "target": "tests.rewards:rarely"}],
-    "run__checkpoint_every": 1,
+    "reward": [{"kind": "function", "target": "tests.rewards:rarely"}], "run__checkpoint_every": 1,
     "telemetry__samples_per_step": PROMPTS * SIZE,
-}
+}  # fmt: skip
 
 
 def draw(step: int, prompt: int, member: int) -> np.ndarray:

@@ -8,37 +8,33 @@ from unittest import mock
 
 import pytest
 
-from megarl.recipe import ENGINE_PHASES
-from megarl.schedule import PlanMismatch
+from megarl.algorithm.control import logger
+from megarl.build import train
+from megarl.megatron import role as engine
+from megarl.megatron.role import Role
+from megarl.recipe import ENGINE_PHASES, load_recipe
+from megarl.reward.workers import RewardWorkers
+from megarl.rollout import replay
+from megarl.schedule import MicroBatch, PlanMismatch
+from megarl.telemetry.run_directory import Resume
+from megarl.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import fake_rollouts, metrics_of, replayed_recipe, tiny_recipe, tiny_run, train_on_ranks
 
 STEPS = 2
 ABSENT = ("reward_model", "teacher_logprob")  # phases of roles that the recipe does not have
 PROVEN = ("micro_batches", "tokens", "slots", "max_tokens")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("schedule")
-    tiny_run(path)
-    fake_rollouts(path, STEPS)
-    return path
-
-
 def refusal(recipe, *changes):
     """What this rank says of a run that it ends."""
-    from megarl.build import train as run
-    from megarl.recipe import load_recipe
-    from megarl.telemetry.run_directory import Resume
-
     with pytest.raises((PlanMismatch, ValueError)) as failure:
-        run(load_recipe(recipe, changes), Resume.NEVER)
+        train(load_recipe(recipe, changes), Resume.NEVER)
     return str(failure.value)
 
 
 def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder):
-    train_on_ranks(tiny_recipe(folder, "proof", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts")))
+    train_on_ranks(replayed_recipe(folder, "proof", True, 2, 1, 2, STEPS))
     for line in metrics_of(folder, "proof"):
         assert line["actor/ratio_drift_exceeded"] == 0, "rounding is far below the default bound"
         for phase in (phase for phase in ENGINE_PHASES if phase not in ABSENT):
@@ -57,9 +53,6 @@ def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder)
 
 def train_short_of_a_sequence(recipe):
     """A rank whose engine leaves out the last of four sequences; only reference_logprob has four in a micro-batch."""
-    from megarl.megatron import role as engine
-    from megarl.schedule import MicroBatch
-
     whole = engine.pack
 
     def short(batch, micro_batch, *rest, **options):
@@ -72,8 +65,8 @@ def train_short_of_a_sequence(recipe):
 
 
 def test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes(folder):
-    recipe = tiny_recipe(folder, "torn", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"),
-                         phases__actor_logprob={"micro_batch": {"sequences": 2}})  # fmt: skip
+    cut = {"micro_batch": {"sequences": 2}}
+    recipe = replayed_recipe(folder, "torn", True, 2, 1, 2, STEPS, phases__actor_logprob=cut)
     for said in run_ranks(train_short_of_a_sequence, 2, str(recipe)):
         assert re.search(r"reference_logprob.*planned 4 sequences.*executed 3 sequences", said), said
 
@@ -85,7 +78,7 @@ def train_unlike(recipe):
 
 
 def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wait_for_nobody(folder):
-    recipe = tiny_recipe(folder, "unlike", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"))
+    recipe = replayed_recipe(folder, "unlike", True, 2, 1, 2, STEPS)
     said = (
         r"phase reference_logprob of step 1: rank 0 has planned 4 micro-batches \(mini-batches: 1, plan \w{12}\), and "
         r"rank 1 8 micro-batches"
@@ -96,8 +89,6 @@ def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wa
 
 def train_with_a_value_that_is_no_number(recipe):
     """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
-    from megarl.megatron.role import Role
-
     forward = Role.forward
 
     def broken(engine, batch, mini_batch, adapted=True):
@@ -111,8 +102,8 @@ def train_with_a_value_that_is_no_number(recipe):
 
 
 def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
-    changes = {"rollout__replay": str(folder / "rollouts"), "phases__critic_value": {"micro_batch": {"sequences": 2}}}
-    recipe = tiny_recipe(folder, "nan", True, 2, 1, 2, STEPS, **changes)
+    cut = {"micro_batch": {"sequences": 2}}
+    recipe = replayed_recipe(folder, "nan", True, 2, 1, 2, STEPS, phases__critic_value=cut)
     first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
     assert first == second
     assert first.startswith(
@@ -123,8 +114,6 @@ def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
 
 def train_with_a_pass_of_its_own(recipe):
     """The second rank leaves the reference out, in one step: it took another branch."""
-    from megarl.trainer import Trainer
-
     forward, accept = Trainer._forward, Trainer._accept
 
     def is_left_out(trainer, plan):
@@ -141,16 +130,13 @@ def train_with_a_pass_of_its_own(recipe):
 
 
 def test_ranks_that_part_inside_of_a_step_are_told_both_phases_before_the_next_begins(folder):
-    recipe = tiny_recipe(folder, "parted", True, 2, 1, 2, STEPS, rollout__replay=str(folder / "rollouts"))
+    recipe = replayed_recipe(folder, "parted", True, 2, 1, 2, STEPS)
     said = "step 2: rank 0 begins phase reference_logprob, and rank 1 phase critic_value"
     assert run_ranks(train_with_a_pass_of_its_own, 2, str(recipe)) == [said, said]
 
 
 def train_with_other_sizes(recipe, where):
     """The rollout engines, or the reward workers, are given another size than the recipe's."""
-    from megarl.reward.workers import RewardWorkers
-    from megarl.rollout import replay
-
     read, start = replay.read_rollout, RewardWorkers.__init__
 
     def executing(**sizes):
@@ -180,9 +166,8 @@ def train_with_other_sizes(recipe, where):
 )
 def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_both(folder, where, said):
     """For the trainer's phases: `test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes`."""
-    changes = {"rollout__replay": str(folder / "rollouts"), "phases__reward": {"sequences": 6},
-               "phases__rollout": {"prompts": 4, "max_concurrent": 9}}  # fmt: skip
-    recipe = tiny_recipe(folder, f"other-{where}", False, 1, 1, 1, STEPS, **changes)
+    changes = {"phases__reward": {"sequences": 6}, "phases__rollout": {"prompts": 4, "max_concurrent": 9}}
+    recipe = replayed_recipe(folder, f"other-{where}", False, 1, 1, 1, STEPS, **changes)
     (found,) = run_ranks(train_with_other_sizes, 1, str(recipe), where)
     assert re.search(said, found), found
 
@@ -195,12 +180,6 @@ def train_drifting(recipe):
 
     Returns what it warned of.
     """
-    from megarl.algorithm.control import logger
-    from megarl.build import train as run
-    from megarl.recipe import load_recipe
-    from megarl.telemetry.run_directory import Resume
-    from megarl.trainer import Trainer
-
     forward = Trainer._forward
 
     def drifting(trainer, plan, batch, name):
@@ -209,18 +188,18 @@ def train_drifting(recipe):
         return replace(ran, results=[one - shift for one, shift in zip(ran.results, shifts, strict=True)])
 
     with mock.patch.object(Trainer, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
-        run(load_recipe(recipe), Resume.NEVER)
+        train(load_recipe(recipe), Resume.NEVER)
     return [call.args[0] for call in warned.call_args_list]
 
 
 def test_drift_before_the_first_update_is_measured_and_warned_about_once(folder):
     """Micro-batches of unlike sizes round alike in these tiny models, so the drift is put in, and its figures are known."""
-    several = {
+    changes = {
+        "algorithm__max_ratio_drift": OFFSET / 2,
         "phases__actor_logprob": {"micro_batch": {"sequences": 1}},
         "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 160}},
     }
-    replay = {"rollout__replay": str(folder / "rollouts"), "algorithm__max_ratio_drift": OFFSET / 2}
-    recipe = tiny_recipe(folder, "drift", False, 2, 1, 2, STEPS, **replay, **several)
+    recipe = replayed_recipe(folder, "drift", False, 2, 1, 2, STEPS, **changes)
     warnings = run_ranks(train_drifting, 2, str(recipe))
     for line in metrics_of(folder, "drift"):
         assert line["actor/ratio_drift_max"] == pytest.approx(math.expm1(OFFSET), rel=0.01)

@@ -31,8 +31,7 @@ def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
     places = {content: place for place, content in enumerate(prompts)}
     completions = [sample.completion for sample in flat]
     return GroupResult(
-        group=number,
-        prompt_ids=np.concatenate(list(prompts.values())),
+        group=number, prompt_ids=np.concatenate(list(prompts.values())),
         token_ids=np.concatenate([completion.token_ids for completion in completions]),
         logprobs=np.concatenate([completion.logprobs for completion in completions]),
         lengths=np.array([len(completion.token_ids) for completion in completions], np.int32),
@@ -42,7 +41,7 @@ def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
         members=np.repeat(np.arange(len(samples)), [len(of) for of in samples]),
         prompt_lengths=np.array([len(prompt) for prompt in prompts.values()]),
         prefixes=np.array([places[sample.prompt_ids.tobytes()] for sample in flat]),
-    )
+    )  # fmt: skip
 
 
 def played(count: int, step: int) -> EpisodeFacts:

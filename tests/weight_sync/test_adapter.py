@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +16,7 @@ from megarl.cluster.ray_cluster import start_cluster, stop_cluster
 from megarl.data.sample import Prompt, Sample
 from megarl.megatron.checkpoint import load_checkpoint
 from megarl.megatron.export import adapter_factors, export, export_adapter, peft_tensors
-from megarl.megatron.lora import MODULES, Adapter, MergedShards
+from megarl.megatron.lora import MergedShards
 from megarl.models import ModelShape
 from megarl.models.layout import Layout, RolloutLayout
 from megarl.recipe.recipe import Recipe
@@ -28,7 +27,7 @@ from megarl.telemetry.run_directory import latest_checkpoint
 from megarl.weight_sync.adapter import AdapterSync
 from megarl.weight_sync.manifest import AdapterManifest, SyncError
 from tests.engine_cases import engine, start
-from tests.lora_cases import LORA, train_lora
+from tests.lora_cases import LORA, adapters_of, train_lora
 from tests.ranks import run_ranks
 from tests.rollout_cases import STOP, VOCAB, distance, generate, megatron_shards, prompts, recipe, same, samples, save_model
 from tests.runs import tiny_recipe
@@ -41,11 +40,8 @@ STEPS = 3
 def adapter_recipe(
     model: Path, lora: LoraSection = SENT, weight_sync: Mapping[str, Any] | None = None, **rollout: Any
 ) -> Recipe:
-    values = recipe(model, **rollout).model_dump()
-    values["actor"]["lora"] = lora.model_dump()
-    values["data"]["max_prompt_tokens"] = 100
-    values["weight_sync"] |= weight_sync or {}
-    return Recipe.model_validate(values)
+    edits = ("actor.lora", lora), ("data.max_prompt_tokens", 100), ("weight_sync", weight_sync or {})
+    return recipe(model, *edits, **rollout)
 
 
 def open_pool(made: Recipe, model: Path, stops: Sequence[int] = STOP) -> EnginePool:
@@ -120,15 +116,8 @@ class Publisher:
         self._last: tuple[int, int, Any]
 
     def shards(self, seed: int) -> MergedShards:
-        weights, torch_seed = megatron_shards(self._model, Layout())[0], torch.Generator().manual_seed(seed)
-        targets = {f"{path}.weight": target for target, (path, _) in MODULES.items()}
-        adapters = {}
-        for name, weight in weights.items():
-            if (target := targets.get(name.partition(".layers.")[2].partition(".")[2])) is not None:
-                adapters[name] = Adapter(weight, target, SENT, False, None)
-                for factor in (adapters[name].a, adapters[name].b):
-                    torch.nn.init.normal_(factor, std=0.15, generator=torch_seed)
-        return MergedShards(weights, adapters)
+        weights = megatron_shards(self._model, Layout())[0]
+        return MergedShards(weights, adapters_of(weights, SENT, 0.15, seed))
 
     def publish(self, version: int, seed: int, pool: EnginePool, chosen: Sequence[int] | None = None) -> dict[str, float]:
         self._last = (version, seed, pool)

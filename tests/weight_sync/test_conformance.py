@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
@@ -202,15 +202,9 @@ def assert_the_same(model: Path, rollout: RolloutLayout) -> None:
 
 
 FAMILIES = [
-    ("llama", True),
-    ("llama", False),
-    ("qwen2", False),
-    ("qwen3", True),
-    ("qwen3_moe", False),
-    ("mixtral", False),
-    ("deepseek_v3", False),
-    ("gemma3", True),
-]
+    ("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False),
+    ("deepseek_v3", False), ("gemma3", True),
+]  # fmt: skip
 
 
 def nightly(*values: Any) -> Any:
@@ -272,8 +266,6 @@ def test_fp8_blocks_are_those_of_vllm(size: tuple[int, int], precision: torch.dt
 
 
 def test_engine_arguments_read_from_source_are_those_of_vllm_s_class() -> None:
-    from dataclasses import fields
-
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}

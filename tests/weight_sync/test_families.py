@@ -41,14 +41,9 @@ from tests.weight_sync.test_checkpoint_mode import loads_in_turn
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 # With their heads tied or not.
 FAMILIES = [
-    ("llama", False),
-    ("qwen2", False),
-    ("qwen3", True),
-    ("qwen3_moe", False),
-    ("mixtral", False),
-    ("gemma3", True),
+    ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False), ("gemma3", True),
     ("deepseek_v3", False),
-]
+]  # fmt: skip
 IN_CI = [("qwen3_moe", 2)]
 CHECKPOINTS = ("qwen3", "qwen3_moe", "deepseek_v3")  # a tied head, experts, latent attention
 

@@ -263,8 +263,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(
-    ("transport", "state"),
-    [pytest.param(*case, marks=nightly_unless(case[1] in ("begin", "middle"))) for case in DEATHS],
+    ("transport", "state"), [pytest.param(*case, marks=nightly_unless(case[1] in ("begin", "middle"))) for case in DEATHS]
 )
 def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
     model: Path, orphans: ProcessEngines, transport: str, state: str

@@ -21,10 +21,9 @@ from megarl.rollout import RolloutError
 from megarl.weight_sync.buckets import FP8
 from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.publish import WeightSync
-from tests.recipe.test_wire import MOE
 from tests.rollout_cases import cut
 from tests.sync_cases import Parameters, ThreadEngines
-from tests.weight_sync.test_buckets import BLOCKS
+from tests.weight_sync.test_buckets import BLOCKS, MOE
 
 pytestmark = pytest.mark.sync
 

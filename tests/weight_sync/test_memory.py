@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.megatron import lora
-from megarl.megatron.lora import MODULES, Adapter, MergedShards
+from megarl.megatron.lora import MODULES, MergedShards
 from megarl.models import ModelShape
 from megarl.models import megatron_weights as megatron
 from megarl.models import vllm_weights as vllm
@@ -31,6 +31,7 @@ from megarl.weight_sync.copies import SpareMemory, Works, divide
 from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.mapped import share
 from megarl.weight_sync.publish import WeightSync
+from tests.lora_cases import adapters_of
 from tests.ranks import RankPool
 from tests.sync_cases import Parameters, ThreadEngines
 
@@ -65,14 +66,7 @@ def trainer_weights(shape: ModelShape, layout: Layout, rank: int, way: str) -> M
     weights = {name: torch.ones(size, dtype=dtype) for name, size in sizes.items()}
     if way != "adapters":
         return weights
-    targets = {f"{path}.weight": target for target, (path, _) in MODULES.items()}
-    adapters = {}
-    for name, weight in weights.items():
-        target = targets.get(name.partition(".layers.")[2].partition(".")[2])
-        if target is not None:
-            adapters[name] = Adapter(weight, target, LORA, False, None)
-            torch.nn.init.normal_(adapters[name].b)
-            torch.nn.init.normal_(adapters[name].a)
+    adapters = adapters_of(weights, LORA, std=1.0, seed=0)
     assert len(adapters) == len(MODULES) * shape.num_layers // layout.pipeline
     return MergedShards(weights, adapters)
 
