@@ -55,7 +55,7 @@ def fill_sections(given: Any) -> Any:
         return value if type(value) is int and value > 1 else 2
 
     prompts = max(1, number("phases", "actor_update", "mini_batch") // ALGORITHMS[kind]["group_size"])
-    filled = {
+    filled: dict[str, dict[str, Any]] = {
         "algorithm": ALGORITHMS[kind],
         "data": {"max_prompt_tokens": 1},
         "rollout": {"max_new_tokens": number("data", "max_tokens") - 1},
