@@ -146,9 +146,12 @@ class SupervisedStepsSection(Section):
         others = dict.fromkeys(("algorithm", "data", "evaluation", "reference", "teachers"), True)
         sections = recipe.model_dump(exclude=UNREAD | others)
         sections["run"] |= {"kind": "sft", "steps": self.steps}
-        sections["actor"]["optimizer"] |= self.optimizer.model_dump()
+        rate = self.optimizer
+        rates = {"lr": rate.lr, "warmup_steps": rate.warmup_steps, "decay": rate.decay, "min_lr_share": rate.min_lr_share}
+        sections["actor"]["optimizer"] |= rates
         sections["phases"] = {"actor_update": self.actor_update.model_dump()}
-        sections |= self.model_dump(include={"data", "evaluation"})
+        sections["data"] = self.data.model_dump()
+        sections["evaluation"] = None if self.evaluation is None else self.evaluation.model_dump()
         return type(recipe).model_validate(sections)
 
 
