@@ -24,9 +24,10 @@ def teachers_of(recipe: Recipe, prompts: Iterable[Prompt]) -> dict[int, str]:
     for prompt in prompts:
         name = prompt.row.get(distillation.route)
         if not isinstance(name, str) or name not in teachers:
+            row = prompt.where or f"the row of prompt {prompt.index}"
             raise ValueError(
-                f"{prompt.where}: {distillation.route} = {name!r} names no teacher (algorithm.distillation.route): each "
-                f"row has one of {', '.join(teachers)}"
+                f"{row}: {distillation.route} = {name!r} names no teacher (algorithm.distillation.route); give each row one "
+                f"of {', '.join(teachers)}"
             )
         routes[prompt.index] = name
     return routes

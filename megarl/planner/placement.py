@@ -150,7 +150,7 @@ def place_teachers(recipe: Recipe, cluster: Cluster, engines: Sequence[EnginePla
             raise PlacementError(
                 f"teachers.{name}.engine needs {count(workers, 'device')} of one node that neither the trainer nor another "
                 f"engine has; no node has as many left ({count(cluster.num_nodes, 'node')} of {count(devices, 'device')}): "
-                "more nodes, or a smaller tensor"
+                f"more nodes, a smaller teachers.{name}.engine.tensor, or remove teachers.{name}.engine"
             )
         start = 0 if cluster.shared else taken[node]
         places.append(EnginePlace(node, tuple(device % devices for device in range(start, start + workers))))

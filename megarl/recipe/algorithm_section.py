@@ -154,7 +154,8 @@ class DistillationSection(Section):
         if self.over != "sampled" and self.place == "advantage":
             yield "", "a divergence over several tokens is no advantage of one", "place: loss, or over: sampled"
         if (self.top_k is None) == (self.over == "top_k"):
-            yield "", "top_k belongs to over: top_k, which needs it", "top_k: 64 with over: top_k, or remove top_k"
+            needs = self.top_k is None
+            yield "", "needs top_k" if needs else "nothing reads top_k here", "top_k: 64" if needs else "remove top_k"
         if self.mixture != 0.5 and self.divergence != "jensen_shannon":
             yield "", "nothing reads mixture here", "remove mixture"
 

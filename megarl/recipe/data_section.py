@@ -206,10 +206,11 @@ def _fields_fit_kind(recipe: Recipe, key: str, source: SourceSection) -> Violati
     kind, pairs, rejected = recipe.run.kind, recipe.run.learns_from_pairs, f"{key}.rejected_field"
     is_message = recipe.data.prompt_format == "text" and (recipe.data.chat_template or pairs)
     if source.answer_field is None and (is_message or not recipe.run.is_supervised):
-        nearest = "answer_field: answer"
-        if recipe.run.is_supervised:  # else the prompt field is a user's message, and nothing is trained
+        rule, nearest = "required: column that holds the answer", "answer_field: answer"
+        if recipe.run.is_supervised:
+            rule = "required: the prompt field is a user's message, and nothing would be trained"
             nearest += ", data.prompt_format: messages, or data.chat_template: false for plain texts"
-        yield Violation(f"{key}.answer_field", MISSING, "required: column that holds the answer", nearest)
+        yield Violation(f"{key}.answer_field", MISSING, rule, nearest)
     if source.rejected_field is None and pairs:
         yield Violation(rejected, MISSING, f"required: run.kind: {kind} learns from pairs", "rejected_field: rejected")
     if source.rejected_field is not None and not pairs:

@@ -69,13 +69,14 @@ def supervised_rules(recipe: Recipe) -> Violations:
     """A supervised run has a longest sequence, whole pairs, one update a step, and nothing of a rollout."""
     kind, data = recipe.run.kind, recipe.data
     if kind == "rl":
-        of_data = {
-            "data.max_tokens": data.max_tokens is not None,
-            "algorithm.advantage": recipe.algorithm.advantage in [section["advantage"] for section in ALGORITHMS.values()],
-            "algorithm.dpo": recipe.algorithm.dpo is not None,
-        }
-        for key in (key for key, holds in of_data.items() if holds):
-            yield Violation(key, GIVEN, "belongs to runs that learn from data, and run.kind is rl", "another run.kind")
+        if data.max_tokens is not None:
+            rule = "run.kind: rl limits prompt and completion each for itself"
+            yield Violation("data.max_tokens", data.max_tokens, rule, "data.max_prompt_tokens and rollout.max_new_tokens")
+        if recipe.algorithm.advantage in [algorithm["advantage"] for algorithm in ALGORITHMS.values()]:
+            rule = "learns from data, and run.kind is rl"
+            yield Violation("algorithm.advantage", recipe.algorithm.advantage, rule, "grpo, or another run.kind")
+        if recipe.algorithm.dpo is not None:
+            yield Violation("algorithm.dpo", GIVEN, "only run.kind: dpo reads it", "remove algorithm.dpo")
         return
     if data.max_tokens is None:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")

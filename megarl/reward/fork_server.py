@@ -95,16 +95,16 @@ class _Channel:
     async def ask(self, frame: bytes) -> Any:
         """Return the answer to a framed question, or the server's ChildDeath. Raises EOFError or OSError without either;
         `has_begun_answer` then says whether a part of the answer has arrived."""
-        self._is_asked, self.has_begun_answer, was_idle = True, False, False
+        self._is_asked, self.has_begun_answer, was_sent = True, False, False
         try:
-            with suppress(BlockingIOError):  # nothing is to be read unless the child has died
-                self._socket.recv(1, socket.MSG_PEEK)
-                was_idle = True
-            with suppress(ConnectionError):  # it has just died, and the reason is to be read
+            with suppress(ConnectionError):  # the child has died, and the reason is to be read
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+                was_sent = True
             (size,) = struct.unpack("!i", await self._read(4))
             reply = pickle.loads(await self._read(size))
-            return replace(reply, was_idle=was_idle or reply.was_idle) if isinstance(reply, ChildDeath) else reply
+            if isinstance(reply, ChildDeath):
+                return replace(reply, was_idle=not was_sent or await self._was_closed_unread())
+            return reply
         finally:
             self._is_asked = False
             if self.is_ended:
@@ -117,6 +117,14 @@ class _Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         if not self._is_asked:
             self._socket.close()
+
+    async def _was_closed_unread(self) -> bool:
+        """Whether the far end was closed before the question was read. Linux then resets the connection."""
+        try:
+            await asyncio.get_running_loop().sock_recv(self._socket, 1)
+        except ConnectionResetError:
+            return True
+        return False
 
     async def _read(self, size: int) -> bytes:
         data = bytearray()
@@ -258,14 +266,14 @@ class ForkServer:
         self._process = os.getpid()
         self._children: dict[int, _Child] = {}  # by the descriptor of their pipes
         self._module_processes = set(_children_of(self._process))  # started by the import, for all children
-        self._poll = select.poll()
-        self._poll.register(self._client, select.POLLIN)
+        self._poll = select.epoll()  # poll(2) fails where more descriptors are open than `ulimit -n` allows
+        self._poll.register(self._client, select.EPOLLIN)
 
     def run(self, client_process: int) -> None:
         """Serve until the client has closed its pipe or died: a fork of the client may hold the pipe open."""
         next_check = 0.0
         while os.getppid() == client_process:
-            for descriptor, _ in self._poll.poll(1000 * CHECK_INTERVAL_S):
+            for descriptor, _ in self._poll.poll(CHECK_INTERVAL_S):
                 if descriptor in self._children:  # the client has closed its end
                     self._end(descriptor, "crash")
                 else:
@@ -319,6 +327,7 @@ class ForkServer:
                 os.register_at_fork(after_in_child=client.close)  # what it forks may write to whatever it holds
                 mark_from_environment(self._name)
                 self._client.close()
+                self._poll.close()
                 for child in self._children.values():
                     child.pipe.close()
                 answer = self._make_answer()
@@ -357,10 +366,7 @@ class ForkServer:
 def _tell(pipe: socket.socket, death: ChildDeath) -> None:
     """Write why there is no answer as the last message of a child's pipe, which the child may have left full."""
     with pipe, suppress(OSError):
-        was_idle = False
-        with suppress(BlockingIOError):  # nothing is there
-            was_idle = bool(pipe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))  # a question that the child has not read
-        pipe.send(_framed(replace(death, was_idle=was_idle)), socket.MSG_DONTWAIT)
+        pipe.send(_framed(death), socket.MSG_DONTWAIT)
 
 
 def serve(client: Connection) -> None:

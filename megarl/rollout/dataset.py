@@ -6,6 +6,7 @@ its own tokens are those that are trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from megarl.data.prompts import PromptStream
 from megarl.data.sample import Prompt, Sample
+from megarl.megatron.non_finite import NotFinite
 from megarl.megatron.parallel import broadcast_from_first
 from megarl.planner.lengths import QUANTILES
 from megarl.recipe.recipe import Recipe
@@ -86,12 +88,18 @@ Measure = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 
 def held_out_loss(held_out: HeldOut | None, measure: Measure, leaves: Callable[[], bool]) -> Measured | None:
     """Measure every batch of held-out rows, which rank 0 has; returns the loss there. Returns None everywhere if the run
-    `leaves`, which all ranks ask before each batch. Collective."""
+    `leaves`, which all ranks ask before each batch. Raises NotFinite if a mean is NaN or infinite. Collective."""
     batches, sums, total = iter(()) if held_out is None else _batches(held_out), dict[str, float](), 0.0
     while (batch := broadcast_from_first(next(batches, None))) is not None:
         if leaves():
             return None
         means, weight = measure(*batch)
+        for name, value in means.items():
+            if not math.isfinite(value):
+                raise NotFinite(
+                    f"phase evaluation: {name} of held-out rows is {value}: the weights are broken; go on from an earlier "
+                    "checkpoint"
+                )
         sums = {name: sums.get(name, 0.0) + weight * value for name, value in means.items()}
         total += weight
     if held_out is None:
