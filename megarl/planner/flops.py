@@ -80,6 +80,8 @@ def executed_flops(role: PlannedRole, length: int, head_tokens: int) -> float:
     `recompute`, for the actor's blocks of logits (`megatron/logprobs.py`) and through frozen layers that pass a gradient."""
     shape, critic = role.shape, role.has_value_head
     head = 0 if critic else _head_flops(shape, head_tokens, False)
+    if role.divergence_alone:  # the log-probabilities are metrics, without a backward pass
+        head *= -2 if role.trains_head else -1
     weights, windows = _computed_again(role)
     again = 2 * length * weights + sum(count * pair_flops(shape) * pairs(length, window) for window, count in windows)
     num_passed_over = sum(role.passes_nothing_back(layer, 0) for layer in range(shape.num_layers))

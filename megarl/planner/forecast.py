@@ -1,6 +1,6 @@
 """What every phase of a step will run, hold and take, from its plan: the numbers behind `megarl check --plan`.
 
-A teacher runs the rollouts that it judges. Its operations are its share of those of all, and its memory is that of all.
+A teacher runs the rollouts that it judges. Its time is that of its share of the groups, its worst memory that of all.
 
 Time: with F operations of a phase, R ranks at `tflops` and the plan's efficiency e (padding, imbalance, bubble and the
 fixed cost of micro-batches are what e lacks to 1), the phase takes F / (R * tflops * e). F of an update counts what it runs
@@ -89,6 +89,15 @@ class Job:
     def groups(self) -> tuple[int, ...]:
         """The group of each sequence; completions of one prompt follow each other."""
         return tuple(sample // self.limits.group_size for sample in range(self.limits.num_sequences))
+
+    def num_run(self, schedule: Schedule) -> int:
+        """How many of the sequences a phase runs: all, or those of a teacher's share of the groups, and more up to a number
+        that its layout can run (`megatron/teaching.py`)."""
+        role, total = self.role(schedule.phase), self.limits.num_sequences
+        groups = total // self.limits.group_size
+        least = max(1, round(role.share * groups)) * self.limits.group_size
+        legal = (n for n in range(least, total) if not violations(schedule, n, role.layout, self.limits.longest))
+        return next(legal, total)
 
     def teacher_flops(self, name: str) -> float:
         """Operations of the engine of a teacher, which scores prompts and completions of its share of the rollouts."""
@@ -277,14 +286,10 @@ def engine_room(job: Job, worst: list[DeviceMemory]) -> int | None:
 
 def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     """The forecast of one phase under `schedule`, which need not be one of the job's."""
-    role, lengths, completions, prompts = (
-        job.role(schedule.phase),
-        job.lengths.totals,
-        job.lengths.completions,
-        job.lengths.prompts,
-    )
+    role, count = job.role(schedule.phase), job.num_run(schedule)
+    lengths, completions, prompts = job.lengths.totals[:count], job.lengths.completions[:count], job.lengths.prompts[:count]
     cost = sequence_cost(role.shape)
-    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups, prompts)
+    plan = plan_phase(schedule, lengths, role.layout, job.seed, cost, job.groups[:count], prompts)
     plan_quality, micro_batches = quality(plan, lengths, cost, prompts), plan.micro_batches
 
     def operations(length: int, head_tokens: int) -> float:
@@ -295,7 +300,7 @@ def forecast_phase(job: Job, schedule: Schedule) -> PhaseForecast:
     # Where prompts are shared, sequences leave out the prompt that another one has.
     spared = [length for micro_batch in micro_batches for length in micro_batch.spared(prompts)]
     flops = schedule.epochs * sum(starmap(operations, zip(lengths, completions, strict=True)))
-    flops = role.share * (flops - sum(operations(length, 0) for length in spared))
+    flops -= sum(operations(length, 0) for length in spared)
     planned_load = Load(
         schedule.is_update,
         slots=max(micro_batch.slots for micro_batch in micro_batches),

@@ -33,8 +33,9 @@ class PlannedRole:
     `trained` roles have gradients and an optimizer. With `lora` only the adapters are trained. A role with `borrows_weights`
     uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `teacher_widths` are the hidden
     sizes of teachers whose heads the last stage holds, to compare vocabularies. `distillation` is that of the actor and of
-    teachers where it compares more than sampled tokens; a teacher judges the `share` of the rollouts. `scores`: the actor is
-    trained as a reward model. `device` is the recipe's, if it states one.
+    teachers where it compares more than sampled tokens; a teacher judges the `share` of the rollouts. `divergence_alone`:
+    nothing else is in the loss of the actor. `scores`: the actor is trained as a reward model. `device` is the
+    recipe's, if it states one.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PlannedRole:
     teacher_widths: tuple[int, ...] = ()
     distillation: DistillationSection | None = None
     share: float = 1.0
+    divergence_alone: bool = False
     on_cpu: bool = False
     scores: bool = False
     device: DeviceSection | None = None
@@ -68,7 +70,7 @@ class PlannedRole:
     def supervised(self) -> PlannedRole:
         """The role in a supervised step of a warm-up, which has no terms of teachers and no entropy bonus. Heads of teachers
         stay on the device."""
-        return replace(self, distillation=None, entropy_bonus=False)
+        return replace(self, distillation=None, divergence_alone=False, entropy_bonus=False)
 
     @property
     def head_passes(self) -> int:

@@ -37,8 +37,9 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
     """The roles on the trainer ranks, by name. Raises what `model_shape` raises."""
     updated = {role_of(phase) for phase in UPDATE_PHASES if recipe.runs(phase)}
     sections, roles = dict(trained_sections(recipe)), dict[str, PlannedRole]()
-    algorithm, teachers = recipe.algorithm, [f"teachers.{name}" for name in recipe.teachers]
+    algorithm, kl, teachers = recipe.algorithm, recipe.algorithm.kl, [f"teachers.{name}" for name in recipe.teachers]
     compared = algorithm.distillation if algorithm.distillation and algorithm.distillation.over != "sampled" else None
+    others = algorithm.has_policy_loss or algorithm.entropy_coefficient or (kl is not None and kl.place == "loss")
     for role in recipe.roles:
         section, memory, freeze = sections.get(role), MemorySection(), FreezeSection()
         if section is not None:
@@ -58,6 +59,7 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             borrows_weights=role == "reference" and recipe.reference_is_base,
             distillation=compared if role in ("actor", *teachers) else None,
             share=teacher_share(recipe, role.removeprefix("teachers.")) if role in teachers else 1.0,
+            divergence_alone=role == "actor" and compared is not None and not others,
             on_cpu=is_for_cpus(recipe),
             device=recipe.device,
             scores=role == "actor" and recipe.trained_role == "reward_model",
