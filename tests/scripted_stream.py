@@ -333,7 +333,7 @@ class ScriptedRewards:
     def send_all(self, is_evaluation: bool = False) -> None:
         pass
 
-    def waiting_since(self) -> float | None:
+    def waiting_since(self, is_evaluation: bool = False) -> float | None:
         return None
 
     def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:

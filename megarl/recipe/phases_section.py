@@ -197,7 +197,8 @@ def _early_rules(recipe: Recipe, phase: str) -> Violations:
     layout = recipe.layout(role_of(phase))
     refused = {
         "reward models and teachers take whole batches": kind_of(phase) in ("reward_model", "teacher_logprob"),
-        "no engine samples meanwhile (run.kind, rollout.replay)": not recipe.has_engines,
+        f"run.kind: {recipe.run.kind} samples nothing": recipe.run.is_supervised,
+        "rollout.replay has all completions at once": recipe.rollout.replay is not None,
         f"rollout.max_staleness = {recipe.rollout.max_staleness} has whole batches sampled ahead": (
             recipe.rollout.max_staleness > 0
         ),

@@ -248,7 +248,8 @@ def reference_rules(recipe: Recipe) -> Violations:
         yield Violation("reference.memory.offload", reference.memory.offload, rule, "actor.memory.offload: all")
     if recipe.reference_follows and recipe.layout_section("reference") != recipe.actor.layout:
         rule = "each rank copies its own shards of the actor to the reference, and reference.layout is not actor.layout"
-        yield Violation("reference.layout", GIVEN, rule, "remove reference.layout, or name its model in reference.path")
+        other = "name its model in reference.path" if every is None else "remove reference.refresh_every"
+        yield Violation("reference.layout", GIVEN, rule, f"remove reference.layout, or {other}")
     if every is None:
         return
     refused = {

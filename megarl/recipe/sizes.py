@@ -186,14 +186,14 @@ def _least_cap(recipe: Recipe, phase: str) -> int:
 def _with_caps(recipe: Recipe, caps: Mapping[str, int]) -> Recipe:
     """The recipe with the caps by their dotted keys."""
     for key, cap in caps.items():
-        recipe = _changed(recipe, key, cap)
+        recipe = _with_value(recipe, key, cap)
     return recipe
 
 
-def _changed(section: Part, key: str, value: int) -> Part:
+def _with_value(section: Part, key: str, value: int) -> Part:
     """The section with another value of a dotted key."""
     name, _, rest = key.partition(".")
-    return section.model_copy(update={name: _changed(getattr(section, name), rest, value) if rest else value})
+    return section.model_copy(update={name: _with_value(getattr(section, name), rest, value) if rest else value})
 
 
 def vllm_is_for_cpus() -> bool:

@@ -32,13 +32,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reward_model": {"advantage": "bradley_terry", **_OF_PAIRS},
 }
 FREE = {"sft": ("aggregation", "entropy_coefficient"), "dpo": ("dpo",), "reward_model": ()}
-# What such a run does not read, beside keys of `algorithm`.
+# Keys that a supervised run does not read, as pydantic's `exclude`; keys of `algorithm` that it reads are in `FREE`.
 UNREAD: dict[str, Any] = {
     "run": {"dump_rollouts"},
     "data": {"max_prompt_tokens", "answer_format", "curriculum"},
     "actor": {"router_replay"},
     "phases": {"rollout", "reward"},
-    "evaluation": {"completions", "temperature", "pass_at", "pass_reward"},
+    "evaluation": EvaluationSection.model_fields.keys() - {"prompts", "max_prompts", "every"},
     **dict.fromkeys(("reward", "environment", "warmup", "critic", "reward_model", "rollout", "weight_sync"), True),
 }
 
@@ -83,9 +83,10 @@ def supervised_rules(recipe: Recipe) -> Violations:
     for key in _changed(recipe, _without_rollouts(recipe)):
         rule = f"run.kind: {kind} samples no rollouts, and nothing else than the default can have an effect"
         yield Violation(key, GIVEN, rule, f"remove {key}")
-    for key, given in (("actor.lora", recipe.actor.lora), ("actor.freeze.head", recipe.actor.freeze.head)):
-        if given and kind == "reward_model":
-            yield Violation(key, GIVEN, "the new head of a reward model must be trained", f"remove {key}")
+    if kind == "reward_model" and recipe.actor.lora is not None:
+        yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
+    if kind == "reward_model" and recipe.actor.freeze.head:
+        yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
     size, update = recipe.algorithm.group_size, recipe.phases.actor_update
     if update.mini_batch % size:
         yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
@@ -123,7 +124,7 @@ NAMES = {
 }
 
 
-def _of_whole_sequences(given: Any) -> Any:
+def _fill_max_prompt_tokens(given: Any) -> Any:
     return {"max_prompt_tokens": 1} | given if isinstance(given, dict) else given
 
 
@@ -131,7 +132,7 @@ class SupervisedStepsSection(Section):
     steps: Positive
     """The first steps of the run, among `run.steps`, which fine-tune the actor as a run of `run.kind: sft` does. Rollouts
     begin after them."""
-    data: Annotated[DataSection, BeforeValidator(_of_whole_sequences)]
+    data: Annotated[DataSection, BeforeValidator(_fill_max_prompt_tokens)]
     """The rows of these steps, as `data` of a run of `run.kind: sft`, with its `max_tokens`."""
     actor_update: UpdatePhaseSection
     """How these steps divide their rows: one update a step, of `mini_batch` rows."""

@@ -293,9 +293,10 @@ class RewardWorkers:
         queue.sends_all = bool(queue.waiting)
         self._send()
 
-    def waiting_since(self) -> float | None:
+    def waiting_since(self, is_evaluation: bool = False) -> float | None:
         """Return when the sample came, on the loop's clock, that has waited longest for a task; None if none waits."""
-        return min((queue.waiting[0][0].since for queue in self._queues if queue.waiting), default=None)
+        queue = self._evaluation if is_evaluation else self._training
+        return queue.waiting[0][0].since if queue.waiting else None
 
     def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
         """Return the rewards of samples in order, with the tasks that ended since the last call."""

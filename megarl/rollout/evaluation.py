@@ -175,9 +175,14 @@ def held_out_data(recipe: Recipe) -> DataSection:
 def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
     """Evaluate the weights of `model` (a Hugging Face directory or hub name), or of the last checkpoint of `run`, or of
     `model.path`. Raises ValueError for errors that a user can fix, RolloutError if engines fail."""
-    if recipe.evaluation is None or recipe.run.is_supervised:
+    if recipe.run.is_supervised:
         raise ValueError(
-            "evaluation: the recipe has no such section, or run.kind is not rl; give one of run.kind: rl with a section, as "
+            f"run.kind = {recipe.run.kind}: such a run measures its loss while it trains, and has no rewards for answers; "
+            "export it, and evaluate the recipe of a run of kind rl with --model DIR"
+        )
+    if recipe.evaluation is None:
+        raise ValueError(
+            "evaluation: the recipe has no such section; add one, as "
             "`evaluation: {prompts: {kind: jsonl, path: held_out.jsonl, prompt_field: question, answer_field: answer}}`"
         )
     recipe = with_engine_sizes(recipe, platform.total_bytes)

@@ -404,16 +404,16 @@ class RolloutStream:
             part.scores = scores
 
     def _send_rewards(self) -> None:
-        """Send what has waited for `FILL_S`; what came later may still fill a task."""
+        """Send all that waits of a lane once the oldest has waited for `FILL_S`."""
         assert self._rewards is not None
-        self._fill_timer, since = None, self._rewards.waiting_since()
-        if since is None:
-            return
-        if since + FILL_S > self._loop.time():
-            self._fill_timer = self._loop.call_at(since + FILL_S, self._send_rewards)
-            return
+        due = list[float]()
         for lane in (False, True):
-            self._rewards.send_all(lane)
+            since = self._rewards.waiting_since(lane)
+            if since is not None and since + FILL_S > self._loop.time():
+                due.append(since + FILL_S)
+            else:
+                self._rewards.send_all(lane)
+        self._fill_timer = self._loop.call_at(min(due), self._send_rewards) if due else None
 
     async def _next_part(self, num_groups: int) -> RolloutBatch:
         def in_no_part() -> list[Group]:

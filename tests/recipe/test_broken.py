@@ -253,7 +253,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
         {"reference.refresh_every": "stay as they are"}),
     "a reference of another layout cannot take the actor's shards": (
         edited(("reference", {"refresh_every": 2, "layout": {}})),
-        {"reference.layout": "reference.layout is not actor.layout"}),
+        {"reference.layout": "is not actor.layout remove reference.layout, or remove reference.refresh_every"}),
     "a reference of another model cannot take the actor's weights": (
         edited(("reference", {"refresh_every": 2, "path": "bound"})),
         {"reference.refresh_every": "is another model"}),

@@ -152,6 +152,9 @@ BAD_COMMANDS = {
     "head -c 400000000 /dev/zero > large && echo 1": ("error", "exited with status 153"),  # SIGXFSZ
     "b() { test $1 = 0 || { b $(($1 - 1)) & b $(($1 - 1)) & }; sleep 99; }; b 5": ("processes", "max_processes = 12"),
     "for i in $(seq 20); do sleep 99 & done; wait": ("processes", "environment.max_processes = 12"),
+    f"{sys.executable} -c 'import time; filled = b\"x\" * (600 << 20); time.sleep(99)'": (
+        "memory", "environment.memory_mib = 300"
+    ),
 }  # fmt: skip
 
 
