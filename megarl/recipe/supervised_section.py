@@ -8,7 +8,6 @@ run ahead of the first rollout, with the same roles and ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
@@ -51,7 +50,9 @@ def fill_sections(given: Any) -> Any:
 
     def number(*path: str) -> int:
         """Return a number that the user gave, or one that lets other rules speak."""
-        value = reduce(lambda section, key: section.get(key) if isinstance(section, dict) else None, path, given)
+        value: Any = given
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
         return value if type(value) is int and value > 1 else 2
 
     prompts = max(1, number("phases", "actor_update", "mini_batch") // ALGORITHMS[kind]["group_size"])

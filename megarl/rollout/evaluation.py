@@ -122,7 +122,7 @@ class HeldOut:
         return Evaluation(self.prompts, self.counts)
 
     def measured(self, evaluation: Evaluation) -> Measured:
-        """Return what an evaluation that is complete gave."""
+        """Return the metrics, the summary and the table of a finished evaluation."""
         return Measured(evaluation.metrics(self.section), evaluation.summary(self.section), evaluation.table())
 
     def go_on(self, judged: Evaluation, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:

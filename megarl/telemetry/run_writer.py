@@ -31,7 +31,7 @@ Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
 
 
 class Measured(NamedTuple):
-    """What an evaluation gave: metrics, one line for a person, and a JSON line for each prompt that was answered."""
+    """An evaluation: its metrics, one line for a person, and a JSON line for each prompt that was answered."""
 
     metrics: dict[str, float]
     summary: str
