@@ -216,7 +216,7 @@ def _read(connection: Connection, sync: Sync, engine: int, worker: int) -> None:
         began, process_s, thread_s = time.perf_counter(), time.process_time(), time.thread_time()
         for _ in reader.read(WeightManifest.from_dict(values), engine, writer):
             pass
-        busy_s = threads * (time.perf_counter() - began - reader.times.wait_s)
+        busy_s = threads * (time.perf_counter() - began - reader.times.verify_wait_s)
         thread_s = time.thread_time() - thread_s
         process_s = time.process_time() - process_s
         connection.send((busy_s, 0.0) if sync.transport == "mapped" else (thread_s, process_s - thread_s))

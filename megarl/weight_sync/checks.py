@@ -7,6 +7,9 @@ version or of another place do not pass. A checksum is no defence against chosen
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 import xxhash
 
@@ -20,11 +23,26 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 def checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:
     """Compute the checksum of a tensor of at most two dimensions, whatever its strides: int64 [], on the tensor's device.
     The host does not wait for the device."""
-    if content.device.type == "cpu":
-        memory = content.contiguous().view(torch.uint8).numpy().data  # numpy has no bfloat16
-        hashed = xxhash.xxh3_64_intdigest(memory, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF)
-        return torch.tensor(_signed(hashed))
-    return device_checksum(content, version, number)
+    return checksums([content], version, [number])[0]
+
+
+def checksums(contents: Iterable[torch.Tensor], version: int, numbers: Sequence[int]) -> torch.Tensor:
+    """Compute the checksums of tensors of one device, one after the other, as `checksum`: int64 [tensors]."""
+    sums: list[Any] = [
+        _host_checksum(content, version, number)
+        if content.device.type == "cpu"
+        else device_checksum(content, version, number)
+        for content, number in zip(contents, numbers, strict=True)
+    ]
+    if sums and isinstance(sums[0], torch.Tensor):
+        return torch.stack(sums)
+    # One tensor for all: to make one for each takes a quarter of the time of a hash of 200 KB.
+    return torch.tensor(sums, dtype=torch.int64)
+
+
+def _host_checksum(content: torch.Tensor, version: int, number: int) -> int:
+    memory = content.contiguous().view(torch.uint8).numpy().data  # numpy has no bfloat16
+    return _signed(xxhash.xxh3_64_intdigest(memory, seed=(version << 32 | number) & 0xFFFFFFFFFFFFFFFF))
 
 
 def device_checksum(content: torch.Tensor, version: int, number: int) -> torch.Tensor:

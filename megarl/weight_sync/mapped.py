@@ -18,7 +18,7 @@ import torch
 from megarl.platform import current as platform
 from megarl.platform.device_memory import SHARED_MEMORY
 from megarl.weight_sync.buckets import Piece
-from megarl.weight_sync.checks import checksum
+from megarl.weight_sync.checks import checksums
 from megarl.weight_sync.manifest import SyncError
 
 FILES_SHARE = 4  # parameters may take a quarter of the files that a process may open
@@ -83,9 +83,8 @@ def map_parameters(address: str, rank: int) -> dict[str, torch.Tensor]:
 
 def local_checksums(parameters: Mapping[str, torch.Tensor], pieces: Sequence[Piece], version: int) -> torch.Tensor:
     """Return the checksums of pieces in their dtype, as workers hold them: int64 [pieces], in host memory."""
-    boxes = (box.within(parameters[box.parameter]).to(box.dtype) for _, box, *_ in pieces)
-    sums = [checksum(content, version, piece.number) for content, piece in zip(boxes, pieces, strict=True)]
-    return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+    contents = (box.within(parameters[box.parameter]).to(box.dtype) for _, box, *_ in pieces)
+    return checksums(contents, version, [piece.number for piece in pieces]).cpu()
 
 
 def _storages(parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[int, torch.UntypedStorage]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.models import ModelShape
 from megarl.platform import current as platform
 from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox, Part, PieceStream, sync_stream
-from megarl.weight_sync.checks import checksum
+from megarl.weight_sync.checks import checksum, checksums
 from megarl.weight_sync.codec import blocks_in, scales_of
 from megarl.weight_sync.copies import SpareMemory, Works, in_threads, num_threads
 from megarl.weight_sync.group import Inbox, Message, MessageGroup, bucket_memory, finish, open_group, open_store, start
@@ -43,10 +43,12 @@ class Writer(Protocol):
 
 @dataclass
 class ReadTimes:
-    """What a reader did for one version: seconds of waiting, of checksums and of packing in threads, and bytes of boxes.
-    Seconds of several threads are divided by their number."""
+    """What a reader did for one version: seconds of waiting for buckets, of waiting for the ranks' checksums of mapped
+    weights, of its own checksums and of packing in threads, and bytes of boxes. Seconds of several threads are divided by
+    their number."""
 
     wait_s: float = 0.0
+    verify_wait_s: float = 0.0
     verify_s: float = 0.0
     pack_s: float = 0.0
     received_bytes: int = 0
@@ -167,7 +169,7 @@ class WeightReader:
         copied, and the worker compares."""
         times, source, version = self.times, self._stream.source, manifest.version
         self._map(manifest, writer)
-        hashes: list[Any] = [None] * len(source)
+        hashes: list[tuple[Sequence[int], torch.Tensor]] = []  # numbers of pieces, and their checksums
 
         def copy(numbers: Sequence[int], spare: SpareMemory | None = None) -> float:
             """Copy pieces and hash the copies; return the seconds for the hashes."""
@@ -176,8 +178,7 @@ class WeightReader:
             # One call copies them all. After each call a thread waits for the GIL, which another thread may hold.
             torch._foreach_copy_(places, [content for _, content in pieces])
             begun = time.perf_counter()
-            for number, place in zip(numbers, places, strict=True):
-                hashes[number] = checksum(place, version, number)
+            hashes.append((numbers, checksums(places, version, numbers)))
             return time.perf_counter() - begun
 
         def do(numbers: Sequence[int], spare: SpareMemory) -> tuple[float, float]:
@@ -197,7 +198,9 @@ class WeightReader:
                 times.verify_s += copy([number])
                 yield box
         begun = time.perf_counter()
-        taken = torch.stack(hashes).cpu()  # verification waits for the device only here
+        order = np.concatenate([numbers for numbers, _ in hashes])
+        taken = torch.empty(len(source), dtype=torch.int64)
+        taken[order] = torch.cat([sums for _, sums in hashes]).cpu()  # verification waits for the device only here
         times.verify_s += time.perf_counter() - begun
         copied = torch.tensor([version])
         expected = {rank: np.flatnonzero(source == rank) for rank in np.unique(source).tolist()}
@@ -208,7 +211,7 @@ class WeightReader:
         begun = time.perf_counter()
         for message in (*answers, *ends):
             finish(group, message, deadline)
-        times.wait_s += time.perf_counter() - begun
+        times.verify_wait_s = time.perf_counter() - begun
         for rank, numbers in expected.items():
             wrong = numbers[(taken[numbers] != received[rank]).numpy()]
             if len(wrong):

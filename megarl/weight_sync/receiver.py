@@ -142,15 +142,16 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         if not self._reader.is_complete:
             raise SyncError("vLLM's loader stopped before the last tensor, so the version was not verified")
         received_s, times = time.perf_counter() - started, self._reader.times
-        repack_s = self._repack_s + times.pack_s
+        repack_s, verify_s = self._repack_s + times.pack_s, times.verify_s + times.verify_wait_s
+        transfer_s = received_s - repack_s - verify_s
         self.report = {
             "version": manifest.version,
             "received_bytes": float(times.received_bytes),
             "wait_s": times.wait_s,
-            "verify_s": times.verify_s,
-            "apply_s": received_s - repack_s - times.wait_s - times.verify_s,
+            "verify_s": verify_s,
+            "apply_s": transfer_s - times.wait_s,
             "repack_s": repack_s,  # in checkpoint mode vLLM's loader does both
-            "transfer_s": received_s - repack_s - times.verify_s,
+            "transfer_s": transfer_s,
         }
 
     def shutdown(self) -> None:
