@@ -19,6 +19,9 @@ import math
 import torch
 from torch import Tensor
 
+# Of log q - log p. Its exponential is finite in fp32, and where it would be larger, p is below 1e-34 and counts for nothing.
+MOST_LOG_RATIO = 80.0
+
 
 def normaliser_sums(logits: Tensor, other_logits: Tensor) -> Tensor:
     """Return [3, 2, rows]: the highest logit, the sum of the exponentials relative to it, and 0; of either side."""
@@ -39,8 +42,10 @@ def kl_sums(logits: Tensor, other_logits: Tensor) -> Tensor:
 
 def mixture_sums(logs: Tensor, teacher_logs: Tensor, mixture: float) -> Tensor:
     """Return [2, rows]: the parts of KL(p || m) and KL(q || m) in a block of log-probabilities."""
-    mixed = _log_mixture(logs, teacher_logs, mixture)
-    return torch.stack([side.exp().mul_(side.sub_(mixed)).sum(-1) for side in (logs, teacher_logs)])
+    teacher = teacher_logs.exp()
+    ratio = teacher_logs.sub_(logs).clamp_(max=MOST_LOG_RATIO)
+    mixed = ratio.exp().mul_(mixture).add_(1.0 - mixture).log_()  # log m - log p
+    return torch.stack([logs.exp_().mul_(mixed).sum(-1).neg(), teacher.mul_(ratio.sub_(mixed)).sum(-1)])
 
 
 def reverse_slopes(logs: Tensor, teacher_logs: Tensor, value: Tensor) -> Tensor:
@@ -55,12 +60,9 @@ def forward_slopes(logs: Tensor, teacher_logs: Tensor, value: Tensor) -> Tensor:
 
 def mixture_slopes(logs: Tensor, teacher_logs: Tensor, value: Tensor, mixture: float) -> Tensor:
     """Return the gradient of the Jensen-Shannon divergence by the logits; `value` is KL(p || m)."""
-    mixed = _log_mixture(logs, teacher_logs, mixture)
-    return logs.exp().mul_(logs.sub_(mixed).sub_(value.unsqueeze(-1))).mul_(1.0 - mixture)
-
-
-def _log_mixture(logs: Tensor, teacher_logs: Tensor, mixture: float) -> Tensor:
-    return torch.logaddexp(logs + math.log1p(-mixture), teacher_logs + math.log(mixture))
+    ratio = teacher_logs.sub_(logs).clamp_(max=MOST_LOG_RATIO)
+    mixed = ratio.exp_().mul_(mixture).add_(1.0 - mixture).log_()  # log m - log p
+    return logs.exp_().mul_(mixed.add_(value.unsqueeze(-1))).mul_(mixture - 1.0)
 
 
 def over_likeliest(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str, mixture: float) -> Tensor:
@@ -74,7 +76,7 @@ def over_likeliest(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str, 
         return (logs.exp() * (logs - teacher_logs)).sum(-1)
     if divergence == "forward_kl":
         return (teacher_logs.exp() * (teacher_logs - logs)).sum(-1)
-    mixed = _log_mixture(logs, teacher_logs, mixture)
+    mixed = torch.logaddexp(logs + math.log1p(-mixture), teacher_logs + math.log(mixture))
     policy, teacher = ((side.exp() * (side - mixed)).sum(-1) for side in (logs, teacher_logs))
     return mixture * teacher + (1.0 - mixture) * policy
 

@@ -47,6 +47,16 @@ def test_blocks_give_what_whole_distributions_give(tensor: int, main_grad: bool)
                 np.testing.assert_allclose(one[name], value, atol=tolerance, err_msg=f"{name} of {case}")
 
 
+def test_distributions_that_share_no_token_have_a_finite_divergence() -> None:
+    """Each gives its own token a probability of 1 and the other's a probability that fp32 rounds to 0."""
+    from megarl.algorithm.divergence import mixture_slopes, mixture_sums
+
+    logs, teacher_logs = torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0, 0.0]])
+    policy, teacher = mixture_sums(logs.clone(), teacher_logs.clone(), 0.3)
+    np.testing.assert_allclose([policy.item(), teacher.item()], [-np.log(0.7), -np.log(0.3)], rtol=1e-6)
+    np.testing.assert_allclose(mixture_slopes(logs, teacher_logs, policy, 0.3), 0.0, atol=1e-7)
+
+
 @pytest.mark.nightly
 def test_divergences_are_those_of_trl() -> None:
     """Of `GKDTrainer`, whose `beta` is 0 for the forward KL, 1 for the reverse KL, and else the teacher's share."""
