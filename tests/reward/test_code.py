@@ -6,7 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +23,9 @@ from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_prog
 from megarl.reward.verifiers import code_of, code_verifier, programs_of
 from megarl.reward.workers import RewardWorkers
 from tests.recipe_cases import edited, make_folder, write
+from tests.reward.test_reward_attacks import processes_named
 from tests.reward.test_workers import model, payload  # noqa: F401
+from tests.sink_cases import wait_for
 
 MIB = 1 << 20
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
@@ -40,19 +41,6 @@ ANSWER = json.dumps(["assert square(2) == 4", "assert square(3) == 9", "assert s
 
 def prompt(answer):
     return Prompt(5, np.zeros(1, dtype=np.int32), "the question", answer, {})
-
-
-def processes_named(name):
-    """Return the number of processes of this machine with a name, without zombies."""
-    count = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state = (entry / "stat").read_text()
-            except OSError:
-                continue
-            count += f"({name})" in state and ") Z " not in state
-    return count
 
 
 def named(name):
@@ -111,17 +99,11 @@ def test_a_sandbox_dies_with_the_process_that_started_it():
     code = f"from tests.reward.test_code import *\nrun_programs([Program({endless!r})], LIMITS)"
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
-        deadline = time.monotonic() + 120
-        while processes_named(name) < 2:
-            assert time.monotonic() < deadline and parent.poll() is None, "the program did not begin"
-            time.sleep(0.02)
+        wait_for(lambda: len(processes_named(name)) == 2)
     finally:
-        parent.send_signal(signal.SIGKILL)
+        parent.kill()
         parent.wait(60)
-    deadline = time.monotonic() + 30
-    while processes_named(name):
-        assert time.monotonic() < deadline, "a program outlived the process that asked for it"
-        time.sleep(0.02)
+    wait_for(lambda: not processes_named(name))
 
 
 def test_a_faulty_sandbox_is_an_error_and_not_a_score(tmp_path, monkeypatch):

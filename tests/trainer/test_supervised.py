@@ -1,7 +1,6 @@
 """Whole supervised runs: the losses, gradients and weights of Hugging Face's model with torch's Adam, under every layout and
 cut; exact resume; held-out loss."""
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from megarl.models.stored_weights import check_weights
 from megarl.recipe import load_recipe
 from megarl.telemetry.report import run_page, subtitle
 from megarl.telemetry.report_run import read_run
-from tests.runs import metrics_of, train_on_ranks
+from tests.runs import evaluations_of, metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
@@ -132,8 +131,7 @@ def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_
     train_on_ranks(short)
     train_on_ranks(supervised_recipe(tmp_path, "cut", run__steps=12, **changes), resume=True)
     assert metrics_of(tmp_path, "cut") == metrics_of(tmp_path, "whole")
-    lines = (tmp_path / "runs" / "whole" / "evaluations.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["evaluation/loss"] for line in lines]
+    losses = [line["evaluation/loss"] for line in evaluations_of(tmp_path, "whole")]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     held_out = supervised_recipe(tmp_path, "held", run__steps=1, phases__actor_update__mini_batch=5,
                                  data__prompts=source, data__shuffle=False)  # fmt: skip
