@@ -11,7 +11,6 @@ import pytest
 from megarl.algorithm.control import logger
 from megarl.build import train
 from megarl.megatron import role as engine
-from megarl.megatron.role import Role
 from megarl.recipe import ENGINE_PHASES, load_recipe
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import replay
@@ -87,31 +86,6 @@ def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wa
         assert re.search(said, found), found
 
 
-def train_with_a_value_that_is_no_number(recipe):
-    """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
-    forward = Role.forward
-
-    def broken(engine, batch, mini_batch, adapted=True):
-        results, executed = forward(engine, batch, mini_batch, adapted)
-        if "values" in results:
-            results["values"][5][0] = math.nan
-        return results, executed
-
-    with mock.patch.object(Role, "forward", broken):
-        return refusal(recipe)
-
-
-def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
-    cut = {"micro_batch": {"sequences": 2}}
-    recipe = replayed_recipe(folder, "nan", True, 2, 1, 2, STEPS, phases__critic_value=cut)
-    first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
-    assert first == second
-    assert first.startswith(
-        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0, "
-        "rank 1; 1 of"
-    )
-
-
 def train_with_a_pass_of_its_own(recipe):
     """The second rank leaves the reference out, in one step: it took another branch."""
     forward, accept = Trainer._forward, Trainer._accept
@@ -150,7 +124,6 @@ def train_with_other_sizes(recipe, where):
         start(workers, specs, path, stops, section.model_copy(update={"sequences": 5}), **more)
 
     other = {"max_concurrent": (replay, "read_rollout", executing(max_concurrent=7)),
-             "prompts": (replay, "read_rollout", executing(prompts=3)),
              "reward": (RewardWorkers, "__init__", other_rewards)}  # fmt: skip
     with mock.patch.object(*other[where]):
         return refusal(recipe)
@@ -160,7 +133,6 @@ def train_with_other_sizes(recipe, where):
     ("where", "said"),
     [
         ("max_concurrent", r"rollout: planned \(prompts, rollouts, max_concurrent\) \(4, 16, 9\), executed \(4, 16, 7\)"),
-        ("prompts", r"rollout: planned .* \(4, 16, 9\), executed \(3, 16, 9\)"),
         ("reward", r"reward: planned tasks of \(6, 6, 4\) sequences, executed \(5, 5, 5, 1\)"),
     ],
 )
