@@ -402,7 +402,7 @@ def prompt(index: int) -> Prompt:
 PER_STEP, SIZE = 2, 2
 
 
-def stream_recipe(dynamic_rounds: int | None = None, phases__reward__timeout_s: float | None = None, **rollout: Any) -> Any:
+def stream_recipe(phases__reward__timeout_s: float | None = None, **rollout: Any) -> Any:
     """Two groups of two a step."""
     values = recipe(Path("nowhere"), **rollout).model_dump()
     values["phases"]["rollout"] |= {"prompts": PER_STEP, "max_concurrent": 8}
@@ -410,8 +410,6 @@ def stream_recipe(dynamic_rounds: int | None = None, phases__reward__timeout_s: 
     values["algorithm"]["group_size"] = SIZE
     values["run"]["steps"] = 1000
     values["phases"]["reward"]["timeout_s"] = phases__reward__timeout_s or values["phases"]["reward"]["timeout_s"]
-    if dynamic_rounds is not None:
-        values["algorithm"]["dynamic_sampling"] = {"max_rounds": dynamic_rounds}
     return recipe(Path("nowhere")).model_validate(values)
 
 
@@ -468,13 +466,12 @@ def trainer(
     rewards: Any = None,
     environments: Any = None,
     prompts: ScriptedPrompts | None = None,
-    dynamic_rounds: int | None = None,
     **rollout: Any,
 ) -> Iterator[Trainer]:
     """A trainer with a stream that is closed at the end, and leaves no thread."""
     before = set(threading.enumerate())
     stream = RolloutStream(
-        stream_recipe(dynamic_rounds, **rollout), pool, 0,  # type: ignore[arg-type]
+        stream_recipe(**rollout), pool, 0,  # type: ignore[arg-type]
         prompts or ScriptedPrompts(), rewards or ScriptedRewards(), environments,  # type: ignore[arg-type]
     )  # fmt: skip
     try:

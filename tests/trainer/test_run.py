@@ -120,7 +120,10 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(folder, sli
             0 < line["idle/share"] == pytest.approx(sum(causes)) and line["idle/share"] + line["idle/unaccounted_share"] < 1
         )
         assert line["idle/straggler_rank"] in range(4)
-        _check_engines(line)
+        assert sum(value for key, value in line.items() if key.startswith("idle/engines/")) == pytest.approx(1.0)
+        assert 0 < line["idle/actor_update/bubble_share"] < 1
+        assert line["tokens/useful"] == line["tokens/prompt"] + line["tokens/completion"]
+        assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
 
 
 def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(folder, slices):
@@ -133,14 +136,6 @@ def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(folder, slices):
     late = 2_000_000  # the engine's clock is rank 0's here, but for what a call takes to come back on a busy machine
     for event in requests:
         assert any(begun - late <= event["ts"] <= ended + late for begun, ended in phases)
-
-
-def _check_engines(line):
-    """The engines' parts are the whole step."""
-    assert sum(value for key, value in line.items() if key.startswith("idle/engines/")) == pytest.approx(1.0)
-    assert 0 < line["idle/actor_update/bubble_share"] < 1
-    assert line["tokens/useful"] == line["tokens/prompt"] + line["tokens/completion"]
-    assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
 
 
 def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(folder, slices, lines):
