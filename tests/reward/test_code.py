@@ -6,7 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,13 @@ from megarl.cluster import doctor
 from megarl.cluster.doctor import Severity
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import CodeRewardSection
 from megarl.reward import sandbox, sandbox_keeper, verifiers
 from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
 from megarl.reward.verifiers import code_of, code_verifier, programs_of
-from megarl.reward.workers import RewardWorkers
 from tests.recipe_cases import edited, make_folder, write
 from tests.reward.test_reward_attacks import processes_named
-from tests.reward.test_workers import model, payload  # noqa: F401
+from tests.reward.test_workers import model, score_batch  # noqa: F401
 from tests.sink_cases import wait_for
 
 MIB = 1 << 20
@@ -164,11 +161,8 @@ def test_credit_is_a_share_or_needs_all_tests():
 
 def test_limits_score_zero_and_are_counted(model):  # noqa: F811
     section = CodeRewardSection(kind="code", timeout_s=30.0, cpu_s=1, weight=2.0)
-    with closing(
-        RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
-    ) as workers:
-        texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
-        result = workers.score_together([(payload(model, texts), range(4), 2)], [prompt("assert square(3) == 9")] * 2)[0]
+    texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
+    result = score_batch(model, [section], texts, [prompt("assert square(3) == 9")] * 2, sequences=4, timeout_s=120.0)
     assert result.rewards.tolist() == [2, 0, 0, 2] and result.valid.all()
     metrics = result.metrics()
     counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}

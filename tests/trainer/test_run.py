@@ -92,6 +92,23 @@ def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(fo
         assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
 
 
+def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder):
+    for line in metrics_of(folder, "whole"):
+        assert line["actor/ratio_drift_exceeded"] == 0, "rounding is far below the default bound"
+        for phase in SIZES:
+            at = f"schedule/{phase}/"
+            for name in ("micro_batches", "tokens", "slots", "max_tokens"):
+                assert line[at + name] == line[f"{at}planned_{name}"] > 0, (phase, name)
+            assert (
+                line[at + "tokens"] == (line["tokens/prompt"] + line["tokens/completion"]) * line.get(at + "updates", 2) / 2
+            )
+            assert line[at + "useful_share"] == line[at + "tokens"] / line[at + "slots"] == 1.0
+            assert line[at + "imbalance"] == 1.0, "one data-parallel rank"
+            assert 0 < line[at + "bubble_share"] < 1
+        # the first stage waits for the last one: fewer micro-batches, more idle time
+        assert line["schedule/critic_value/bubble_share"] > line["schedule/critic_update/bubble_share"]
+
+
 def test_rollout_and_trainer_agree_after_every_sync(folder):
     lines = metrics_of(folder, "whole")
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
