@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Example, Prompt
-from megarl.reward.verifiers import TextScore
+from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError, stream
 from megarl.rollout.groups import rollout_metrics
 from megarl.rollout.stream import Sampling
@@ -23,7 +23,6 @@ from tests.scripted_stream import (
     TASK_S,
     ScriptedPool,
     ScriptedPrompts,
-    ScriptedRewards,
     ScriptedScorer,
     prompt,
     scripted_rewards,
@@ -136,10 +135,8 @@ def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_evaluation_has_reward_tasks_of_its_own(staleness: int) -> None:
     """Training's groups are scored before and while it runs; each side counts its own tasks."""
-    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
     pool = ScriptedPool.of(1, delay=lambda request: 0.0)
-    made = stream_recipe(max_staleness=staleness)
-    rewards = scripted_rewards(made, scorer)
+    rewards = scripted_rewards(stream_recipe(max_staleness=staleness), ScriptedScorer())
     with trainer(pool, rewards, max_staleness=staleness) as run:
         run.begin()
         run.stream.wait_sampled(run.resync)
@@ -149,45 +146,38 @@ def test_an_evaluation_has_reward_tasks_of_its_own(staleness: int) -> None:
             assert scored.busy_s == TASK_S * len(scored.task_sequences)
         taken = run.take()
         assert sum(taken.rewards.task_sequences) == (1 + staleness) * PER_STEP * SIZE
-    rewards.close()
 
 
 def test_with_staleness_groups_that_end_soon_after_each_other_share_a_reward_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are sampled meanwhile."""
     monkeypatch.setattr(stream, "FILL_S", 10 * stream.FILL_S)  # a busy machine
-    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
     pool = ScriptedPool.of(1, delay=lambda request: {0: 0.0, 1: 0.05}.get(request.group))
-    rewards = scripted_rewards(stream_recipe(max_staleness=1), scorer)
-    rewards._section = rewards._section.model_copy(update={"sequences": 4 * SIZE})
+    rewards = scripted_rewards(stream_recipe(max_staleness=1), ScriptedScorer(), 4 * SIZE)
     with trainer(pool, rewards, max_staleness=1) as run:
         run.begin()
         taken = run.take()
         assert groups(taken) == [0, 1] and {work.request.group for work in pool.engines[0].work.values()} == {2, 3}
         assert taken.rewards.task_sequences == (2 * SIZE,)
-    rewards.close()
 
 
 def test_a_reward_task_waits_for_as_long_as_its_own_groups_have_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups 0 and 1 fill a task; group 2, which came before the first one's time was over, waits for group 3."""
     monkeypatch.setattr(stream, "FILL_S", limit_s := 10 * stream.FILL_S)
-    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
     ends = {0: 0.0, 1: 0.6, 2: 0.8, 3: 1.3}
     pool = ScriptedPool.of(1, delay=lambda request: limit_s * ends[request.group] if request.group in ends else None)
-    rewards = scripted_rewards(stream_recipe(max_staleness=1), scorer)
-    rewards._section = rewards._section.model_copy(update={"sequences": 2 * SIZE})
+    rewards = scripted_rewards(stream_recipe(max_staleness=1), ScriptedScorer(), 2 * SIZE)
     with trainer(pool, rewards, max_staleness=1) as run:
         for numbers in ([0, 1], [2, 3]):
             run.begin()
             taken = run.take()
             assert groups(taken) == numbers and taken.rewards.task_sequences == (2 * SIZE,)
-    rewards.close()
 
 
 def test_a_stream_that_gives_nothing_for_longer_than_any_part_may_take_ends_the_run_and_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "TASK_GRACE_S", 0.0)
-    monkeypatch.setattr(ScriptedRewards, "score_group", never)
+    monkeypatch.setattr(RewardWorkers, "score_group", never)
     pool = ScriptedPool.of(1, delay=lambda request: 0.0)
     with trainer(pool, timeout_s=0.05, phases__reward__timeout_s=0.05) as run:
         run.begin()

@@ -35,10 +35,11 @@ from tests.scripted_stream import (
     SIZE,
     ScriptedEngine,
     ScriptedPool,
-    ScriptedRewards,
+    ScriptedScorer,
     Trainer,
     prompt,
     scripted_environments,
+    scripted_rewards,
     stream_recipe,
     trainer,
 )
@@ -74,13 +75,14 @@ def test_a_killed_engine_costs_no_group_and_serves_again(moment: str, staleness:
     pool = prompt_engines()
     engine = pool.engines[0]
 
-    def reward(prompt: Prompt, member: int) -> float:
+    def score(prompt: Prompt, member: int, tokens: Any) -> TextScore:
         if moment == "scoring" and prompt.index == PER_STEP and not engine.restarts and not engine.is_dead:
             engine.die()
-        return float(member)
+        return TextScore({"last_number": float(member)})
 
     taken: list[int] = []
-    with trainer(pool, ScriptedRewards(reward), max_staleness=staleness) as run:
+    rewards = scripted_rewards(stream_recipe(), ScriptedScorer(score), SIZE)
+    with trainer(pool, rewards, max_staleness=staleness) as run:
         for step in range(5):
             strikes = step == 1
             if strikes and moment == "admission":
@@ -315,13 +317,16 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
 
 
 def test_a_group_whose_tokens_are_lost_when_a_checkpoint_is_written_is_saved_as_one_to_sample() -> None:
-    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=lambda request: request.group == PER_STEP)
-    with trainer(pool, max_staleness=1) as run:
+    async def lost() -> None:
+        raise ray.exceptions.ObjectLostError("ab", None, "")
+
+    with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), max_staleness=1) as run:
         run.begin()
         run.take()
         run.sync()
         while any(group.facts is None for group in list(run.stream._groups.values())):
             run.in_loop(lambda: None)
+        run.stream._groups[PER_STEP].tokens = lost()
         saved = {values["index"]: values["parts"][0]["result"] for values in run.stream.state()["groups"]}
     assert saved.keys() == {PER_STEP, PER_STEP + 1} and saved[PER_STEP] is None and saved[PER_STEP + 1] is not None
 
