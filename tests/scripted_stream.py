@@ -318,7 +318,7 @@ TASK_S = 0.25  # that each task of a `ScriptedScorer` says it took
 
 
 class ScriptedScorer:
-    """In the place of `Scorer`: scores member `sample` of a prompt by `score(prompt, sample, tokens)`, or with m member m."""
+    """In the place of `Scorer`: scores member `sample` of a prompt by `score(prompt, sample, tokens)`, or m with m."""
 
     def __init__(self, score: Callable[[Prompt, int, GroupResult], TextScore] | None = None) -> None:
         self._score = score or (lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
