@@ -160,27 +160,6 @@ async def test_the_requests_of_a_dead_engine_go_to_others_at_once_and_it_serves_
 
 
 @in_loop
-async def test_an_engine_that_a_sync_has_restarted_is_not_restarted_again() -> None:
-    pool = ScriptedPool.of(1)
-    engine = pool.engines[0]
-    routes = router(pool)
-    answers = [routes.sample(request(group), 1) for group in range(2)]
-    await settle()
-    await routes.pause()
-    lost = engine.die(tells=False)
-    engine.start()  # what `EnginePool.pause` does
-    routes.resume(None)
-    lose(lost[0])
-    await settle()
-    assert engine.groups[1:] == [[0, 1]], "all that the old process had"
-    lose(lost[1])  # a late word about the process before
-    await settle()
-    assert pool.restarted == [] and routes.unserved == []
-    engine.finish_all()
-    assert [facts.group for facts, _ in await asyncio.gather(*answers)] == [0, 1]
-
-
-@in_loop
 async def test_an_engine_that_is_restarted_too_often_ends_all_requests_and_no_sync_is_asked_for() -> None:
     pool = ScriptedPool.of(1)
     unserved: list[list[int]] = []
