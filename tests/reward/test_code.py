@@ -93,7 +93,7 @@ def test_wall_time_counts_for_all_programs_together():
 def test_a_sandbox_dies_with_the_process_that_started_it():
     name = secrets.token_hex(5)
     endless = named(name) + "os.fork()\nwhile True: time.sleep(9)"
-    code = f"from tests.reward.test_code import *\nrun_programs([Program({endless!r})], LIMITS)"
+    code = f"from megarl.reward.sandbox import *\nrun_programs([Program({endless!r})], {LIMITS!r})"
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
         wait_for(lambda: len(processes_named(name)) == 2)

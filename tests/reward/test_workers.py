@@ -328,11 +328,11 @@ def test_nothing_outlives_the_process_that_asked_the_verifiers(own_rewards):
 import asyncio, sys, time
 sys.path[:] = {sys.path!r}
 from megarl.recipe.reward_section import FunctionRewardSection
+from megarl.data.sample import Prompt
 from megarl.reward.verifier_process import VerifierProcess
-from tests.reward.test_workers import prompts
 async def play():
     verifiers = VerifierProcess([FunctionRewardSection(kind="function", target="own_rewards:judge")])
-    await verifiers.score_task(["start"], prompts("a"), 600)
+    await verifiers.score_task(["start"], [Prompt(0, None, "?", "a", {{}})], 600)
     print(verifiers._server.process, flush=True)
     time.sleep(999)
 asyncio.run(play())
