@@ -439,9 +439,9 @@ def trainer(
     **rollout: Any,
 ) -> Iterator[Trainer]:
     """A trainer with a stream that is closed at the end, as its rewards are, and leaves no thread."""
-    before, made = set(threading.enumerate()), stream_recipe(**rollout)
-    rewards = rewards or scripted_rewards(made, ScriptedScorer(), SIZE)  # no group waits for others
-    stream = RolloutStream(made, pool, 0, prompts or ScriptedPrompts(), rewards, environments)  # type: ignore[arg-type]
+    before, loaded = set(threading.enumerate()), stream_recipe(**rollout)
+    rewards = rewards or scripted_rewards(loaded, ScriptedScorer(), SIZE)  # no group waits for others
+    stream = RolloutStream(loaded, pool, 0, prompts or ScriptedPrompts(), rewards, environments)  # type: ignore[arg-type]
     try:
         yield Trainer(stream, pool)
     finally:

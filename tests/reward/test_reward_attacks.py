@@ -216,8 +216,8 @@ def left() -> list[str]:
 
 def processes_named(name: str) -> list[psutil.Process]:
     """Return the processes of this machine with a name, without zombies."""
-    processes = psutil.process_iter(["name", "status"])
-    return [one for one in processes if one.info["name"] == name and one.info["status"] != psutil.STATUS_ZOMBIE]
+    processes = [process for process in psutil.process_iter(["name", "status"]) if process.info["name"] == name]
+    return [process for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def segments() -> set[str]:
