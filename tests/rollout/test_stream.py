@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,6 +116,20 @@ def test_short_groups_overtake_a_long_one_within_the_window_and_the_curriculum_l
         pool.engines[0].release(0)
         assert groups(taking.result(TIMEOUT_S)) == [0, 9]
         assert prompts.learned == list(range(18)), "of groups that a step took before, too"
+
+
+def test_weights_are_asked_for_on_the_trainers_thread_when_no_engine_is_left() -> None:
+    pool = ScriptedPool.of(2)
+    with trainer(pool) as run:
+        run.begin()
+        for engine in pool.engines:
+            engine.arrivals.get(timeout=TIMEOUT_S)
+        for engine in pool.engines:
+            engine.delay = lambda request: 0.0
+            next(iter(engine.work.values())).facts.get_loop().call_soon_threadsafe(engine.die)
+        assert groups(run.take()) == [0, 1]
+        assert run.resynced == [[0, 1]] and run.threads == {threading.current_thread()}
+        assert sorted(pool.restarted) == [0, 1]
 
 
 def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
