@@ -385,10 +385,10 @@ def test_a_function_that_needs_more_memory_to_load_says_which_key(tmp_path, monk
         )
 
 
-def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
+def check_batch(workers, model):
     """Nine samples of groups of two in tasks of three; one looping, one dying."""
     texts = ["a", "b", "b", "die", "c", "raise", "loop", "d", "a"]
-    result = score_batch(model, own_rewards, texts, prompts("a", "b", "c", "d", "broken"), sequences=3, timeout_s=8.0)
+    (result,) = workers.score_together([(payload(model, texts), range(9), 2)], prompts("a", "b", "c", "d", "broken"))
     assert result.task_sequences == (3, 3, 3)
     assert result.valid.tolist() == [True] * 8 + [False]
     # Samples 0 and 1 answer prompt 0, 2 and 3 prompt 1, and so on; the weight is 2.
@@ -401,6 +401,12 @@ def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
     causes = {key.removeprefix("reward/num_"): count for key, count in metrics.items() if count and "num_" in key}
     assert causes == {"workers": 1, "masked": 1, "timeouts": 1, "masked_verifier": 1,
                       "zero_crash": 1, "zero_error": 1, "zero_wall_time": 1}  # fmt: skip
+
+
+def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
+    section = RewardPhaseSection(sequences=3, timeout_s=8.0)
+    with closing(RewardWorkers(own_rewards, model, (0,), section, local=True)) as workers:
+        check_batch(workers, model)
 
 
 def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
@@ -435,6 +441,20 @@ def test_lost_tokens_fail_the_groups_of_one_task_and_none_of_the_next(model):
     assert isinstance(first, TokensLost) and isinstance(lost, TokensLost)
     assert [score.parts for score in last] == [{"exact": 1.0}] * 4
     assert len(workers._training.waiting) == 0
+
+
+@pytest.mark.nightly  # in CI the runs score through Ray
+def test_the_same_batch_through_ray(model, own_rewards):
+    ray = pytest.importorskip("ray")
+    # Without an address Ray would join whatever cluster was started last on this machine.
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    try:
+        section = RewardPhaseSection(sequences=3, timeout_s=8.0)
+        workers = RewardWorkers(own_rewards, model, (0,), section, local=False)
+        check_batch(workers, model)
+        workers.close()
+    finally:
+        ray.shutdown()
 
 
 def test_each_masked_completion_is_counted_once_whoever_masks_it_and_whether_it_is_selected():

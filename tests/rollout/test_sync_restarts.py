@@ -22,7 +22,7 @@ from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.weight_sync.buckets import NUM_BUCKETS
 from tests.rollout.conftest import Engines
-from tests.rollout_cases import Publisher, generate, huggingface_logprobs, prompts
+from tests.rollout_cases import Publisher, generate, huggingface_logprobs, prompts, same
 
 pytestmark = [pytest.mark.hang, pytest.mark.slow]
 
@@ -64,19 +64,36 @@ def busiest_child(pool: EnginePool) -> psutil.Process:
     return max(processes(pool)[1:], key=lambda child: sum(child.cpu_times()[:2]))
 
 
-def stop_at_work(core: psutil.Process) -> None:
-    """Stop an engine core as soon as it has decoded for a while."""
-    idle, deadline = sum(core.cpu_times()[:2]), time.monotonic() + 60
-    while sum(core.cpu_times()[:2]) < idle + 0.3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(core.pid, signal.SIGSTOP)
+def interrupt(process: psutil.Process, worker: psutil.Process, number: signal.Signals) -> threading.Thread:
+    """Send a signal as soon as `worker` has decoded for a while."""
+    idle = sum(worker.cpu_times()[:2])
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while sum(worker.cpu_times()[:2]) < idle + 0.3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def generate_killed(faulty: Faulty, step: int, victim: psutil.Process) -> RolloutBatch:
+    """A rollout in whose middle a process of the engine is killed. On a busy machine it may have ended before: then the next
+    one meets the dead engine."""
+    pool = faulty[0]
+    restarts = pool.engines[0].restarts
+    killer = interrupt(victim, busiest_child(pool), signal.SIGKILL)
+    batch = sample(faulty, step)
+    killer.join()
+    return batch if pool.engines[0].restarts > restarts else sample(faulty, step)
 
 
 def generate_stopped(faulty: Faulty, step: int, core: psutil.Process) -> str:
     """What a rollout says in whose middle the engine core is stopped, for good; one that had ended before is done again."""
     for _ in range(TRIES):
-        stopper = threading.Thread(target=stop_at_work, args=(core,))
-        stopper.start()
+        stopper = interrupt(core, core, signal.SIGSTOP)
         try:
             sample(faulty, step)
         except RolloutError as error:
@@ -110,6 +127,30 @@ def assert_drawn_from(model: Path, batch: RolloutBatch) -> None:
     assert max(float(np.abs(reference[s] - drawn[s].completion.logprobs).max()) for s in drawn) < 1e-4
 
 
+@pytest.mark.nightly  # in CI a core is killed in a run
+def test_a_killed_engine_core_comes_back_with_its_weights(faulty: Faulty) -> None:
+    pool, _, new = faulty
+    first = sample(faulty, 1)
+    undisturbed = first.payload.fetch(range(16))
+
+    batch = generate_killed(faulty, 2, busiest_child(pool))
+    assert batch.metrics["rollout/num_restarts"] == first.metrics["rollout/num_restarts"] + 1
+    assert set(batch.first_version) == set(first.first_version)
+    assert_drawn_from(new, batch)
+
+    assert same(undisturbed, sample(faulty, 1).payload.fetch(range(16))), "a fresh engine drew otherwise"
+
+
+@pytest.mark.nightly  # in CI a core is killed, in a rollout and in a sync
+def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None:
+    pool, _, _ = faulty
+    family = processes(pool)
+    restarts = pool.engines[0].restarts
+    batch = generate_killed(faulty, 3, family[0])
+    assert pool.engines[0].restarts == restarts + 1 and len(batch) == 16
+    assert not [process for process in family if process.is_running()], "the dead actor's children live on"
+
+
 @pytest.mark.parametrize(
     ("victim", "state"),
     [
@@ -138,6 +179,22 @@ def test_an_engine_that_dies_in_a_sync_takes_the_new_version_when_it_is_back(
     assert set(batch.first_version) == {version} and pool.engines[0].restarts == restarts + 1
     assert_drawn_from(new, batch)
     assert not [process for process in family if process.is_running()], "the dead engine's processes live on"
+
+
+@pytest.mark.nightly  # in CI without restarts
+def test_an_engine_whose_logprobs_are_no_numbers_is_started_again_and_its_prompts_too(faulty: Faulty) -> None:
+    """What it computes with is broken, and not what the trainer would send: that is what the new engine gets."""
+    pool, publisher, new = faulty
+    restarts = pool.engines[0].restarts
+    broken = publisher.shards(new)
+    broken["decoder.final_layernorm.weight"][0] = torch.nan
+    version = publisher._last[0] + 1
+    publisher.publish_shards(version, broken, pool)
+    publisher._last = (version, publisher.shards(new), pool)
+    batch = sample(faulty, 5)
+    assert pool.engines[0].restarts == restarts + 1 == batch.metrics["rollout/num_restarts"]
+    assert len(batch) == 16 and set(batch.first_version) == {version}
+    assert_drawn_from(new, batch)
 
 
 def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_often_ends_the_run(faulty: Faulty) -> None:

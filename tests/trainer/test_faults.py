@@ -1,4 +1,5 @@
-"""The vLLM engine process dies in the middle of a run: the run goes on with a new engine, or ends naming the engine."""
+"""The vLLM engine process dies in the middle of a run: the run goes on with a new engine, or ends naming the engine and can
+be resumed."""
 
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 from megarl.cluster.cores import BIND, NodeLoad, engine_cores, rank_cores
 from megarl.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, metrics_of, tiny_recipe, tiny_run
+from tests.runs import RUN_DEADLINE_S, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, KILLS = 4, (2, 3)
@@ -50,7 +51,7 @@ def train_and_kill(recipe, note):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of a run whose engine was killed twice and may be started again once."""
+    """The folder of a run whose engine was killed twice and may be started again once, and the changes of its recipe."""
     folder = tmp_path_factory.mktemp("killed")
     tiny_run(folder, "qwen3", layers=2)
     # The other tests take shared memory.
@@ -62,11 +63,11 @@ def killed(tmp_path_factory):
     recipe = tiny_recipe(folder, "killed", False, 2, 1, 2, STEPS, **changes)
     with pytest.raises(AssertionError, match=r"rollout engine 0 died in phase rollout after 1 restarts"):
         run_ranks(train_and_kill, 2, str(recipe), str(folder / "cores"), deadline_s=RUN_DEADLINE_S)
-    return folder
+    return folder, changes
 
 
 def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_names_it(killed):
-    first, second = metrics_of(killed, "killed")
+    first, second = metrics_of(killed[0], "killed")
     assert (first["rollout/num_restarts"], second["rollout/num_restarts"]) == (0, 1)
     assert "resync/count" not in first and second["resync/count"] == 1
     assert second["resync/received_bytes"] == second["resync/bound_bytes"] > 0
@@ -74,15 +75,13 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
         f"re{key}" for key in second if key.startswith("sync/") and key != "sync/version"
     }
     assert second["sync/changed_share"] < 1 == second["resync/changed_share"], "only a new engine takes all weights"
-    for line in (first, second):
-        assert line["mismatch/logprob_max"] <= 1e-4, "new engines have the synchronised weights"
-        assert line["sync/received_bytes"] == line["sync/bound_bytes"]
+    _assert_synchronised([first, second])
 
 
 def test_a_rank_has_cores_of_its_own_and_an_engine_that_takes_turns_has_those_of_all_ranks(killed):
     cores, load = sorted(os.sched_getaffinity(0)), NodeLoad(2, 1, (1,), take_turns=True)
     expected = [list(rank_cores(cores, load, 0)) or cores, list(engine_cores(cores, load, 0)) or cores]
-    assert json.loads((killed / "cores").read_text()) == expected
+    assert json.loads((killed[0] / "cores").read_text()) == expected
 
 
 BROKEN_VERSION = 2
@@ -124,6 +123,20 @@ def test_a_run_stops_before_it_samples_from_an_engine_that_lost_a_buffer(tmp_pat
         run_ranks(train_with_an_engine_that_loses_a_buffer, 2, str(recipe), deadline_s=RUN_DEADLINE_S)
     drifts = [line["sync/canary_drift"] for line in metrics_of(tmp_path, "drift")]
     assert drifts == [0.0] if action == "stop" else [0.0, 1.0, 1.0]
+
+
+@pytest.mark.nightly  # in CI a run is resumed with an engine in test_run.py
+def test_a_run_whose_engine_died_too_often_is_resumed(killed):
+    folder, changes = killed
+    train_on_ranks(tiny_recipe(folder, "killed", False, 2, 1, 2, STEPS, **changes), resume=True)
+    resumed = metrics_of(folder, "killed")
+    assert [line["step"] for line in resumed] == list(range(1, STEPS + 1))
+    _assert_synchronised(resumed)
+
+
+def _assert_synchronised(lines):
+    assert all(line["mismatch/logprob_max"] <= 1e-4 for line in lines), "new engines have the synchronised weights"
+    assert all(line["sync/received_bytes"] == line["sync/bound_bytes"] for line in lines)
 
 
 def test_syncs_to_engines_that_were_started_again_are_added_up():
