@@ -198,23 +198,27 @@ def train_roles(
     """Every role in turn: forward, then an update, `steps` times."""
     roles = {role: engine(directory, place, role, lr=1e-2, precision=precision) for role, place in places.items()}
     batch = small_batch(next(iter(roles.values())).shape.vocab)
-    num_tokens = int(batch.completion_lengths.sum())
     metrics: dict[str, list[UpdateMetrics]] = {role: [] for role in roles}
     for _ in range(steps):
         for role, trained in roles.items():
-            place = trained.place
-            mini_batch = planned(batch, place.layout, max_tokens=max_tokens)
-            results, executed = trained.forward(batch, mini_batch)
-            compare(mini_batch, place.data_rank, executed)
-            objective = keeping_entropy(objective_of(role, num_tokens), results)
-            update = trained.update(batch, mini_batch, objective)
-            compare(mini_batch, place.data_rank, update.executed)
-            outputs = {
-                name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
-                for name in (("values",) if role == "critic" else ("logprobs", "entropy"))
-            }
-            metrics[role].append(UpdateMetrics(total_loss(update, place), update.grad_norm, outputs))
+            metrics[role].append(measure(trained, batch, max_tokens))
     return metrics
+
+
+def measure(trained: Role, batch: Batch, max_tokens: int) -> UpdateMetrics:
+    """A forward phase and an update; what ran is compared with the plan."""
+    place = trained.place
+    mini_batch = planned(batch, place.layout, max_tokens=max_tokens)
+    results, executed = trained.forward(batch, mini_batch)
+    compare(mini_batch, place.data_rank, executed)
+    objective = objective_of(trained.role, int(batch.completion_lengths.sum()))
+    update = trained.update(batch, mini_batch, keeping_entropy(objective, results))
+    compare(mini_batch, place.data_rank, update.executed)
+    outputs = {
+        name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
+        for name in (("values",) if trained.role == "critic" else ("logprobs", "entropy"))
+    }
+    return UpdateMetrics(total_loss(update, place), update.grad_norm, outputs)
 
 
 def gradients_of(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -79,22 +80,18 @@ def update_in_a_row(
 
 
 def _with_each(layout: Layout, features: Sequence[Feature], train: Callable[[Any, Feature], Found]) -> list[Found]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
     (place,) = start_places([layout]).values()
-    found = []
+    found, small_buckets = [], partial(DistributedDataParallelConfig, bucket_size=BUCKET_WEIGHTS)
     for feature in features:
         with (
-            mock.patch.object(optimizer, "DistributedDataParallelConfig", _small_buckets),
+            mock.patch.object(optimizer, "DistributedDataParallelConfig", small_buckets),
             mock.patch.object(offload, "LEAST_ACTIVATION_BYTES", 1),
             mock.patch.object(engine, "finish_gather") if feature.leaves_gathers else nullcontext(),
         ):
             found.append(train(place, feature))
     return found
-
-
-def _small_buckets(**arguments: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    return DistributedDataParallelConfig(**arguments, bucket_size=BUCKET_WEIGHTS)
 
 
 def _train(directory: str, place: Any, feature: Feature, updates: int, role: str) -> list[Line]:

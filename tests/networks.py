@@ -95,7 +95,8 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
     try:
         near, far = networks = [Network(one.pid, f"10.231.7.{number}") for number, one in enumerate(holders, start=1)]
         for one in networks:
-            _wait_for_namespace(one.holder)
+            while Path(f"/proc/{one.holder}/comm").read_text().strip() != "cat":  # until `unshare` has become it
+                os.sched_yield()
         near.command("ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", str(far.holder))
         for one in networks:
             one.command("ip", "link", "set", "lo", "up")
@@ -106,9 +107,3 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
         for holder in holders:
             holder.kill()
             holder.communicate()
-
-
-def _wait_for_namespace(holder: int) -> None:
-    """Until `unshare` has become `cat`."""
-    while Path(f"/proc/{holder}/comm").read_text().strip() != "cat":
-        os.sched_yield()

@@ -23,6 +23,7 @@ from megarl.weight_sync.group import Written
 from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.publish import WeightSync
 from tests.recipe_cases import set_keys
+from tests.tiny_models import random_model
 
 if TYPE_CHECKING:
     from megarl.rollout.groups import RolloutBatch
@@ -38,30 +39,14 @@ def save_model(
 ) -> Path:
     """A random model with 32 values a head, the smallest that vLLM's CPU attention takes. Latent attention has no `groups`
     of query heads."""
-    import transformers as hf
-
     sizes: dict[str, Any] = dict(
         vocab_size=vocab, hidden_size=128, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=groups, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
         initializer_range=0.08,
     )  # fmt: skip
-    torch.manual_seed(seed)
-    model: Any
-    if family == "qwen2":
-        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes))
-    elif family == "qwen3":
-        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=32))
-    elif family == "qwen3_moe":
-        # 24 rows an expert: vLLM pads them to 32 when it packs them for CPUs.
-        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
-        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[0], head_dim=32))
-    elif family == "mixtral":
-        experts = dict(num_local_experts=8, num_experts_per_tok=2)
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, head_dim=32))
-    elif family == "gemma3":
+    if family == "gemma3":
         # Prompts and completions are longer than the window of the first layer.
-        windows = dict(head_dim=32, query_pre_attn_scalar=20, sliding_window=4, sliding_window_pattern=2)
-        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **windows))
+        sizes |= dict(head_dim=32, query_pre_attn_scalar=20, sliding_window=4, sliding_window_pattern=2)
     elif family == "deepseek_v3":
         # vLLM's CPU kernel for latent attention takes 512 latent and 64 rotary dimensions alone.
         sizes |= dict(
@@ -69,13 +54,10 @@ def save_model(
             n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1, moe_intermediate_size=32,
             first_k_dense_replace=1, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc",
         )  # fmt: skip
-        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes))
-    else:
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    elif family != "qwen2":
+        sizes["head_dim"] = 32
+    model = random_model(family, seed, sizes)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
         # The bias of the experts' choice is the same whatever the seed: no update moves it, and no sync sends it.
         generator = torch.Generator().manual_seed(0)
         for name, buffer in model.named_buffers():

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from megarl.megatron.batch import Batch, pack
-from megarl.megatron.role import Role, share_results
+from megarl.megatron.role import Role
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import MemorySection
-from megarl.schedule import compare
-from tests.engine_cases import UpdateMetrics, engine, keeping_entropy, objective_of, planned, small_batch, start, total_loss
+from tests.engine_cases import UpdateMetrics, engine, measure, planned, small_batch, start
 
 # One choice a sample: [tokens - 1, layers with experts, experts a token], or None where none was recorded.
 Routing = dict[int, np.ndarray | None]
@@ -41,24 +40,6 @@ def with_routing(batch: Batch, routing: Routing) -> Batch:
     return dataclasses.replace(batch, samples=samples)
 
 
-def measure(trained: Role, batch: Batch, max_tokens: int, updates: int) -> list[UpdateMetrics]:
-    """A forward phase and an update, `updates` times."""
-    place = trained.place
-    mini_batch = planned(batch, place.layout, max_tokens=max_tokens)
-    metrics = []
-    for _ in range(updates):
-        results, executed = trained.forward(batch, mini_batch)
-        compare(mini_batch, place.data_rank, executed)
-        objective = objective_of("actor", int(batch.completion_lengths.sum()))
-        update = trained.update(batch, mini_batch, keeping_entropy(objective, results))
-        outputs = {
-            name: torch.cat(share_results(results.get(name, {}), mini_batch, batch, place)).numpy()
-            for name in ("logprobs", "entropy")
-        }
-        metrics.append(UpdateMetrics(total_loss(update, place), update.grad_norm, outputs))
-    return metrics
-
-
 def replay(
     directory: str, layout: Layout, max_tokens: int, memory: Mapping[str, Any], updates: int = 2
 ) -> tuple[list[UpdateMetrics], dict[str, float]]:
@@ -68,7 +49,7 @@ def replay(
     batch = small_batch(actor.shape.vocab)
     routing = another_choice(actor.shape, batch)
     routing[3] = None
-    found = measure(actor, with_routing(batch, routing), max_tokens, updates)
+    found = [measure(actor, with_routing(batch, routing), max_tokens) for _ in range(updates)]
     assert actor.router_replay is not None
     return found, actor.router_replay.take_metrics()
 
@@ -105,7 +86,7 @@ def replay_own(directory: str) -> tuple[list[UpdateMetrics], list[UpdateMetrics]
     batch = small_batch(ModelShape.from_directory(directory).vocab)
     routing = own_choice(engine(directory, place), batch)
     plain, replaying, without = (engine(directory, place, lr=1e-2, router_replay=on) for on in (False, True, True))
-    expected = measure(plain, batch, 400, 1)
-    found = measure(replaying, with_routing(batch, routing), 400, 1)
+    expected = [measure(plain, batch, 400)]
+    found = [measure(replaying, with_routing(batch, routing), 400)]
     assert replaying.router_replay is not None
-    return expected, found, measure(without, batch, 400, 1), replaying.router_replay.take_metrics()
+    return expected, found, [measure(without, batch, 400)], replaying.router_replay.take_metrics()

@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
 from megarl.recipe import load_recipe
+from tests import recipe_cases
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
+if TYPE_CHECKING:
+    from megarl.rollout.groups import EpisodeFacts, GroupResult, RolloutBatch
 
 RUN_DEADLINE_S = 420
 
@@ -31,12 +36,7 @@ def tiny_run(folder: Path, family: str = "qwen3", tied: bool = False, layers: in
 
 def set_keys(recipe: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Set the keys of a recipe; a key has `__` for each dot."""
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        section = recipe
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+    recipe_cases.set_keys(recipe, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def tiny_recipe(
@@ -89,40 +89,38 @@ def fake_rollouts(
     """Dumped rollouts of random tokens for the prompts of a tiny recipe's steps, in `rollouts` or `into`; completions of up
     to `longest` tokens, or of lengths that `draw` gives."""
     from megarl.data.prompts import PromptStream
-    from megarl.data.sample import Completion, Sample
+    from megarl.data.sample import Completion
     from megarl.data.tokenizer import load_tokenizer
     from megarl.recipe.data_section import DataSection
-    from megarl.rollout.groups import RolloutBatch, RolloutExecuted
+    from megarl.rollout.groups import GroupResult
     from megarl.rollout.replay import dump_rollout
-
-    class InMemory:
-        def __init__(self, samples: list[Sample]) -> None:
-            self.samples = samples
-
-        def fetch(self, sample_ids: Any) -> dict[int, Sample]:
-            return {sample: self.samples[sample] for sample in sample_ids}
 
     recipe = yaml.safe_load(tiny_recipe(folder, "fake", False, 1, 1, 1, steps).read_text())
     stream = PromptStream(DataSection.model_validate(recipe["data"]), 1, load_tokenizer(str(folder / "model")))
     generator = np.random.default_rng(3)
     for step in range(1, steps + 1):
-        samples = []
+        groups = []
         for prompt in stream.take(num_prompts):
+            completions = []
             for _ in range(group_size):
                 length = int(generator.integers(1, longest + 1)) if draw is None else draw(generator)
                 tokens = generator.integers(2, 97, length).astype(np.int32)
                 logprobs = np.full(length, -4.0, np.float32)
-                completion = Completion(tokens, logprobs, "stop", np.zeros(length, np.int64))
-                samples.append(Sample(prompt.index, prompt.token_ids, completion))
-        batch = RolloutBatch(
-            payload=InMemory(samples), groups=np.array([sample.group for sample in samples]),
-            prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
-            completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
-            finish_reasons=["stop"] * len(samples), first_version=np.zeros(len(samples), int),
-            last_version=np.zeros(len(samples), int), executed=RolloutExecuted(num_prompts, group_size, 64),
-        )  # fmt: skip
-        dump_rollout(into or folder / "rollouts", step, batch)
+                completions.append(Completion(tokens, logprobs, "stop", np.zeros(length, np.int64)))
+            groups.append(GroupResult.of(prompt.index, prompt.token_ids, completions))
+        dump_rollout(into or folder / "rollouts", step, batch_of(groups))
     return into or folder / "rollouts"
+
+
+def batch_of(groups: Sequence[GroupResult], episodes: EpisodeFacts | None = None) -> RolloutBatch:
+    """The batch of a step with its samples in memory."""
+    from megarl.rollout.dataset import DataPayload
+    from megarl.rollout.groups import GroupFacts, RolloutBatch, RolloutExecuted
+
+    samples = tuple(group.sample(number) for group in groups for number in range(len(group.lengths)))
+    facts = [GroupFacts.of(group) for group in groups]
+    executed = RolloutExecuted(len(groups), int(groups[0].members.max()) + 1, 64)
+    return replace(RolloutBatch.of(facts, DataPayload(samples), executed, {}), episodes=episodes)
 
 
 def megarl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -139,6 +137,12 @@ def train_on_ranks(recipe: Path, resume: bool = False, deadline_s: float = RUN_D
     which take longer than the run; engines, if the recipe has any, are started as always. Raises AssertionError with a
     failing rank's traceback."""
     run_ranks(_train, load_recipe(recipe).trainer.ranks, str(recipe), resume, deadline_s=deadline_s)
+
+
+def evaluations_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a run's evaluations."""
+    lines = (folder / "runs" / name / "evaluations.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def _train(recipe: str, resume: bool) -> None:

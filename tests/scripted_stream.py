@@ -22,11 +22,11 @@ import ray
 from megarl.data.sample import Completion, Example, Prompt, Sample
 from megarl.recipe import Recipe
 from megarl.reward.verifiers import TextScore
-from megarl.reward.workers import RewardResult, RewardWorkers, Task, TaskResult
+from megarl.reward.workers import RewardWorkers, Task, TaskResult
 from megarl.rollout import EngineDied, RolloutError, environment_workers
 from megarl.rollout.engine import BatchPart, GroupRequest
 from megarl.rollout.environment_workers import EnvironmentWorkers, Reply
-from megarl.rollout.groups import GroupFacts, GroupPayload, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
 from megarl.rollout.router import Router
 from megarl.rollout.session import SessionLimits
 from megarl.rollout.stream import RolloutStream
@@ -314,45 +314,14 @@ class ScriptedPrompts:
         return {"position": self.position}
 
 
-@dataclass(eq=False)
-class ScriptedRewards:
-    """In the place of RewardWorkers: member m of a prompt scores m, or as `reward` says, which may raise."""
-
-    reward: Callable[[Prompt, int], float] = lambda prompt, member: float(member)
-
-    async def score_group(
-        self,
-        payload: GroupPayload,
-        samples: Sequence[int],
-        prompt: Prompt,
-        answers: bool = False,
-        is_evaluation: bool = False,
-    ) -> list[TextScore]:
-        return [TextScore({"score": self.reward(prompt, sample)}) for sample in samples]
-
-    def send_all(self, is_evaluation: bool = False) -> None:
-        pass
-
-    def waiting_since(self, is_evaluation: bool = False) -> float | None:
-        return None
-
-    def rewards(self, scores: Sequence[TextScore]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        rewards = np.array([(score.parts or {})["score"] for score in scores], np.float32)
-        return rewards, {"score": rewards}
-
-    def join(self, scores: list[TextScore], answers: bool = False, is_evaluation: bool = False) -> RewardResult:
-        rewards, parts = self.rewards(scores)
-        return RewardResult(rewards, np.ones(len(scores), bool), parts, {}, 0, (len(scores),))
-
-
 TASK_S = 0.25  # that each task of a `ScriptedScorer` says it took
 
 
 class ScriptedScorer:
-    """In the place of `Scorer`: scores member `sample` of a prompt by `score(prompt, sample, tokens)`."""
+    """In the place of `Scorer`: scores member `sample` of a prompt by `score(prompt, sample, tokens)`, or m with m."""
 
-    def __init__(self, score: Callable[[Prompt, int, GroupResult], TextScore]) -> None:
-        self._score = score
+    def __init__(self, score: Callable[[Prompt, int, GroupResult], TextScore] | None = None) -> None:
+        self._score = score or (lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
         self.num_scored = 0
 
     async def ready(self) -> int:
@@ -361,7 +330,7 @@ class ScriptedScorer:
     async def score_task(self, task: Task) -> TaskResult:
         scores = []
         for (payload, samples), prompt in zip(task.pieces, pickle.loads(task.pickled_prompts), strict=True):
-            tokens = await payload.tokens
+            tokens = payload.tokens if isinstance(payload.tokens, GroupResult) else await payload.tokens
             scores += [self._score(prompt, sample, tokens) for sample in samples]
         self.num_scored += len(scores)
         return TaskResult(scores, TASK_S, 0)
@@ -370,10 +339,11 @@ class ScriptedScorer:
         """There is nothing to end."""
 
 
-def scripted_rewards(recipe: Recipe, scorer: ScriptedScorer) -> RewardWorkers:
-    """`RewardWorkers` with a scorer of a test, in this process."""
+def scripted_rewards(recipe: Recipe, scorer: ScriptedScorer, sequences: int | None = None) -> RewardWorkers:
+    """`RewardWorkers` with a scorer of a test, in this process; tasks of `sequences`, as the recipe says if that is None."""
+    section = recipe.phases.reward.model_copy(update={} if sequences is None else {"sequences": sequences})
     with mock.patch("megarl.reward.workers.Scorer", lambda *_: scorer):
-        return RewardWorkers(recipe.verifiers, "model", (), recipe.phases.reward, local=True)
+        return RewardWorkers(recipe.verifiers, "model", (), section, local=True)
 
 
 def scripted_environments(answer: Callable[[Any], Any], timeout_s: float) -> Any:
@@ -402,7 +372,7 @@ def prompt(index: int) -> Prompt:
 PER_STEP, SIZE = 2, 2
 
 
-def stream_recipe(dynamic_rounds: int | None = None, phases__reward__timeout_s: float | None = None, **rollout: Any) -> Any:
+def stream_recipe(phases__reward__timeout_s: float | None = None, **rollout: Any) -> Any:
     """Two groups of two a step."""
     values = recipe(Path("nowhere"), **rollout).model_dump()
     values["phases"]["rollout"] |= {"prompts": PER_STEP, "max_concurrent": 8}
@@ -410,8 +380,6 @@ def stream_recipe(dynamic_rounds: int | None = None, phases__reward__timeout_s: 
     values["algorithm"]["group_size"] = SIZE
     values["run"]["steps"] = 1000
     values["phases"]["reward"]["timeout_s"] = phases__reward__timeout_s or values["phases"]["reward"]["timeout_s"]
-    if dynamic_rounds is not None:
-        values["algorithm"]["dynamic_sampling"] = {"max_rounds": dynamic_rounds}
     return recipe(Path("nowhere")).model_validate(values)
 
 
@@ -465,22 +433,20 @@ class Trainer:
 @contextmanager
 def trainer(
     pool: ScriptedPool,
-    rewards: Any = None,
+    rewards: RewardWorkers | None = None,
     environments: Any = None,
     prompts: ScriptedPrompts | None = None,
-    dynamic_rounds: int | None = None,
     **rollout: Any,
 ) -> Iterator[Trainer]:
-    """A trainer with a stream that is closed at the end, and leaves no thread."""
-    before = set(threading.enumerate())
-    stream = RolloutStream(
-        stream_recipe(dynamic_rounds, **rollout), pool, 0,  # type: ignore[arg-type]
-        prompts or ScriptedPrompts(), rewards or ScriptedRewards(), environments,  # type: ignore[arg-type]
-    )  # fmt: skip
+    """A trainer with a stream that is closed at the end, as its rewards are, and leaves no thread."""
+    before, loaded = set(threading.enumerate()), stream_recipe(**rollout)
+    rewards = rewards or scripted_rewards(loaded, ScriptedScorer(), SIZE)  # no group waits for others
+    stream = RolloutStream(loaded, pool, 0, prompts or ScriptedPrompts(), rewards, environments)  # type: ignore[arg-type]
     try:
         yield Trainer(stream, pool)
     finally:
         stream.close()
+        rewards.close()
     assert set(threading.enumerate()) <= before, "a thread is left"
 
 

@@ -13,6 +13,11 @@ MOE_FAMILIES = ("qwen3_moe", "mixtral")
 # `_plain` and `_scaled` are the same family with another config.
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v3_plain")
 GEMMA_FAMILIES = ("gemma3", "gemma3_scaled")
+# What the names of Hugging Face's classes begin with.
+PREFIXES = {
+    "qwen3_moe": "Qwen3Moe", "qwen3": "Qwen3", "qwen2": "Qwen2", "mixtral": "Mixtral", "deepseek_v3": "DeepseekV3",
+    "gemma3": "Gemma3", "llama": "Llama",
+}  # fmt: skip
 
 
 def save_tiny_model(
@@ -27,42 +32,54 @@ def save_tiny_model(
     """Write a random model of about 50 thousand weights: 4 heads, 2 groups, an odd vocabulary.
 
     `head_dim` (not of qwen2, whose heads share the hidden size) must be 32 or more where vLLM runs it on a CPU.
-    `llama3` is Llama with Llama 3.1's rotary scaling. The expert models have 8 experts, of which a token takes 2; the first
-    layer of qwen3_moe has none. Norms and biases are random too, so that a swapped or dropped one shows.
+    `llama3` is Llama with Llama 3.1's rotary scaling. Norms and biases are random too, so that a swapped or dropped one
+    shows.
     """
-    import transformers as hf
-
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, eos_token_id=1, bos_token_id=None,
         initializer_range=0.2,
     )  # fmt: skip
-    torch.manual_seed(seed)
-    if family == "qwen2":
-        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes))
-    elif family == "qwen3":
-        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=head_dim))
-    elif family == "qwen3_moe":
-        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
-        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[0], head_dim=head_dim))
-    elif family == "mixtral":
-        experts = dict(num_local_experts=8, num_experts_per_tok=2)
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, head_dim=head_dim))
-    elif family.startswith("deepseek_v3"):
-        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**_deepseek(sizes, plain=family.endswith("plain"))))
+    if family.startswith("deepseek_v3"):
+        sizes = _deepseek(sizes, plain=family.endswith("plain"))
     elif family.startswith("gemma3"):
-        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_gemma(sizes, head_dim, scaled=family.endswith("scaled"))))
-    else:
-        scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                   "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
-        extra = {"rope_parameters": scaling} if family == "llama3" else {}
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, head_dim=head_dim, **extra))
+        sizes = _gemma(sizes, head_dim, scaled=family.endswith("scaled"))
+    elif family != "qwen2":
+        sizes |= {"head_dim": head_dim}
+    if family == "llama3":
+        sizes["rope_parameters"] = {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+        }  # fmt: skip
+    model = random_model(family, seed, sizes)
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or "bias" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if "bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory, safe_serialization=True)
     return Path(directory)
+
+
+def random_model(family: str, seed: int, sizes: dict[str, Any]) -> Any:
+    """A model of these sizes, whose norms and biases are random too. The expert models have 8 experts, of which a token
+    takes 2; the first layer of qwen3_moe has none."""
+    import transformers
+
+    experts: dict[str, Any] = {  # 24 rows an expert: vLLM pads them to 32 when it packs them for CPUs
+        "qwen3_moe": dict(
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0]
+        ),
+        "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
+    }
+    prefix = next(name for start, name in PREFIXES.items() if family.startswith(start))
+    config = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config(**sizes, **experts.get(family, {})))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def _deepseek(sizes: dict[str, Any], plain: bool) -> dict[str, Any]:
@@ -116,9 +133,8 @@ def save_tiny_reward_model(directory: Path, family: str = "qwen3", num_labels: i
 
     save_tiny_model(directory, family, seed=seed)
     config = transformers.AutoConfig.from_pretrained(directory, num_labels=num_labels, pad_token_id=0)
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForSequenceClassification")(config)
+    model = getattr(transformers, f"{PREFIXES[family]}ForSequenceClassification")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name or name == "score.weight":

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from megarl.planner.placement import EnginePlace
 from megarl.rollout import RolloutError
 from megarl.rollout import handle as handle_module
 from megarl.rollout.handle import EngineHandle
+from tests.sink_cases import wait_for
 
 DEADLINE_S = 240.0
 
@@ -74,9 +74,7 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
         assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
     _watch(1)
     cluster.remove_node(second)
-    end = time.monotonic() + DEADLINE_S
-    while 1 in numbered_nodes() and time.monotonic() < end:  # its daemons are gone, and the head hears of it
-        time.sleep(0.1)
+    wait_for(lambda: 1 not in numbered_nodes())  # its daemons are gone, and the head hears of it
     with pytest.raises(RolloutError, match=r"node 1 is gone from the Ray cluster, which has the nodes \[0\] left"):
         engine.begin_start()
 
@@ -89,11 +87,4 @@ def _watch(node: int) -> None:
     master = OtherWatchers(settings)
     assert nodes_without_ranks(1) == [node]
     watch_nodes(replace(settings, master=address, listener=None), [node])
-    _poll(lambda: node in master._watchers)
-
-
-def _poll(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: node in master._watchers)

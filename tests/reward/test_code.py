@@ -6,8 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +15,14 @@ from megarl.cluster import doctor
 from megarl.cluster.doctor import Severity
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.phases_section import RewardPhaseSection
 from megarl.recipe.reward_section import CodeRewardSection
 from megarl.reward import sandbox, sandbox_keeper, verifiers
 from megarl.reward.sandbox import Program, SandboxFault, SandboxLimits, run_programs
 from megarl.reward.verifiers import code_of, code_verifier, programs_of
-from megarl.reward.workers import RewardWorkers
 from tests.recipe_cases import edited, make_folder, write
-from tests.reward.test_workers import model, payload  # noqa: F401
+from tests.reward.test_reward_attacks import processes_named
+from tests.reward.test_workers import model, score_batch  # noqa: F401
+from tests.sink_cases import wait_for
 
 MIB = 1 << 20
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=1 << 16)
@@ -40,19 +38,6 @@ ANSWER = json.dumps(["assert square(2) == 4", "assert square(3) == 9", "assert s
 
 def prompt(answer):
     return Prompt(5, np.zeros(1, dtype=np.int32), "the question", answer, {})
-
-
-def processes_named(name):
-    """Return the number of processes of this machine with a name, without zombies."""
-    count = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state = (entry / "stat").read_text()
-            except OSError:
-                continue
-            count += f"({name})" in state and ") Z " not in state
-    return count
 
 
 def named(name):
@@ -108,20 +93,14 @@ def test_wall_time_counts_for_all_programs_together():
 def test_a_sandbox_dies_with_the_process_that_started_it():
     name = secrets.token_hex(5)
     endless = named(name) + "os.fork()\nwhile True: time.sleep(9)"
-    code = f"from tests.reward.test_code import *\nrun_programs([Program({endless!r})], LIMITS)"
+    code = f"from megarl.reward.sandbox import *\nrun_programs([Program({endless!r})], {LIMITS!r})"
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
-        deadline = time.monotonic() + 120
-        while processes_named(name) < 2:
-            assert time.monotonic() < deadline and parent.poll() is None, "the program did not begin"
-            time.sleep(0.02)
+        wait_for(lambda: len(processes_named(name)) == 2)
     finally:
-        parent.send_signal(signal.SIGKILL)
+        parent.kill()
         parent.wait(60)
-    deadline = time.monotonic() + 30
-    while processes_named(name):
-        assert time.monotonic() < deadline, "a program outlived the process that asked for it"
-        time.sleep(0.02)
+    wait_for(lambda: not processes_named(name))
 
 
 def test_a_faulty_sandbox_is_an_error_and_not_a_score(tmp_path, monkeypatch):
@@ -182,11 +161,8 @@ def test_credit_is_a_share_or_needs_all_tests():
 
 def test_limits_score_zero_and_are_counted(model):  # noqa: F811
     section = CodeRewardSection(kind="code", timeout_s=30.0, cpu_s=1, weight=2.0)
-    with closing(
-        RewardWorkers([section], model, (0,), RewardPhaseSection(sequences=4, timeout_s=120.0), local=True)
-    ) as workers:
-        texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
-        result = workers.score_together([(payload(model, texts), range(4), 2)], [prompt("assert square(3) == 9")] * 2)[0]
+    texts = [SQUARES, "def square(x):\n    while True: pass", "def square(x): return x", SQUARES]
+    result = score_batch(model, [section], texts, [prompt("assert square(3) == 9")] * 2, sequences=4, timeout_s=120.0)
     assert result.rewards.tolist() == [2, 0, 0, 2] and result.valid.all()
     metrics = result.metrics()
     counted = {key: count for key, count in metrics.items() if key.startswith("reward/code_num_") and count}

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.reward import sandbox, sandbox_keeper
@@ -210,14 +211,13 @@ def left() -> list[str]:
     """Return the traces of the attacks on this machine."""
     traces = [str(path) for folder in ("/tmp", "/dev/shm", "/var/tmp") for path in Path(folder).glob(f"*{MARK}*")]
     traces += [line for line in Path("/proc/net/unix").read_text().splitlines() if MARK in line]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state = (entry / "stat").read_text()
-            except OSError:
-                continue
-            traces += [state] * (f"({MARK})" in state and ") Z " not in state)
-    return traces
+    return traces + [str(process) for process in processes_named(MARK)]
+
+
+def processes_named(name: str) -> list[psutil.Process]:
+    """Return the processes of this machine with a name, without zombies."""
+    processes = [process for process in psutil.process_iter(["name", "status"]) if process.info["name"] == name]
+    return [process for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def segments() -> set[str]:

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import threading
-import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import date
 from decimal import Decimal
 from functools import partial
@@ -17,14 +16,13 @@ import pytest
 
 from megarl.data.sample import Prompt
 from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.phases_section import RewardPhaseSection
-from megarl.recipe.reward_section import HttpRewardSection, JudgeSection, VerifierSection
+from megarl.recipe.reward_section import HttpRewardSection, VerifierSection
 from megarl.reward import service
 from megarl.reward.service import Service, services_of
-from megarl.reward.workers import RewardWorkers
 from tests.ports import unused_port
 from tests.recipe_cases import edited, make_folder, write
-from tests.reward.test_workers import model, payload  # noqa: F401
+from tests.reward.test_workers import model, score_batch  # noqa: F401
+from tests.sink_cases import wait_for
 
 
 class Judge:
@@ -166,10 +164,7 @@ def test_a_request_without_an_answer_is_abandoned_and_sent_again(judge, monkeypa
     judge.replies = [gate] * silent
     try:
         assert outcomes(scores_of(judge, ["a"], deadline_s=300.0, timeout_s=0.2, retries=retries)) == [outcome]
-        deadline = time.monotonic() + 60
-        while judge.replies:  # the service may read an abandoned request only now
-            assert time.monotonic() < deadline, "the request was not sent again"
-            time.sleep(0.01)
+        wait_for(lambda: not judge.replies)  # the service may read an abandoned request only now
     finally:
         gate.set()
 
@@ -228,12 +223,8 @@ def test_retries_stop_before_the_deadline(judge, monkeypatch):
 
 def test_a_sample_counts_if_every_part_has_judged_it(judge, model):  # noqa: F811
     judge.replies = ['{"rewards": [0.5, null]}', '{"rewards": [2, 3]}']
-    specs: list[JudgeSection] = [
-        VerifierSection(kind="exact"),
-        HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0),
-    ]
-    with closing(RewardWorkers(specs, model, (0,), RewardPhaseSection(sequences=4, timeout_s=60.0), local=True)) as workers:
-        result = workers.score_together([(payload(model, ["a0", "a0", "a1", "x"]), range(4), 2)], prompts(2))[0]
+    specs = [VerifierSection(kind="exact"), HttpRewardSection(kind="http", url=judge.url, batch=2, weight=2.0)]
+    result = score_batch(model, specs, ["a0", "a0", "a1", "x"], prompts(2), sequences=4)
     np.testing.assert_array_equal(result.rewards, [2.0, np.nan, 5.0, 6.0])
     metrics = result.metrics()
     assert metrics["reward/num_masked"] == 1 and metrics["reward/num_timeouts"] == 0
@@ -243,8 +234,7 @@ def test_a_sample_counts_if_every_part_has_judged_it(judge, model):  # noqa: F81
 
 def test_without_another_part_no_verifier_runs(judge, model):  # noqa: F811
     part = HttpRewardSection(kind="http", url=judge.url)
-    with closing(RewardWorkers([part], model, (0,), RewardPhaseSection(timeout_s=60.0), local=True)) as workers:
-        assert workers.score_together([(payload(model, ["a", "bb"]), range(2), 2)], prompts(1))[0].rewards.tolist() == [1, 2]
+    assert score_batch(model, [part], ["a", "bb"], prompts(1)).rewards.tolist() == [1, 2]
 
 
 def test_a_secret_is_named_and_never_written(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from megarl.reward.outages import is_outage
 from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.workers import RewardResult, RewardWorkers, Scorer
 from megarl.rollout import TokensLost
+from megarl.rollout.dataset import DataPayload
 from tests.sink_cases import wait_for
 
 OWN_REWARDS = """
@@ -78,26 +79,7 @@ def judge(text, prompt):
         open(__file__ + ".died", "w").close()
         os._exit(3)
     return float(text == prompt.answer)
-
-def pid(text, prompt):
-    return os.getpid()
 """
-
-
-class Payload:
-    """What a rollout hands over: samples by id."""
-
-    def __init__(self, texts, tokenizer):
-        self.token_ids = [np.asarray(tokenizer(text)["input_ids"] + [0], dtype=np.int32) for text in texts]
-
-    def fetch(self, sample_ids):
-        def sample(i):
-            ids = self.token_ids[i]
-            logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
-            completion = Completion(ids, logprobs, "stop", versions)
-            return Sample(i // 2, np.zeros(1, dtype=np.int32), completion)
-
-        return {i: sample(i) for i in sample_ids}
 
 
 @pytest.fixture(scope="module")
@@ -125,20 +107,31 @@ def prompts(*answers):
 
 
 def payload(model, texts):
+    """What a rollout hands over of completions, with an end token behind each text."""
     from megarl.data.tokenizer import load_tokenizer
 
-    return Payload(texts, load_tokenizer(model))
+    tokenizer, samples = load_tokenizer(model), []
+    for number, text in enumerate(texts):
+        ids = np.array(tokenizer(text)["input_ids"] + [0], np.int32)
+        completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", np.zeros(len(ids), np.int64))
+        samples.append(Sample(number // 2, np.zeros(1, np.int32), completion))
+    return DataPayload(tuple(samples))
 
 
-def score_tasks(verifiers, *tasks, after=lambda: None):
-    """Score tasks, each given as texts, prompts and seconds, in one event loop; call `after` before the processes end."""
+def score_batch(model, specs, texts, prompts, **section):
+    """Score completions of groups of two, in this process but for its verifiers."""
+    phase = RewardPhaseSection(**{"timeout_s": 60.0} | section)
+    with closing(RewardWorkers(specs, model, (0,), phase, local=True)) as workers:
+        return workers.score_together([(payload(model, texts), range(len(texts)), 2)], prompts)[0]
+
+
+def score_tasks(verifiers, *tasks):
+    """Score tasks, each given as texts, prompts and seconds, in one event loop."""
 
     async def play():
         try:
             await verifiers.load()
-            scores = [await verifiers.score_task(texts, prompts, timeout_s) for texts, prompts, timeout_s in tasks]
-            after()
-            return scores
+            return [await verifiers.score_task(texts, prompts, timeout_s) for texts, prompts, timeout_s in tasks]
         finally:
             verifiers.close()
 
@@ -335,11 +328,11 @@ def test_nothing_outlives_the_process_that_asked_the_verifiers(own_rewards):
 import asyncio, sys, time
 sys.path[:] = {sys.path!r}
 from megarl.recipe.reward_section import FunctionRewardSection
+from megarl.data.sample import Prompt
 from megarl.reward.verifier_process import VerifierProcess
-from tests.reward.test_workers import prompts
 async def play():
     verifiers = VerifierProcess([FunctionRewardSection(kind="function", target="own_rewards:judge")])
-    await verifiers.score_task(["start"], prompts("a"), 600)
+    await verifiers.score_task(["start"], [Prompt(0, None, "?", "a", {{}})], 600)
     print(verifiers._server.process, flush=True)
     time.sleep(999)
 asyncio.run(play())
@@ -365,10 +358,8 @@ def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path,
     schema = SchemaRewardSection(kind="json_schema", json_schema={"type": "integer"})
     pattern = PatternRewardSection(kind="pattern", pattern="<answer>7</answer>$")
     parts: list[Any] = [VerifierSection(kind="exact"), pattern, schema]
-    section = RewardPhaseSection(timeout_s=60.0)
-    with closing(RewardWorkers([*parts, *own_rewards], str(tmp_path / "tags"), (0,), section, local=True)) as workers:
-        texts = Payload([text, "7", "7<|end|>"], tokenizer)
-        result = workers.score_together([(texts, range(3), 2)], prompts(text, "7<|end|>"))[0]
+    texts = [text, "7", "7<|end|>"]
+    result = score_batch(str(tmp_path / "tags"), [*parts, *own_rewards], texts, prompts(text, "7<|end|>"))
     assert result.parts["exact"].tolist() == [1, 0, 1], "only the last token is left out, and only where it is an end"
     assert result.parts["pattern"].tolist() == [1, 0, 0] and result.parts["json_schema"].tolist() == [0, 1, 0]
     assert result.parts["judge"].tolist() == [1, 0, 1]
@@ -394,14 +385,8 @@ def test_a_function_that_needs_more_memory_to_load_says_which_key(tmp_path, monk
         )
 
 
-def test_functions_run_outside_this_process(own_rewards):
-    specs = [FunctionRewardSection(kind="function", target="own_rewards:pid")]
-    (((score,),),) = [score_tasks(VerifierProcess(specs), (["a"], prompts("a"), 60))]
-    assert score.parts is not None and score.parts["pid"] != os.getpid()
-
-
 def check_batch(workers, model):
-    """Seven samples of groups of two in tasks of three; one looping, one dying, tasks of their own."""
+    """Nine samples of groups of two in tasks of three; one looping, one dying."""
     texts = ["a", "b", "b", "die", "c", "raise", "loop", "d", "a"]
     (result,) = workers.score_together([(payload(model, texts), range(9), 2)], prompts("a", "b", "c", "d", "broken"))
     assert result.task_sequences == (3, 3, 3)
@@ -425,12 +410,8 @@ def test_masked_rewards_are_counted_and_never_zero(model, own_rewards, paced):
 
 
 def test_an_unfit_answer_ends_the_phase_before_anything_is_scored(model):
-    specs, phase = [VerifierSection(kind="last_number")], RewardPhaseSection(sequences=2, timeout_s=60.0)
-    with (
-        closing(RewardWorkers(specs, model, (0,), phase, local=True)) as workers,
-        pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"),
-    ):
-        workers.score_together([(payload(model, ["1"] * 4), range(4), 2)], prompts("1", "x"))[0]
+    with pytest.raises(ValueError, match="the answer of prompt 1 .* is 'x'"):
+        score_batch(model, [VerifierSection(kind="last_number")], ["1"] * 4, prompts("1", "x"), sequences=2)
 
 
 class LostPayload:
@@ -462,11 +443,9 @@ def test_lost_tokens_fail_the_groups_of_one_task_and_none_of_the_next(model):
     assert len(workers._training.waiting) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in CI the runs score through Ray
 def test_the_same_batch_through_ray(model, own_rewards):
     ray = pytest.importorskip("ray")
-    # The actor cannot import this module, so the payload's class travels by value.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # Without an address Ray would join whatever cluster was started last on this machine.
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:

@@ -194,13 +194,6 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
     assert work.name == "work" and not work.parents[1].exists()
 
 
-@pytest.mark.parametrize(
-    "value", [1, True, 0.5, Result(1), Result([0, 1]), {"reward": 1}, {"reward": [1], "metrics": {"a": 1}}]
-)
-def test_a_result_may_be_a_number_or_rewards_by_turn(value: Any) -> None:
-    assert checked_result(value).done
-
-
 @pytest.mark.parametrize(("value", "said"), [
     (None, "its reward is None (NoneType); a number is needed"),
     (float("nan"), "its reward is nan; a finite number is needed"),

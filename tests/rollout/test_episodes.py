@@ -344,18 +344,13 @@ def _refuse_role(last: int, messages: Any) -> Any:
     raise ValueError("roles must alternate")
 
 
-def facts_of(rewards: list[float]) -> EpisodeFacts:
-    given, count = np.array(rewards, np.float32), len(rewards)
-    failures = np.array(["it broke" if np.isnan(one) else "" for one in rewards])
-    causes = np.full(count, "")
-    notes = np.full(count, '{"rewards": [], "metrics": {}, "segments": {"begun": 1}}')
-    return EpisodeFacts(given, np.arange(count) + 1, np.zeros(count, int), ~np.isnan(given), failures, causes, notes)
-
-
 def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both() -> None:
     rewards, nan = np.array([0.5, 0.25, np.nan, 1.0], np.float32), np.nan
     scored = RewardResult(rewards, ~np.isnan(rewards), {"exact": rewards}, {2: "timeout"}, 1, (4,))
-    found = add_episodes(scored, facts_of([1.0, nan, 2.0, -1.0]))
+    given, failures = np.array([1.0, nan, 2.0, -1.0], np.float32), np.array(["", "it broke", "", ""])
+    notes = np.full(4, '{"rewards": [], "metrics": {}, "segments": {"begun": 1}}')
+    facts = EpisodeFacts(given, np.arange(4) + 1, np.zeros(4, int), ~np.isnan(given), failures, np.full(4, ""), notes)
+    found = add_episodes(scored, facts)
     np.testing.assert_array_equal(found.rewards, [1.5, nan, nan, 0.0])
     np.testing.assert_array_equal(found.parts["exact"], [0.5, nan, nan, 1.0])
     np.testing.assert_array_equal(found.parts["environment"], [1.0, nan, nan, -1.0])

@@ -58,10 +58,14 @@ class Scripted(EngineHandle):
 Pools = Callable[..., EnginePool]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama", True, 0, layers=1)
+
+
 @pytest.fixture
-def pools(tmp_path: Path) -> Pools:
+def pools(model: Path) -> Pools:
     """A pool of scripted engines, with no second chance for one that took wrong bytes."""
-    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
 
     def of(*engines: Scripted, **section: Any) -> EnginePool:
         made = recipe(model, ("weight_sync", {"retries": 0} | section), max_restarts=2)
@@ -156,9 +160,7 @@ def test_what_an_engine_leaves_behind_is_removed_on_its_node(monkeypatch: pytest
     assert asked == ["here", "there"]
 
 
-def test_colocated_engines_rest_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
-
+def test_colocated_engines_rest_on_gpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def turns(placement: str, gpus: int | None) -> list[bool]:
         device = SimpleNamespace(num_devices=gpus, device_variable=None)
         monkeypatch.setattr("megarl.rollout.pool.platform", device)
@@ -223,8 +225,7 @@ def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: 
         asyncio.run(pool.store_batch([facts], [None]))
 
 
-def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "m", "llama", True, 0, layers=1)
+def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(model: Path) -> None:
     for trace, staleness, counts in (("none", 0, False), ("none", 1, True), ("phases", 0, True)):
         made = recipe(model, ("run.trace", trace), engines=2, max_staleness=staleness)
         pool = EnginePool(made, str(model), (), seed=0)

@@ -10,9 +10,10 @@ import pytest
 
 from megarl.data.sample import Sample
 from megarl.rollout.dataset import DatasetStream
-from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted
+from megarl.rollout.groups import GroupResult
 from megarl.rollout.replay import FilePayload, ReplayStream, check_dumps, dump_rollout
 from megarl.rollout.stream import RolloutStream
+from tests.runs import batch_of
 
 
 def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Generator) -> GroupResult:
@@ -48,8 +49,7 @@ def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
         assert len(_routing(sample)) == sample.num_tokens - 1
     whole = np.concatenate([_routing(samples[s]) for s in range(4)])
     assert np.array_equal(whole, np.concatenate([group.routing for group in groups if group.routing is not None]))
-    payload = SimpleNamespace(fetch=lambda wanted: {s: samples[s] for s in wanted})
-    batch = RolloutBatch.of([GroupFacts.of(group) for group in groups], payload, RolloutExecuted(2, 2, 4), {})
+    batch = batch_of(groups)
     found = FilePayload(str(dump_rollout(tmp_path, 1, batch))).fetch([3, 0, 1, 2])
     for s, sample in samples.items():
         assert np.array_equal(_routing(found[s]), _routing(sample)), s
@@ -65,9 +65,7 @@ def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
 def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     group = _group(0, 4, [2, 2], np.random.default_rng(0))
     plain = GroupResult(**{**vars(group), "routing": None})
-    payload = SimpleNamespace(fetch=lambda wanted: {s: plain.sample(s) for s in wanted})
-    batch = RolloutBatch.of([GroupFacts.of(plain)], payload, RolloutExecuted(1, 2, 4), {})
-    file = dump_rollout(tmp_path, 1, batch)
+    file = dump_rollout(tmp_path, 1, batch_of([plain]))
     assert FilePayload(str(file)).fetch([1])[1].completion.routing is None
     check_dumps(_recipe(tmp_path, routed=False))
     with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):

@@ -131,8 +131,8 @@ def test_thoughts_that_a_client_keeps_to_itself_are_in_the_prompt(thoughts: str)
 class Client:
     """Keeps every turn that it got, and continues any of them, edits histories, or begins anew."""
 
-    def __init__(self, chat: ChatRenderer, name: str, generator: random.Random, limits: SessionLimits = LIMITS) -> None:
-        self.session, self.policy, self.name, self.random = Session(chat, limits), Policy(chat), name, generator
+    def __init__(self, chat: ChatRenderer, name: str, generator: random.Random) -> None:
+        self.session, self.policy, self.name, self.random = Session(chat, LIMITS), Policy(chat), name, generator
         self.known: list[tuple[list[dict[str, Any]], np.ndarray]] = []  # histories, and their tokens
         self.open: list[tuple[TurnPrompt, np.ndarray | None]] = []  # requests that no engine has answered
         self.number = 0
@@ -153,10 +153,10 @@ class Client:
             ]
         self.open.append((self.session.next_turn([*messages, asked]), None if kind == "edited" else tokens))
 
-    def answer(self, checks: bool = True) -> None:
+    def answer(self) -> None:
         """Complete one of the requests, or give it up."""
         turn, tokens = self.open.pop(self.random.randrange(len(self.open)))
-        if tokens is not None and checks:
+        if tokens is not None:
             assert is_continued(turn, tokens), "the prompt has the tokens that were sampled"
         if self.random.random() < 0.1:
             return

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Example, Prompt
-from megarl.reward.verifiers import TextScore
+from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError, stream
-from megarl.rollout.engine import GroupRequest
 from megarl.rollout.groups import rollout_metrics
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
@@ -25,7 +24,6 @@ from tests.scripted_stream import (
     TASK_S,
     ScriptedPool,
     ScriptedPrompts,
-    ScriptedRewards,
     ScriptedScorer,
     prompt,
     scripted_rewards,
@@ -66,8 +64,7 @@ def test_without_staleness_a_step_takes_its_groups_whole_and_in_order() -> None:
 
 
 def test_with_staleness_engines_work_while_the_trainer_does() -> None:
-    pool = ScriptedPool.of(1)
-    pool.engines[0].delay = lambda request: 0.0 if request.group < PER_STEP else None
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0 if request.group < PER_STEP else None)
     with trainer(pool, max_staleness=2) as run:
         run.begin()
         assert arrive(pool, 3 * PER_STEP) == list(range(6))
@@ -85,9 +82,8 @@ def test_with_staleness_engines_work_while_the_trainer_does() -> None:
 @pytest.mark.parametrize("engines", [1, 3])
 def test_no_token_is_older_than_the_bound_and_every_group_is_taken_once(staleness: int, engines: int) -> None:
     chance = random.Random(staleness)
-    pool, num_steps, prompts = ScriptedPool.of(engines), 25, ScriptedPrompts()
-    for engine in pool.engines:
-        engine.delay = lambda request: chance.choice([0.0, 0.0, 0.001, 0.004])
+    pool = ScriptedPool.of(engines, delay=lambda request: chance.choice([0.0, 0.0, 0.001, 0.004]))
+    num_steps, prompts = 25, ScriptedPrompts()
     taken: list[int] = []
     with trainer(pool, prompts=prompts, max_staleness=staleness) as run:
         for version in range(num_steps):
@@ -104,8 +100,7 @@ def test_no_token_is_older_than_the_bound_and_every_group_is_taken_once(stalenes
 
 
 def test_short_groups_overtake_a_long_one_within_the_window_and_the_curriculum_learns_in_order() -> None:
-    pool, prompts = ScriptedPool.of(1), ScriptedPrompts()
-    pool.engines[0].delay = lambda request: None if request.group == 0 else 0.0
+    pool, prompts = ScriptedPool.of(1, delay=lambda request: None if request.group == 0 else 0.0), ScriptedPrompts()
     with trainer(pool, prompts=prompts, max_staleness=4, window=4) as run, ThreadPoolExecutor(1) as thread:
         run.begin()
         assert groups(run.take()) == [1, 2]
@@ -123,44 +118,6 @@ def test_short_groups_overtake_a_long_one_within_the_window_and_the_curriculum_l
         assert prompts.learned == list(range(18)), "of groups that a step took before, too"
 
 
-def test_groups_without_information_are_replaced_in_whole_rounds() -> None:
-    pool = ScriptedPool.of(1)
-    pool.engines[0].delay = lambda request: 0.001 * (request.group % 3)
-    with_signal = {1, 4}
-    rewards = ScriptedRewards(lambda prompt, member: float(member if prompt.index in with_signal else 1))
-    with trainer(pool, rewards, dynamic_rounds=4) as run:
-        run.begin()
-        taken = run.take()
-        assert groups(taken) == [1, 4]
-        assert arrive(pool, 6) == list(range(6)) and pool.engines[0].arrivals.empty()
-        assert taken.metrics["rollout/rounds"] == 3 and taken.metrics["rollout/uninformative_groups"] == 4
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_the_error_of_an_engine_or_a_reward_ends_the_next_call(staleness: int) -> None:
-    pool = ScriptedPool.of(1)
-    with trainer(pool, max_staleness=staleness) as run, ThreadPoolExecutor(1) as thread:
-        run.begin()
-        taking = thread.submit(run.take)
-        work = pool.engines[0].work
-        arrive(pool, PER_STEP)
-        error = RolloutError("a token is no number")
-        first = next(iter(work.values()))
-        first.facts.get_loop().call_soon_threadsafe(first.facts.set_exception, error)
-        with pytest.raises(RolloutError, match="rollout engine 0, phase rollout, step 1: a token is no number"):
-            taking.result(TIMEOUT_S)
-
-    def broken(prompt: Prompt, member: int) -> float:
-        raise ValueError(f"prompt {prompt.index} has no answer")
-
-    pool = ScriptedPool.of(1)
-    pool.engines[0].delay = lambda request: 0.0
-    with trainer(pool, ScriptedRewards(broken), max_staleness=staleness) as run:
-        run.begin()
-        with pytest.raises(ValueError, match="prompt 0 has no answer"):
-            run.take()
-
-
 def test_weights_are_asked_for_on_the_trainers_thread_when_no_engine_is_left() -> None:
     pool = ScriptedPool.of(2)
     with trainer(pool) as run:
@@ -175,53 +132,13 @@ def test_weights_are_asked_for_on_the_trainers_thread_when_no_engine_is_left() -
         assert sorted(pool.restarted) == [0, 1]
 
 
-def test_with_a_live_engine_left_no_weights_are_asked_for() -> None:
-    pool = ScriptedPool.of(2)
-    pool.may_restart.clear()
-    with trainer(pool) as run:
-        run.begin()
-        first, second = pool.engines
-        first.arrivals.get(timeout=TIMEOUT_S), second.arrivals.get(timeout=TIMEOUT_S)
-        second.delay = lambda request: 0.0
-        second.release(1)
-        next(iter(first.work.values())).facts.get_loop().call_soon_threadsafe(first.die)
-        assert groups(run.take()) == [0, 1], "although the dead engine is not up"
-        pool.may_restart.set()
-        run.sync()
-        assert run.resynced == []
-        for engine in pool.engines:
-            engine.delay = lambda request: 0.0
-        run.begin()
-        run.take()
-        assert len(first.calls) == 2, "it serves again"
-
-
-def test_an_evaluation_samples_beside_groups_that_wait() -> None:
-    pool = ScriptedPool.of(1)
-
-    def delay(request: GroupRequest) -> float | None:
-        return 0.0 if request.group >= 100 else None
-
-    pool.engines[0].delay = delay
-    with trainer(pool, max_staleness=1) as run:
-        run.begin()
-        arrive(pool, 2 * PER_STEP)
-        batch, rewards = run.stream.sample([prompt(100), prompt(101), prompt(102)], Sampling(3, 0), run.resync)
-        assert batch.groups.tolist() == [100] * 3 + [101] * 3 + [102] * 3
-        assert rewards is not None and rewards.rewards.tolist() == [0, 1, 2] * 3
-        for group in (0, 1):
-            pool.engines[0].release(group)
-        assert groups(run.take()) == [0, 1], "no step trains on an evaluation"
-
-
 def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
     def check(prompts: Sequence[Prompt]) -> None:
         if any(prompt.index == 4 for prompt in prompts):
             raise ValueError("prompt 4 has token 131")
 
-    pool = ScriptedPool.of(1)
+    pool = ScriptedPool.of(1, delay=lambda request: 0.0)
     pool.check = check
-    pool.engines[0].delay = lambda request: 0.0
     with trainer(pool) as run:
         for _ in range(2):
             run.begin()
@@ -233,10 +150,8 @@ def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_evaluation_has_reward_tasks_of_its_own(staleness: int) -> None:
     """Training's groups are scored before and while it runs; each side counts its own tasks."""
-    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
     pool = ScriptedPool.of(1, delay=lambda request: 0.0)
-    made = stream_recipe(max_staleness=staleness)
-    rewards = scripted_rewards(made, scorer)
+    rewards = scripted_rewards(stream_recipe(max_staleness=staleness), ScriptedScorer())
     with trainer(pool, rewards, max_staleness=staleness) as run:
         run.begin()
         run.stream.wait_sampled(run.resync)
@@ -246,45 +161,38 @@ def test_an_evaluation_has_reward_tasks_of_its_own(staleness: int) -> None:
             assert scored.busy_s == TASK_S * len(scored.task_sequences)
         taken = run.take()
         assert sum(taken.rewards.task_sequences) == (1 + staleness) * PER_STEP * SIZE
-    rewards.close()
 
 
 def test_with_staleness_groups_that_end_soon_after_each_other_share_a_reward_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are sampled meanwhile."""
     monkeypatch.setattr(stream, "FILL_S", 10 * stream.FILL_S)  # a busy machine
-    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
     pool = ScriptedPool.of(1, delay=lambda request: {0: 0.0, 1: 0.05}.get(request.group))
-    rewards = scripted_rewards(stream_recipe(max_staleness=1), scorer)
-    rewards._section = rewards._section.model_copy(update={"sequences": 4 * SIZE})
+    rewards = scripted_rewards(stream_recipe(max_staleness=1), ScriptedScorer(), 4 * SIZE)
     with trainer(pool, rewards, max_staleness=1) as run:
         run.begin()
         taken = run.take()
         assert groups(taken) == [0, 1] and {work.request.group for work in pool.engines[0].work.values()} == {2, 3}
         assert taken.rewards.task_sequences == (2 * SIZE,)
-    rewards.close()
 
 
 def test_a_reward_task_waits_for_as_long_as_its_own_groups_have_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups 0 and 1 fill a task; group 2, which came before the first one's time was over, waits for group 3."""
     monkeypatch.setattr(stream, "FILL_S", limit_s := 10 * stream.FILL_S)
-    scorer = ScriptedScorer(lambda prompt, member, tokens: TextScore({"last_number": float(member)}))
     ends = {0: 0.0, 1: 0.6, 2: 0.8, 3: 1.3}
     pool = ScriptedPool.of(1, delay=lambda request: limit_s * ends[request.group] if request.group in ends else None)
-    rewards = scripted_rewards(stream_recipe(max_staleness=1), scorer)
-    rewards._section = rewards._section.model_copy(update={"sequences": 2 * SIZE})
+    rewards = scripted_rewards(stream_recipe(max_staleness=1), ScriptedScorer(), 2 * SIZE)
     with trainer(pool, rewards, max_staleness=1) as run:
         for numbers in ([0, 1], [2, 3]):
             run.begin()
             taken = run.take()
             assert groups(taken) == numbers and taken.rewards.task_sequences == (2 * SIZE,)
-    rewards.close()
 
 
 def test_a_stream_that_gives_nothing_for_longer_than_any_part_may_take_ends_the_run_and_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "TASK_GRACE_S", 0.0)
-    monkeypatch.setattr(ScriptedRewards, "score_group", never)
+    monkeypatch.setattr(RewardWorkers, "score_group", never)
     pool = ScriptedPool.of(1, delay=lambda request: 0.0)
     with trainer(pool, timeout_s=0.05, phases__reward__timeout_s=0.05) as run:
         run.begin()
@@ -303,9 +211,7 @@ async def never(*_: Any) -> Any:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_answers_of_the_data_are_taken_once_and_no_engine_gets_their_prompts(staleness: int) -> None:
-    pool, num_steps = ScriptedPool.of(2), 20
-    for engine in pool.engines:
-        engine.delay = lambda request: 0.001
+    pool, num_steps = ScriptedPool.of(2, delay=lambda request: 0.001), 20
     taken: dict[int, list[list[int]]] = {}
     answer = Example(np.array([3, 4, 9, 8, 1], np.int32), np.arange(5) > 1)
     prompts = ScriptedPrompts(examples=(answer,))

@@ -35,10 +35,11 @@ from tests.scripted_stream import (
     SIZE,
     ScriptedEngine,
     ScriptedPool,
-    ScriptedRewards,
+    ScriptedScorer,
     Trainer,
     prompt,
     scripted_environments,
+    scripted_rewards,
     stream_recipe,
     trainer,
 )
@@ -74,13 +75,14 @@ def test_a_killed_engine_costs_no_group_and_serves_again(moment: str, staleness:
     pool = prompt_engines()
     engine = pool.engines[0]
 
-    def reward(prompt: Prompt, member: int) -> float:
+    def score(prompt: Prompt, member: int, tokens: Any) -> TextScore:
         if moment == "scoring" and prompt.index == PER_STEP and not engine.restarts and not engine.is_dead:
             engine.die()
-        return float(member)
+        return TextScore({"last_number": float(member)})
 
     taken: list[int] = []
-    with trainer(pool, ScriptedRewards(reward), max_staleness=staleness) as run:
+    rewards = scripted_rewards(stream_recipe(), ScriptedScorer(score), SIZE)
+    with trainer(pool, rewards, max_staleness=staleness) as run:
         for step in range(5):
             strikes = step == 1
             if strikes and moment == "admission":
@@ -315,13 +317,16 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
 
 
 def test_a_group_whose_tokens_are_lost_when_a_checkpoint_is_written_is_saved_as_one_to_sample() -> None:
-    pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=lambda request: request.group == PER_STEP)
-    with trainer(pool, max_staleness=1) as run:
+    async def lost() -> None:
+        raise ray.exceptions.ObjectLostError("ab", None, "")
+
+    with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), max_staleness=1) as run:
         run.begin()
         run.take()
         run.sync()
         while any(group.facts is None for group in list(run.stream._groups.values())):
             run.in_loop(lambda: None)
+        run.stream._groups[PER_STEP].tokens = lost()
         saved = {values["index"]: values["parts"][0]["result"] for values in run.stream.state()["groups"]}
     assert saved.keys() == {PER_STEP, PER_STEP + 1} and saved[PER_STEP] is None and saved[PER_STEP + 1] is not None
 
@@ -329,10 +334,9 @@ def test_a_group_whose_tokens_are_lost_when_a_checkpoint_is_written_is_saved_as_
 # Environments ----------------------------------------------------------------------------------------------------------
 
 
-def environments(answer: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Environments of two turns with one scripted worker, whose `answer` gets each question."""
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "put", lambda value: value)
-    return scripted_environments(answer, TIMEOUT_S)
 
 
 async def _answer(question: Any) -> Reply:
@@ -363,8 +367,8 @@ async def _dead_worker() -> None:
 
 
 @pytest.mark.parametrize("moment", ["reset", "step"])
-def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    games = environments(_fails(moment, _lost_worker, times=1), monkeypatch)
+def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, without_ray: None) -> None:
+    games = scripted_environments(_fails(moment, _lost_worker, times=1), TIMEOUT_S)
     with trainer(prompt_engines(), environments=games) as run:
         for step in range(2):
             run.begin()
@@ -377,7 +381,7 @@ def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, monke
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_turn_whose_tokens_were_lost_before_the_environment_saw_them_is_sampled_again(
-    times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    times: int, without_ray: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every turn is lost once: it counts against `rollout.max_restarts` alone."""
     seen: Counter[tuple[Any, ...]] = Counter()
@@ -388,7 +392,7 @@ def test_a_turn_whose_tokens_were_lost_before_the_environment_saw_them_is_sample
         return seen[key] <= times
 
     pool = ScriptedPool.of(1, delay=lambda request: 0.0, loses=loses)
-    games = environments(_answer, monkeypatch)
+    games = scripted_environments(_answer, TIMEOUT_S)
     with trainer(pool, environments=games, max_restarts=1) as run:
         run.begin()
         if times > 1:
@@ -414,9 +418,9 @@ def test_a_turn_whose_tokens_were_lost_before_the_environment_saw_them_is_sample
     ids=["stall", "kill"],
 )
 def test_an_environment_worker_that_is_lost_ends_the_run(
-    fault: Any, kind: type[Exception], words: str, staleness: int, moment: str, monkeypatch: pytest.MonkeyPatch
+    fault: Any, kind: type[Exception], words: str, staleness: int, moment: str, without_ray: None
 ) -> None:
-    games = environments(_fails(moment, fault), monkeypatch)
+    games = scripted_environments(_fails(moment, fault), TIMEOUT_S)
     with trainer(prompt_engines(), environments=games, max_staleness=staleness) as run, ends_with(kind, words):
         run.begin()
         run.take()
@@ -432,7 +436,7 @@ def test_the_deadline_of_an_environment_begins_when_it_is_asked_and_not_while_ot
         return Reply()
 
     monkeypatch.setattr(environment_workers, "AT_A_TIME", 1)
-    workers = environments(answer, monkeypatch).workers
+    workers = scripted_environments(answer, TIMEOUT_S).workers
 
     async def ask_all() -> list[Reply]:
         return await asyncio.gather(*(workers.ask(episode, Step("turn")) for episode in range(5)))

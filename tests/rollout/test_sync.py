@@ -161,27 +161,6 @@ def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
             assert not TORCHRUN.keys() & names
 
 
-def test_another_process_fetches_the_tokens(running: Running, tmp_path: Path) -> None:
-    import pickle
-    import subprocess
-    import sys
-
-    pool = running[0]
-    batch = generate(pool, prompts(), 2)
-    (tmp_path / "payload").write_bytes(pickle.dumps((pool.address, batch.payload)))
-    code = (
-        "import pickle, sys\nfrom pathlib import Path\nfrom megarl.cluster.ray_cluster import join_cluster\n"
-        "folder = Path(sys.argv[1])\naddress, payload = pickle.loads((folder / 'payload').read_bytes())\n"
-        "join_cluster(address)\n"
-        "(folder / 'samples').write_bytes(pickle.dumps(payload.fetch([3, 4, 15])))\n"
-        "assert 'torch' not in sys.modules, 'a payload needs no torch'\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
-    fetched = pickle.loads((tmp_path / "samples").read_bytes())
-    own = batch.payload.fetch(range(16))
-    assert same(fetched, {s: own[s] for s in (3, 4, 15)})
-
-
 def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
     from megarl.rollout.replay import check_dumps, dump_rollout, read_rollout
 

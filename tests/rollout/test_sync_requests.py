@@ -80,12 +80,12 @@ def samples(*groups: GroupResult) -> dict[int, Sample]:
     return dict(enumerate(members))
 
 
-def assert_sampled(model: Path, *groups: GroupResult, num_tokens: int = NEW_TOKENS) -> None:
+def assert_sampled(model: Path, *groups: GroupResult) -> None:
     """Every completion is whole, and has the log-probabilities of transformers."""
     made = samples(*groups)
     expected = huggingface_logprobs(model, made, 1.0)
     for s, sample in made.items():
-        assert len(sample.completion.token_ids) == num_tokens and sample.completion.finish_reason == "length"
+        assert len(sample.completion.token_ids) == NEW_TOKENS and sample.completion.finish_reason == "length"
         np.testing.assert_allclose(sample.completion.logprobs, expected[s], atol=1e-4)
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-import torch
 
 from megarl.data.sample import Completion, Sample
 from megarl.planner.placement import EnginePlace
 from megarl.rollout import RolloutError
 from megarl.rollout.dataset import DataPayload
 from megarl.rollout.pool import EnginePool
-from tests.rollout_cases import VOCAB, recipe, save_model
+from tests.rollout_cases import VOCAB, huggingface_logprobs, recipe, save_model
 
 NAME, RESTARTS = "elder", 1
 
@@ -50,24 +49,14 @@ def samples() -> list[Sample]:
     return made
 
 
-def expected(teacher: Path, sample: Sample) -> np.ndarray:
-    """By Hugging Face's model."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    tokens = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids])).long()
-    with torch.no_grad():
-        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-    return logprobs.numpy()[len(sample.prompt_ids) - 1 :][sample.completion.own]
-
-
 def test_an_engine_gives_what_the_teacher_computes_also_after_a_restart(pool: EnginePool, teacher: Path) -> None:
     every = samples()
+    expected = huggingface_logprobs(teacher, dict(enumerate(every)), 1.0)
     chosen = [4, 0, 2, 1, 3]
     for restarts in range(1 + RESTARTS):
         scores = pool.judge(NAME, DataPayload(tuple(every)), chosen)
         for sample, found in zip(chosen, scores, strict=True):
-            assert found == pytest.approx(expected(teacher, every[sample]), abs=2e-5)
+            assert found == pytest.approx(expected[sample][every[sample].completion.own], abs=2e-5)
         engine = pool.teachers[NAME]
         assert engine.restarts == restarts
         ray.kill(engine._actor)

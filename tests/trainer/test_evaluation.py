@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import RUN_DEADLINE_S, evaluations_of, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, HELD_OUT, COMPLETIONS = 3, 7, 6
@@ -35,14 +35,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return folder, changes
 
 
-def evaluations(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / "runs" / name / "evaluations.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_a_run_is_measured_before_while_and_after_it_trains(run: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = run
-    lines = evaluations(folder, "whole")
+    lines = evaluations_of(folder, "whole")
     assert [line["step"] for line in lines] == [0, 2, 3]
     assert [line["sync/version"] for line in lines] == [0, 2, 3]
     assert len({line["evaluation/mean"] for line in lines}) == 3, "weights change, and with them what is answered"
@@ -74,7 +69,7 @@ def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Pat
     folder, _ = run
     (printed,) = run_ranks(evaluated, 1, str(folder / "runs" / "whole"), deadline_s=RUN_DEADLINE_S)
     found = json.loads(printed)
-    last = evaluations(folder, "whole")[-1]
+    last = evaluations_of(folder, "whole")[-1]
     assert found == {key: value for key, value in last.items() if key.startswith("evaluation/")}
 
 

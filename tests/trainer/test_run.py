@@ -92,6 +92,23 @@ def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(fo
         assert line["schedule/rollout/max_concurrent"] == MAX_CONCURRENT
 
 
+def test_every_phase_executes_what_was_planned_and_the_metrics_show_both(folder):
+    for line in metrics_of(folder, "whole"):
+        assert line["actor/ratio_drift_exceeded"] == 0, "rounding is far below the default bound"
+        for phase in SIZES:
+            at = f"schedule/{phase}/"
+            for name in ("micro_batches", "tokens", "slots", "max_tokens"):
+                assert line[at + name] == line[f"{at}planned_{name}"] > 0, (phase, name)
+            assert (
+                line[at + "tokens"] == (line["tokens/prompt"] + line["tokens/completion"]) * line.get(at + "updates", 2) / 2
+            )
+            assert line[at + "useful_share"] == line[at + "tokens"] / line[at + "slots"] == 1.0
+            assert line[at + "imbalance"] == 1.0, "one data-parallel rank"
+            assert 0 < line[at + "bubble_share"] < 1
+        # the first stage waits for the last one: fewer micro-batches, more idle time
+        assert line["schedule/critic_value/bubble_share"] > line["schedule/critic_update/bubble_share"]
+
+
 def test_rollout_and_trainer_agree_after_every_sync(folder):
     lines = metrics_of(folder, "whole")
     assert [line["rollout/version"] for line in lines] == list(range(STEPS))
@@ -120,7 +137,10 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(folder, sli
             0 < line["idle/share"] == pytest.approx(sum(causes)) and line["idle/share"] + line["idle/unaccounted_share"] < 1
         )
         assert line["idle/straggler_rank"] in range(4)
-        _check_engines(line)
+        assert sum(value for key, value in line.items() if key.startswith("idle/engines/")) == pytest.approx(1.0)
+        assert 0 < line["idle/actor_update/bubble_share"] < 1
+        assert line["tokens/useful"] == line["tokens/prompt"] + line["tokens/completion"]
+        assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
 
 
 def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(folder, slices):
@@ -133,14 +153,6 @@ def test_every_request_is_in_the_trace_in_a_rollout_of_rank_0(folder, slices):
     late = 2_000_000  # the engine's clock is rank 0's here, but for what a call takes to come back on a busy machine
     for event in requests:
         assert any(begun - late <= event["ts"] <= ended + late for begun, ended in phases)
-
-
-def _check_engines(line):
-    """The engines' parts are the whole step."""
-    assert sum(value for key, value in line.items() if key.startswith("idle/engines/")) == pytest.approx(1.0)
-    assert 0 < line["idle/actor_update/bubble_share"] < 1
-    assert line["tokens/useful"] == line["tokens/prompt"] + line["tokens/completion"]
-    assert 0 < line["mfu/actor_update"] < 1 and 0 < line["mfu/rollout"] < 1
 
 
 def test_a_slow_weight_sync_is_found_in_weight_sync_and_names_the_engines(folder, slices, lines):

@@ -16,8 +16,9 @@ from megarl.recipe import load_recipe
 from megarl.rollout import groups
 from megarl.rollout.groups import EpisodeFacts, GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, StoredPayload
 from megarl.rollout.replay import FilePayload, dump_rollout
+from megarl.rollout.session import Segment
 from megarl.telemetry.disk import read_lines
-from tests.runs import fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import batch_of, fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.segment_cases import Span, cut
 
 STEPS, PROMPTS, SIZE, LONGEST = 2, 4, 4, 12
@@ -26,22 +27,8 @@ AGENT = {"kind": "agent", "target": "tests.agents:run", "max_turns": 1, "max_epi
 
 def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
     """A group of rollouts, each a list of segments."""
-    flat = [sample for of in samples for sample in of]
-    prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in flat}
-    places = {content: place for place, content in enumerate(prompts)}
-    completions = [sample.completion for sample in flat]
-    return GroupResult(
-        group=number, prompt_ids=np.concatenate(list(prompts.values())),
-        token_ids=np.concatenate([completion.token_ids for completion in completions]),
-        logprobs=np.concatenate([completion.logprobs for completion in completions]),
-        lengths=np.array([len(completion.token_ids) for completion in completions], np.int32),
-        finish_reasons=tuple(completion.finish_reason for completion in completions),
-        versions=np.concatenate([completion.versions for completion in completions]),
-        own=np.concatenate([completion.own for completion in completions]),
-        members=np.repeat(np.arange(len(samples)), [len(of) for of in samples]),
-        prompt_lengths=np.array([len(prompt) for prompt in prompts.values()]),
-        prefixes=np.array([places[sample.prompt_ids.tobytes()] for sample in flat]),
-    )  # fmt: skip
+    rollouts = [[Segment(sample.prompt_ids, sample.completion) for sample in of] for of in samples]
+    return GroupResult.of_segments(number, rollouts, [of[-1].completion.finish_reason for of in samples])
 
 
 def played(count: int, step: int) -> EpisodeFacts:
@@ -70,12 +57,9 @@ def dump_in_groups(source: Path, into: Path, split: bool) -> int:
             for number, sample in sorted(samples.items())
         ]
         results = [group_of(pieces[first : first + SIZE], samples[first].group) for first in range(0, len(pieces), SIZE)]
-        flat = [result.sample(number) for result in results for number in range(len(result.lengths))]
-        payload: Any = SimpleNamespace(fetch=lambda wanted, flat=flat: {number: flat[number] for number in wanted})
-        facts = [GroupFacts.of(result) for result in results]
-        batch = RolloutBatch.of(facts, payload, RolloutExecuted(PROMPTS, SIZE, 64), {})
-        dump_rollout(into, step, RolloutBatch(**{**vars(batch), "episodes": played(len(pieces), step)}))
-    return len(flat)
+        batch = batch_of(results, played(len(pieces), step))
+        dump_rollout(into, step, batch)
+    return len(batch)
 
 
 @pytest.mark.layout

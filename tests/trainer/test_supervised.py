@@ -1,7 +1,7 @@
 """Whole supervised runs: the losses, gradients and weights of Hugging Face's model with torch's Adam, under every layout and
 cut; exact resume; held-out loss."""
 
-import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl.megatron.export import export
 from megarl.models import ModelShape
 from megarl.models.stored_weights import check_weights
-from megarl.recipe import load_recipe
 from megarl.telemetry.report import run_page, subtitle
 from megarl.telemetry.report_run import read_run
-from tests.runs import metrics_of, train_on_ranks
+from tests.runs import evaluations_of, metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
@@ -37,23 +36,28 @@ SCORE_RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def reference_lines(recipe, loss_of):
-    """Loss and gradient norm of each step by autograd, and the model at the end."""
-    model = AutoModelForCausalLM.from_pretrained(load_recipe(recipe).model.path, dtype=torch.float32)
-    adam, lines = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0), []
-    for batch in batches_of(recipe):
+def load(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def check_steps(recipe, names, weights, loss_of, lr=LR):
+    """Loss and gradient norm of each step of a run, by their `names`, are those of autograd, which trains `weights`."""
+    weights, lines = list(weights), metrics_of(recipe.parent, recipe.stem)
+    assert len(lines) == STEPS
+    adam = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
+    for line, batch in zip(lines, batches_of(recipe), strict=True):
         adam.zero_grad()
-        loss = loss_of(model, batch)
+        loss = loss_of(batch)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        lines.append((float(loss.detach()), float(norm)))
+        norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        assert line[names[0]] == pytest.approx(float(loss.detach()), rel=1e-5), recipe
+        assert line[names[1]] == pytest.approx(float(norm), rel=1e-4), recipe
         adam.step()
-    return lines, model
 
 
 def exported(folder, run):
     export(folder / "runs" / run, folder / f"{run}-model")
-    return AutoModelForCausalLM.from_pretrained(folder / f"{run}-model", dtype=torch.float32)
+    return load(folder / f"{run}-model")
 
 
 def furthest(model, expected):
@@ -63,31 +67,27 @@ def furthest(model, expected):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.nightly)])
 def test_fine_tuning_is_that_of_hugging_face_under_every_layout(tmp_path, aggregation):
-    supervised_run(tmp_path)
+    path = supervised_run(tmp_path)
     for name, (ranks, changes) in SFT_RUNS.items():
         recipe = supervised_recipe(tmp_path, name, ranks=ranks, algorithm__aggregation=aggregation, **changes)
         train_on_ranks(recipe)
-        expected, model = reference_lines(recipe, lambda model, batch: sft_loss(model, batch, aggregation))
-        lines = metrics_of(tmp_path, name)
-        assert len(lines) == STEPS
-        for line, (loss, norm) in zip(lines, expected, strict=True):
-            assert line["actor/loss"] == pytest.approx(loss, rel=1e-5), name
-            assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+        model = load(path)
+        loss = partial(sft_loss, model, aggregation=aggregation)
+        check_steps(recipe, ("actor/loss", "actor/grad_norm"), model.parameters(), loss)
+        for line in metrics_of(tmp_path, name):
             assert not [key for key in line if key.startswith(("mismatch/", "reward/", "rollout/"))]
         if name == "cp2dp2" and aggregation != "token_mean":  # an export takes long
             assert furthest(exported(tmp_path, name), model) < LR / 100  # three steps of Adam move weights by up to 3 LR
 
 
 def test_preference_optimization_is_that_of_autograd_under_every_layout(tmp_path):
-    supervised_run(tmp_path)
-    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    path = supervised_run(tmp_path)
     for name, (ranks, changes) in DPO_RUNS.items():
         recipe = supervised_recipe(tmp_path, name, "dpo", ranks, **changes)
         train_on_ranks(recipe)
-        expected, _ = reference_lines(recipe, lambda model, batch: dpo_loss(model, before, batch, 0.3, 0.1))
-        for line, (loss, norm) in zip(metrics_of(tmp_path, name), expected, strict=True):
-            assert line["preference/loss"] == pytest.approx(loss, rel=1e-5), name
-            assert line["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+        model = load(path)
+        loss = partial(dpo_loss, model, load(path), beta=0.3, smoothing=0.1)
+        check_steps(recipe, ("preference/loss", "actor/grad_norm"), model.parameters(), loss)
 
 
 def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_classifier(tmp_path):
@@ -96,20 +96,12 @@ def test_a_reward_model_is_that_of_autograd_under_every_layout_and_exports_as_a_
         # A low rate: with LR the loss would fall to a tenth, and roundings would be ten times as large beside it.
         recipe = supervised_recipe(tmp_path, name, "reward_model", ranks, actor__optimizer__lr=SCORE_LR, **changes)
         train_on_ranks(recipe)
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        reference = load(model)
         # The new head, the same under every layout.
         head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))[0] * reference.config.initializer_range
         head.requires_grad_(True)
-        weights = [*reference.model.parameters(), head]
-        adam = torch.optim.AdamW(weights, lr=SCORE_LR, weight_decay=0.0)
-        for line, batch in zip(metrics_of(tmp_path, name), batches_of(recipe), strict=True):
-            adam.zero_grad()
-            loss = score_loss(reference.model, head, batch)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            assert line["preference/loss"] == pytest.approx(float(loss.detach()), rel=1e-5), name
-            assert line["reward_model/grad_norm"] == pytest.approx(float(norm), rel=1e-4), name
-            adam.step()
+        weights, loss = [*reference.model.parameters(), head], partial(score_loss, reference.model, head)
+        check_steps(recipe, ("preference/loss", "reward_model/grad_norm"), weights, loss, SCORE_LR)
     export(tmp_path / "runs" / "one", tmp_path / "scores")
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores", dtype=torch.float32)
     assert classifier.config.num_labels == 1
@@ -132,9 +124,8 @@ def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_
     train_on_ranks(short)
     train_on_ranks(supervised_recipe(tmp_path, "cut", run__steps=12, **changes), resume=True)
     assert metrics_of(tmp_path, "cut") == metrics_of(tmp_path, "whole")
-    lines = (tmp_path / "runs" / "whole" / "evaluations.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["evaluation/loss"] for line in lines]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    losses = [line["evaluation/loss"] for line in evaluations_of(tmp_path, "whole")]
+    model = load(tmp_path / "model")
     held_out = supervised_recipe(tmp_path, "held", run__steps=1, phases__actor_update__mini_batch=5,
                                  data__prompts=source, data__shuffle=False)  # fmt: skip
     (batch,) = batches_of(held_out)

@@ -18,7 +18,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.replay import FilePayload
 from megarl.telemetry.disk import read_lines
 from tests.learning_cases import LAST, rewards_of
-from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import evaluations_of, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = pytest.mark.sync
 PROMPTS, SIZE, TURNS, LONGEST = 4, 4, 3, 4
@@ -94,7 +94,7 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
         assert line["reward/mean"] == pytest.approx(np.mean(rewards)) and line["actor/grad_norm"] > 0
         # What the trainer says of the policy's tokens is what the engine said when it sampled them, turn by turn.
         assert line["mismatch/logprob_max"] <= 1e-4 and line["rollout/version"] == line["step"] - 1
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    evaluations = evaluations_of(tmp_path, "live")
     assert len(evaluations) == 2 and all(one["evaluation/num_masked"] == 0 for one in evaluations)
     assert all(one["evaluation/completion_length_mean"] > LONGEST for one in evaluations), "of more than one turn"
 

@@ -15,7 +15,7 @@ from megarl.megatron.export import export
 from megarl.telemetry.report import run_page
 from megarl.telemetry.report_run import read_run
 from tests.learning_cases import CHANCE, GOAL, LAST, learning_recipe, rewards_of
-from tests.runs import fake_rollouts, metrics_of, train_on_ranks
+from tests.runs import evaluations_of, fake_rollouts, metrics_of, train_on_ranks
 from tests.supervised_cases import STEPS, supervised_recipe, supervised_run
 from tests.warmup_cases import RL_STEPS, SCHEDULE, rl_recipe, warm_recipe
 
@@ -29,10 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in fake_rollouts(folder, RL_STEPS).glob("step-*.npz"):
         shutil.copy(file, folder / "later" / f"step-{int(file.stem[5:]) + STEPS:06d}.npz")
     return folder
-
-
-def evaluations_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / name / "evaluations.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.layout
