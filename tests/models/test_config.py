@@ -62,6 +62,18 @@ def test_an_exported_config_names_only_layers_that_were_saved():
     assert "num_nextn_predict_layers" not in exported_config(GEMMA, "fp32")
 
 
+def test_a_weight_sync_does_not_send_the_routers_bias():
+    """No update changes the bias, and engines keep it in fp32 under every precision of the sync."""
+    from megarl.models.layout import Layout, RolloutLayout
+    from megarl.models.megatron_weights import checkpoint_sizes
+    from megarl.weight_sync.plan import sync_plan
+
+    shape = ModelShape.from_config(DEEPSEEK)
+    sent = set(sync_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
+    kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+    assert checkpoint_sizes(shape).keys() - sent == kept
+
+
 DENSE = SIZES | {
     "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False, "rope_theta": 5e4, "hidden_act": "silu",
 }  # fmt: skip
