@@ -269,26 +269,3 @@ def _signal_set(pid, name):
     """Return whether SIGTERM is in a set of signals of a process: its caught or its blocked signals."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(name)), 16) >> (TERM - 1) & 1
-
-
-@pytest.mark.nightly  # CI tests a signal of Slurm, in test_launch_slurm_run.py, and a signal before there are ranks
-@pytest.mark.slow
-def test_a_signal_ends_the_command_with_the_requeue_status_and_the_next_start_resumes(folder):
-    recipe = tiny_recipe(folder, "live", False, RANKS, 1, 2, 100, rollout__replay=str(fake_rollouts(folder, 100)))
-    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--resume-if-saved"]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    metrics, end = folder / "runs" / "live" / "metrics.jsonl", time.monotonic() + RUN_DEADLINE_S
-    while not (metrics.is_file() and metrics.stat().st_size):
-        assert run.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
-    run.send_signal(USR1)
-    _, message = run.communicate(timeout=RUN_DEADLINE_S)
-    assert run.returncode == REQUEUE, message
-    done = len(metrics_of(folder, "live"))
-    assert 0 < done < 100 and f"SIGUSR1 after step {done} of 100: step {done} is saved" in message
-    # The next start uses ranks that already run.
-    again = tiny_recipe(folder, "live", False, RANKS, 1, 2, done + 1, rollout__replay=str(folder / "rollouts"))
-    assert run_ranks(_train_until, RANKS, str(again), Resume.IF_SAVED, 0, "", deadline_s=RUN_DEADLINE_S) == [None] * RANKS
-    assert [line["step"] for line in metrics_of(folder, "live")] == list(range(1, done + 2))
-    starts = [json.loads(line) for line in (Path(metrics).parent / "starts.jsonl").read_text().splitlines()]
-    assert [line["from_step"] for line in starts] == [0, done] and starts[1]["before"]["how"] == "requeued"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from megarl.cli import app
 from megarl.cluster.slurm_job import CHECKOUT, SlurmJob, fill, fit_job
 from megarl.planner.placement import PlacementError
 from megarl.recipe import Recipe, load_recipe
@@ -107,21 +107,20 @@ def test_another_directory_than_the_checkout_is_refused(monkeypatch: pytest.Monk
         fill(item, {}, {}, [RECIPE])
 
 
-def megarl_launch(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
-    command = [sys.executable, "-m", "megarl.cli", "launch", *arguments]
-    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def megarl_launch(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["launch", *arguments])
 
 
-def test_the_command_prints_the_file_or_submits_it(tmp_path: Path) -> None:
+def test_the_command_prints_the_file_or_submits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [RECIPE, "run.steps=7", "--slurm", "--devices-per-node", "0", "--ranks-per-node", "2"]
     printed = megarl_launch(*options)
-    assert printed.returncode == 0 and "set -- recipes/ppo-tiny.yaml run.steps=7\n" in printed.stdout
+    assert printed.exit_code == 0 and "set -- recipes/ppo-tiny.yaml run.steps=7\n" in printed.stdout
     assert "2 nodes in all" in printed.stderr and "colocated.sbatch" in printed.stderr
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat >{tmp_path}/submitted\nexit 3\n")
     (tmp_path / "sbatch").chmod(0o755)
-    submitted = megarl_launch(*options, "--submit", path=str(tmp_path))
-    assert submitted.returncode == 3 and (tmp_path / "submitted").read_text() == printed.stdout
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    submitted = megarl_launch(*options, "--submit")
+    assert submitted.exit_code == 3 and (tmp_path / "submitted").read_text() == printed.stdout
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_the_command_prints_the_file_or_submits_it(tmp_path: Path) -> None:
 )
 def test_the_command_refuses(options: list[str], words: str) -> None:
     done = megarl_launch(RECIPE, *options)
-    assert done.returncode == 2 and words in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and words in done.stderr and done.stdout == ""
 
 
 def test_the_run_directory_of_another_recipe_is_refused_before_the_job_waits(tmp_path: Path) -> None:
@@ -143,5 +142,5 @@ def test_the_run_directory_of_another_recipe_is_refused_before_the_job_waits(tmp
     RunDirectory.of(earlier).prepare(earlier, None)
     for changes, status in (([], 2), (["run.seed=7"], 0), (["run.name=free"], 0)):
         done = megarl_launch(RECIPE, *overrides, *changes, "--slurm")
-        assert done.returncode == status, done.stderr
+        assert done.exit_code == status, done.stderr
         assert status == 0 or f"{tmp_path}/taken is the run directory of another recipe: run.seed was 7" in done.stderr

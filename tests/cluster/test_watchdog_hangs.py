@@ -63,35 +63,6 @@ def recipe(tmp_path_factory):
     return write
 
 
-def check(recipe, tmp_path, fault):
-    file = recipe(fault.name)
-    outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
-    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s")
-    output = outcome.said
-    assert (fault.rank, fault.step, fault.phase) in named(output)[:1], output[-6000:]
-    assert not outcome.left, outcome.left
-    if fault.kind == KILL:
-        assert "its process is gone" in output
-        return
-    silent_s = float(re.findall(r"silent for ([\d.]+) s", output)[0])  # when all stacks were there
-    assert STEP_S <= silent_s < STEP_S + DETECTION_S
-    run = Path(file).parent / "runs" / fault.name
-    (folder,) = run.glob("hang-*")
-    assert folder.name == f"hang-{fault.step}-{fault.phase}"
-    texts = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS)]
-    for rank, text in enumerate(texts):
-        if rank != fault.rank or fault.kind == SLEEP:
-            assert "most recent call first" in text, text
-            assert json.loads((folder / f"flight-recorder-{rank}.json").read_text())
-            assert outcome.codes[rank] == HUNG
-    if fault.kind == STOP:
-        assert "is stopped (SIGSTOP), and can write no stack" in texts[fault.rank]
-    else:
-        assert "hang_cases.py" in texts[fault.rank]
-    assert "others waited: rank" in output
-    assert json.loads((run / "ended.json").read_text())["how"] == "hung"
-
-
 @pytest.mark.nightly
 def test_a_collective_that_passes_its_own_deadline_is_a_hang_too(recipe, tmp_path):
     """While a rank writes files it may be silent for longer than other ranks may wait for it."""
@@ -130,8 +101,29 @@ def engine_recipe(tmp_path_factory):
     return write
 
 
-def check_other(engine_recipe, tmp_path, fault):
-    """Check a fault of a process that is not a rank: the run recovers and reports the fault, or ends as a hang."""
+@pytest.mark.nightly
+def test_a_killed_rank_0_leaves_no_engine_and_no_ray(engine_recipe, tmp_path):
+    fault = Fault(0, "rollout", KILL, "wait_engines")
+    outcome = run_with_fault(engine_recipe(fault), 2, fault, tmp_path / "case")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; named {outcome.detected_s:.1f} s after it")
+    assert outcome.codes == [-signal.SIGKILL, 1] and not outcome.left, (outcome.left, outcome.said[-6000:])
+    assert (0, 2, "rollout") in named(outcome.said)[:1] and "its process is gone" in outcome.said, outcome.said[-6000:]
+
+
+KINDS = (SLEEP, STOP, KILL)
+OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
+    (CORE, "rollout"), (ACTOR, "rollout"), (CORE, "weight_sync"), (ACTOR, "weight_sync"), (WORKER, "reward"),
+    (VERIFIERS, "reward")) for kind in KINDS] + [
+    Fault(0, "weight_sync", SLEEP, process=CORE, restarts=0),
+    Fault(0, "weight_sync", STOP, process=ACTOR, restarts=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in OTHERS]
+)
+def test_a_run_recovers_from_a_hanging_engine_or_reward_worker_or_names_it(engine_recipe, tmp_path, fault):
+    """The run recovers and reports the fault, or ends as a hang."""
     file = engine_recipe(fault)
     outcome = run_with_fault(file, 2, fault, tmp_path / "case")
     late_s = outcome.detected_s - fault.deadline_s
@@ -162,31 +154,6 @@ def check_other(engine_recipe, tmp_path, fault):
     for item in [*folder.glob("rank-*"), *folder.glob("engine-*"), *folder.glob("reward-*")]:
         is_stopped = fault.kind == STOP and item.name.rpartition("-")[0] == fault.process.replace(" ", "-")
         assert ("it is stopped" if is_stopped else "most recent call first") in item.read_text(), item
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_0_leaves_no_engine_and_no_ray(engine_recipe, tmp_path):
-    fault = Fault(0, "rollout", KILL, "wait_engines")
-    outcome = run_with_fault(engine_recipe(fault), 2, fault, tmp_path / "case")
-    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s; named {outcome.detected_s:.1f} s after it")
-    assert outcome.codes == [-signal.SIGKILL, 1] and not outcome.left, (outcome.left, outcome.said[-6000:])
-    assert (0, 2, "rollout") in named(outcome.said)[:1] and "its process is gone" in outcome.said, outcome.said[-6000:]
-
-
-KINDS = (SLEEP, STOP, KILL)
-OTHERS = [Fault(0, phase, kind, process=process) for process, phase in (
-    (CORE, "rollout"), (ACTOR, "rollout"), (CORE, "weight_sync"), (ACTOR, "weight_sync"), (WORKER, "reward"),
-    (VERIFIERS, "reward")) for kind in KINDS] + [
-    Fault(0, "weight_sync", SLEEP, process=CORE, restarts=0),
-    Fault(0, "weight_sync", STOP, process=ACTOR, restarts=0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in OTHERS]
-)
-def test_a_run_recovers_from_a_hanging_engine_or_reward_worker_or_names_it(engine_recipe, tmp_path, fault):
-    check_other(engine_recipe, tmp_path, fault)
 
 
 @pytest.mark.stream
@@ -232,7 +199,32 @@ CASES = [
     "fault", [pytest.param(item, id=item.name, marks=() if item.name in OFTEN else pytest.mark.nightly) for item in CASES]
 )
 def test_a_rank_that_hangs_is_named_and_nothing_is_left(recipe, tmp_path, fault):
-    check(recipe, tmp_path, fault)
+    file = recipe(fault.name)
+    outcome = run_with_fault(file, RANKS, fault, tmp_path / "case")
+    print(f"{fault.name}: {outcome.codes} after {outcome.seconds:.1f} s")
+    output = outcome.said
+    assert (fault.rank, fault.step, fault.phase) in named(output)[:1], output[-6000:]
+    assert not outcome.left, outcome.left
+    if fault.kind == KILL:
+        assert "its process is gone" in output
+        return
+    silent_s = float(re.findall(r"silent for ([\d.]+) s", output)[0])  # when all stacks were there
+    assert STEP_S <= silent_s < STEP_S + DETECTION_S
+    run = Path(file).parent / "runs" / fault.name
+    (folder,) = run.glob("hang-*")
+    assert folder.name == f"hang-{fault.step}-{fault.phase}"
+    texts = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(RANKS)]
+    for rank, text in enumerate(texts):
+        if rank != fault.rank or fault.kind == SLEEP:
+            assert "most recent call first" in text, text
+            assert json.loads((folder / f"flight-recorder-{rank}.json").read_text())
+            assert outcome.codes[rank] == HUNG
+    if fault.kind == STOP:
+        assert "is stopped (SIGSTOP), and can write no stack" in texts[fault.rank]
+    else:
+        assert "hang_cases.py" in texts[fault.rank]
+    assert "others waited: rank" in output
+    assert json.loads((run / "ended.json").read_text())["how"] == "hung"
 
 
 @pytest.mark.nightly  # in CI test_node_agent.py has the status of an agent whose ranks hung

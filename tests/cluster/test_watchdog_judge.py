@@ -113,26 +113,13 @@ def test_silent_engines_are_named_with_the_calls_of_their_processes():
     assert verdict.rank is None
     assert verdict.lines[0] == "rank 0: rollout engine 0: 4 of 4 groups"
     assert verdict.lines[1].startswith("the rollout engines did not answer rank 0, step 2, in phase rollout")
+    assert "may stand" not in verdict.lines[1], "the note names the deadline that has passed"
     assert verdict.lines[2] == "engine-0 (process 8) is stopped (SIGSTOP)"
     others = [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)"), OtherProcess("engine-1", 8, "running")]
     assert judge(RUN, table, DEADLINES, others).lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
     # If a rank is at fault, its engines only wait for it.
     table[1] = at(1, "send", 20, "rollout", state=STOPPED)
     assert not any("engine-0 (" in line for line in judge(RUN, table, DEADLINES, others).lines)
-
-
-def test_engines_that_pass_their_own_deadline_are_named_and_not_the_rank_that_reports_them():
-    """Rank 0 has left its wait with an error, and waits to be ended."""
-    message = at(
-        0, "wait_engines", 0.4, "rollout", note="rollout engine 0: no answer", call="wait (threading.py:327)", waits=True
-    )
-    table = [message, at(1, "wait_engines", 180, "rollout")]
-    assert overdue(table, DEADLINES)
-    verdict = judge(RUN, table, DEADLINES, [OtherProcess("engine-0", 7, "running", "sleep (x.py:3)")])
-    assert verdict.rank is None and verdict.folder.name == "hang-2-rollout"
-    assert verdict.lines[0] == "rank 0: rollout engine 0: no answer"
-    assert verdict.lines[1].startswith("the rollout engines did not answer rank 0") and "may stand" not in verdict.lines[1]
-    assert verdict.lines[2] == "engine-0 (process 7) stands in sleep (x.py:3)"
 
 
 def test_waiting_ranks_prove_nothing_while_rank_0_is_unknown():

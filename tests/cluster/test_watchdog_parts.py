@@ -17,6 +17,7 @@ from megarl.rollout import EngineSilent
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import ClockPlace
 from megarl.weight_sync.manifest import SyncError, SyncLate
+from tests.cluster.test_watchdog_network import poll
 from tests.recipe_cases import edited, make_folder, write
 
 DEADLINE_S = 60.0
@@ -71,13 +72,6 @@ def test_the_reason_of_a_hang_belongs_to_this_start(tmp_path):
     assert exit_status.hang_reason(tmp_path) == "rank 1 did not arrive"
 
 
-def _poll(condition):
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_a_watcher_that_ends_too_early_is_reported(capfd, watch):
     watch.begin(1)
     settings = WatcherSettings("run", 0, 1, (watch.handle,), Deadlines(*[1e6] * 7), "word")
@@ -90,11 +84,11 @@ def test_a_watcher_that_ends_too_early_is_reported(capfd, watch):
 
     watcher = WatcherProcess(settings)
     watcher._process.kill()
-    _poll(lambda: says("watchdog: its process on node 0 was killed by SIGKILL: nobody watches"))
+    poll(lambda: says("watchdog: its process on node 0 was killed by SIGKILL: nobody watches"))
     watcher = WatcherProcess(settings)
     watcher.may_end = True
     watch._write(ended=True)
-    _poll(lambda: watcher._process.poll() == 0)
+    poll(lambda: watcher._process.poll() == 0)
 
 
 def place_of(error):
@@ -132,7 +126,7 @@ def test_a_rank_that_lost_a_peer_waits_for_the_verdict_on_a_hang(watch, monkeypa
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    _poll(lambda: rank.standing(0.0).phase == "actor_update")
+    poll(lambda: rank.standing(0.0).phase == "actor_update")
     assert leaving.is_alive()
     watch._is_ending.set()  # as at the watcher's order, which would end this process
     leaving.join()

@@ -33,14 +33,16 @@ CHAT = (
 SPECIAL = ["<|end|>", "<|turn_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
-def byte_tokenizer(chat_template=CHAT):
-    """Return a real fast tokenizer with a token per byte, an end token, and a chat template with another end token."""
+def byte_tokenizer(chat_template=CHAT, end="<|end|>", special=SPECIAL, merges=()):
+    """Return a real fast tokenizer with a token per byte and per merge of two, an end token, and a chat template with other
+    special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocabulary, list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = chat_template
     return tokenizer
 

@@ -5,15 +5,12 @@ import re
 from functools import partial
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.supervised import answer_of
 from megarl.recipe.data_section import DataSection
+from tests.data import test_prompts
 
 HEAD = "{% for m in messages %}"
 CHATML = HEAD + (
@@ -55,18 +52,9 @@ ASIDE = "\nIt is\n\nsix, née 6 \U0001f600."
 LONG = [*SHORT, {"role": "user", "content": "  And 3+3? "}, {"role": "assistant", "content": ASIDE}]
 
 
-def byte_tokenizer(template):
-    """A byte-level tokenizer with merges over newlines and words, so that tokens can lie across the bounds of a turn."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ċ", "Ċ"), ("i", "s"), ("Ġ", "i"), ("a", "n")]
-    vocabulary = {token: number for number, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"eos_token": "</s>", "additional_special_tokens": list(SPECIAL)}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    fast.chat_template = template
-    return fast
+# Over newlines and words, so that tokens can lie across the bounds of a turn.
+MERGES = [("Ċ", "Ċ"), ("i", "s"), ("Ġ", "i"), ("a", "n")]
+byte_tokenizer = partial(test_prompts.byte_tokenizer, end="</s>", special=SPECIAL, merges=MERGES)
 
 
 def examples(tmp_path, tokenizer, rows, **data):
@@ -160,16 +148,6 @@ def test_tool_calls_that_a_template_rewrites_later_are_refused(tmp_path):
         examples(tmp_path, byte_tokenizer(calls), [{"messages": chat}])
     (((example,),), _) = examples(tmp_path, byte_tokenizer(calls), [{"messages": chat[:2]}])
     assert "add" in byte_tokenizer(calls).decode(example.token_ids[example.trained])
-
-
-def test_parquet_rows_are_those_of_jsonl(tmp_path):
-    tokenizer = byte_tokenizer(CHATML)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": LONG}]), tmp_path / "rows.parquet")
-    ((expected,), _) = examples(tmp_path, tokenizer, [{"messages": LONG}])
-    source = {"kind": "parquet", "path": str(tmp_path / "rows.parquet")}
-    ((found,), _) = examples(tmp_path, tokenizer, [{"messages": LONG}], source=source)
-    assert np.array_equal(found[0].token_ids, expected[0].token_ids)
-    assert np.array_equal(found[0].trained, expected[0].trained)
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -23,34 +23,40 @@ VIRTUAL = {
     "actor": Layout(tensor=2, pipeline=2, sequence_parallel=True, virtual_pipeline=2),
     "critic": Layout(pipeline=2, data=2, virtual_pipeline=2),
 }
+# The first layer has no experts: so neither has the first stage.
+EXPERTS = {"actor": Layout(pipeline=2, data=2, expert=2, stages=(1, 3))}
 CONTEXT = {"actor": Layout(tensor=2, context=2, sequence_parallel=True), "critic": Layout(context=2, data=2)}
 
 
 @pytest.mark.parametrize(
-    "layouts,others",
+    "family,layouts,others",
     [
         pytest.param(
-            _both(Layout(tensor=2, pipeline=2)), [_both(Layout()), _both(Layout(pipeline=2, data=2)), VIRTUAL],
+            "qwen3", _both(Layout(tensor=2, pipeline=2)), [_both(Layout()), _both(Layout(pipeline=2, data=2)), VIRTUAL],
             marks=[pytest.mark.slow, pytest.mark.nightly],
         ),
-        (ACTOR_AND_CRITIC, [_both(Layout()), VIRTUAL]),
-        (VIRTUAL, [CONTEXT]),
+        ("qwen3", ACTOR_AND_CRITIC, [_both(Layout()), VIRTUAL]),
+        ("qwen3", VIRTUAL, [CONTEXT]),
         # megatron-core knows nothing of context in a checkpoint.
-        pytest.param(CONTEXT, [_both(Layout()), ACTOR_AND_CRITIC], marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("qwen3", CONTEXT, [_both(Layout()), ACTOR_AND_CRITIC], marks=[pytest.mark.slow, pytest.mark.nightly]),
+        (
+            "qwen3_moe", EXPERTS,
+            [{"actor": Layout()}, {"actor": Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)}],
+        ),
     ],
-    ids=["one layout", "a layout a role", "virtual pipeline", "context"],
+    ids=["one layout", "a layout a role", "virtual pipeline", "context", "experts"],
 )  # fmt: skip
-def test_resume_is_exact_and_may_change_the_layouts(tmp_path, layouts, others):
-    directory = str(save_tiny_model(tmp_path / "model", "qwen3", tied=True))
+def test_resume_is_exact_and_may_change_the_layouts(tmp_path, family, layouts, others):
+    directory = str(save_tiny_model(tmp_path / "model", family, tied=True))
     folder = str(tmp_path / "checkpoints")
     whole = run_ranks(train_with_checkpoints, 4, directory, layouts, folder, 5, 2, False)[0]
     # Three updates after the load: a shared Adam counter shows at the second.
     resumed = run_ranks(train_with_checkpoints, 4, directory, layouts, folder, 5, None, True)[0]
-    assert len(resumed) == 6
-    assert resumed == whole[4:]
+    rest = whole[2 * len(layouts) :]  # of each role, behind the second update
+    assert len(rest) == 3 * len(layouts) and resumed == rest
     for changed in others:
         found = run_ranks(train_with_checkpoints, changed["actor"].ranks, directory, changed, folder, 5, None, True)[0]
-        for line, expected in zip(found, whole[4:], strict=True):
+        for line, expected in zip(found, rest, strict=True):
             assert line[:2] == expected[:2]
             assert line[2:] == pytest.approx(expected[2:], rel=1e-4)
 

@@ -1,5 +1,5 @@
-"""Experts cut over ranks: their groups, their routing, and checkpoints that move between cuts. What every layout computes is
-compared in the layout matrix."""
+"""Experts cut over ranks: their groups and their routing. What every layout computes is compared in the layout matrix, and
+checkpoints that move between cuts are in `test_checkpoint.py`."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.models import ModelShape
 from megarl.models.layout import Layout
-from tests.engine_cases import start_places, train_with_checkpoints
+from tests.engine_cases import start_places
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -74,17 +74,3 @@ def test_chosen_experts_have_the_weights_that_the_model_gives_them(tmp_path, nor
         weights = weights / weights.sum(-1, keepdim=True)
     torch.testing.assert_close(found, torch.zeros_like(logits).scatter(1, experts, weights))
     assert (chosen.sum(1) == settings.per_token).all()
-
-
-def test_resume_is_exact_and_experts_may_be_cut_otherwise(tmp_path):
-    """The first layer has no experts: so neither has the first stage."""
-    directory, folder = str(save_tiny_model(tmp_path / "model", "qwen3_moe")), str(tmp_path / "checkpoints")
-    saved = Layout(pipeline=2, data=2, expert=2, stages=(1, 3))
-    whole = run_ranks(train_with_checkpoints, 4, directory, {"actor": saved}, folder, 5, 2, False)[0]
-    # Three updates after the load: a shared Adam counter shows at the second.
-    assert run_ranks(train_with_checkpoints, 4, directory, {"actor": saved}, folder, 5, None, True)[0] == whole[2:]
-    for layout in (Layout(), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)):
-        resumed = run_ranks(train_with_checkpoints, layout.ranks, directory, {"actor": layout}, folder, 5, None, True)[0]
-        for line, expected in zip(resumed, whole[2:], strict=True):
-            assert line[:2] == expected[:2]
-            assert line[2:] == pytest.approx(expected[2:], rel=1e-4), layout

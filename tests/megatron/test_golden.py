@@ -107,9 +107,3 @@ def test_scores_equal_hugging_face(tmp_path, family):
     for layout in layouts:
         for found in run_ranks(scores_of, layout.ranks, str(directory), layout, 64):
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=str(layout))
-
-
-def test_several_labels_are_no_reward(tmp_path):
-    directory = save_tiny_reward_model(tmp_path, num_labels=2)
-    with pytest.raises(AssertionError, match=r"score.weight has shape 2 x 32, expected 1 x 32"):
-        run_ranks(scores_of, 1, str(directory), Layout(), 64)

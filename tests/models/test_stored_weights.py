@@ -1,4 +1,5 @@
-"""Faults of a checkpoint's files are named from the headers: file, tensor, expected value and actual value."""
+"""Faults of a checkpoint's files are named from the headers: file, tensor, expected value and actual value. The other files
+of a model directory: unfetched files, required files, and files that an export copies."""
 
 from __future__ import annotations
 
@@ -9,11 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
+from megarl.data.tokenizer import load_tokenizer
 from megarl.models import ModelShape
 from megarl.models.megatron_weights import checkpoint_sizes
-from megarl.models.stored_weights import INDEX, check_tokenizer, check_weights
-from megarl.recipe import load_recipe
+from megarl.models.model_files import check_fetched, copy_model_files
+from megarl.models.stored_weights import INDEX, check_tokenizer, check_weights, stored_tensors
+from megarl.recipe import RecipeError, load_recipe
+from tests.data.test_prompts import CHAT, byte_tokenizer, jsonl, rows_of
 from tests.recipe_cases import CONFIG, PPO, edited, make_folder, refusals, write
 
 SHAPE = ModelShape.from_config(CONFIG)
@@ -76,10 +81,6 @@ def torn(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def no_safetensors(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
-
-
 def elsewhere(folder: Path) -> None:
     two_files(folder, tensors())
     index = json.loads((folder / INDEX).read_text())
@@ -100,7 +101,6 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantized": (set_to(KEY, np.zeros((32, 64), np.int8)), rf"{KEY} is in I8, expected one of F64, F32, F16, BF16"),
     "no file": (gone, rf"{INDEX}: names the file 'b\.safetensors', for '.*' and others, which is not there"),
     "torn": (torn, r"b\.safetensors: is torn, or no safetensors file: .*not fully covered; fetch it again"),
-    "a pointer in a file's place": (no_safetensors, r"model\.safetensors: is a pointer of Git LFS.*git lfs pull"),
     "wrong index": (elsewhere, rf"[ab]\.safetensors: has no tensor '{KEY}', which {INDEX} says is there"),
     "nothing": (lambda folder: None, r"no \*\.safetensors there"),
 }  # fmt: skip
@@ -193,3 +193,51 @@ def test_a_run_starts_only_with_weights(
     monkeypatch.setenv("RANK", "0")
     assert run.main([str(write(folder, lambda: PPO))]) == 2
     assert "model.path = 'tiny': cannot be loaded: 'tiny': no *.safetensors there" in capsys.readouterr().err
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 11422654\n"
+
+
+def test_a_file_that_git_lfs_has_not_fetched_is_named_with_the_way_out(tmp_path: Path) -> None:
+    readers = {
+        "model.safetensors": lambda: stored_tensors(tmp_path),
+        "tokenizer.json": lambda: check_tokenizer(tmp_path, SHAPE),
+        "rows.jsonl": lambda: rows_of(jsonl(tmp_path / "rows.jsonl"), seed=0),
+        "rows.parquet": lambda: rows_of(jsonl(tmp_path / "rows.parquet", "parquet"), seed=0),
+    }
+    for name, read in readers.items():
+        (tmp_path / name).write_text(POINTER)
+        with pytest.raises(ValueError, match=f"{name}: is a pointer of Git LFS.*git lfs pull"):
+            read()
+    check_fetched(tmp_path / "not there")
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some models transformers 5 makes an empty tokenizer, which turns every prompt into no tokens."""
+    make_folder(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="model.path is '.*tiny'.* has no tokenizer .*copy the files"):
+        load_tokenizer(str(tmp_path / "tiny"))
+    two_files(tmp_path / "tiny", tensors())
+    with pytest.raises(RecipeError, match="model.path.*has no tokenizer"):
+        load_recipe(write(tmp_path, edited()))
+
+
+def test_an_export_copies_all_files_except_weights(tmp_path: Path) -> None:
+    def content(name: str) -> str:
+        return json.dumps({"model_type": "qwen3", "name": name})
+
+    source, target = tmp_path / "model", tmp_path / "exported"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": CHAT, "tool_use": "TOOLS " + CHAT}
+    tokenizer.save_pretrained(source)
+    kept = ["config.json", "generation_config.json", "tokenizer.model", "LICENSE", "own.py", "1_Pooling/config.json"]
+    left = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "onnx/model.onnx",
+            "original/consolidated.00.pth", ".git/config", "adapter_config.json"]  # fmt: skip
+    for name in kept + left:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(content(name))
+    target.mkdir()
+    copy_model_files(source, target)
+    assert all((target / name).read_text() == content(name) for name in kept)
+    assert not any((target / name).exists() for name in left)
+    assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template

@@ -130,12 +130,6 @@ def test_stages_name_the_layers_of_each_chunk_in_the_model_s_order() -> None:
     assert megatron.stage_layers(shape, layout, 1) == [1, 2, 3, 6, 7]
 
 
-def test_the_number_of_experts_is_read_in_both_forms_of_transformers() -> None:
-    five = dict(CONFIGS["qwen3_moe"])
-    five["num_local_experts"] = five.pop("num_experts")
-    assert ModelShape.from_config({"model_type": "qwen3_moe", **five}) == shape_of("qwen3_moe")
-
-
 def test_the_page_on_adding_a_model_is_true() -> None:
     """The example is a file of the package, the rows run, and the page names every sharding, part and test."""
     from megarl.models import weight_table

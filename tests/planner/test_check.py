@@ -48,15 +48,17 @@ def test_the_table_shows_the_forecast(folder: Path) -> None:
 
 
 def test_a_check_and_a_plan_need_nothing_heavy(folder: Path) -> None:
-    """No torch, so no device either, and without a plan no numpy; and this, not a stopwatch, keeps them quick."""
+    """No torch, so no device either, and without a plan no numpy; and this, not a stopwatch, keeps them quick. Also where
+    the recipe has options of Megatron's and vLLM's, whose names are read from their source."""
     good, bad = write_qwen(folder), folder / "bad.yaml"
     bad.write_text("run: 3\n")
     heavy = ["torch", "transformers", "ray", "vllm", "megatron", "datasets", "reasoning_gym", "huggingface_hub"]
+    options = ["trainer.megatron.bias_dropout_fusion=true", "rollout.engine_args.block_size=32"]
     program = f"""
 import sys
 from megarl.cli import app
 for heavy, calls in (
-    ({[*heavy, "numpy"]}, (([{str(good)!r}], 0), ([{str(bad)!r}], 2))),
+    ({[*heavy, "numpy"]}, (({[str(good), *options]}, 0), ([{str(bad)!r}], 2))),
     ({heavy}, (([{str(good)!r}, "--plan", "--suggest"], 0), ([{str(good)!r}, "--json"], 0))),
 ):
     for arguments, status in calls:

@@ -18,6 +18,7 @@ from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
 from megarl.recipe.role_sections import MemorySection
 from megarl.recipe.sizes import memory_roles
+from tests.models.test_table import shape_of
 from tests.planner_cases import QWEN_7B, forecast_of, planned_role, write_qwen
 
 SEPARATE, CPU = "rollout.placement=separate", "device.kind=cpu"
@@ -51,11 +52,6 @@ def test_a_worker_needs_its_weights_cache_and_working_memory() -> None:
     assert engines("separate", False).memory == DeviceMemory(weights=WEIGHTS, engine=1000, logits=7680, activations=4480)
 
 
-def job_with(one: PlannedEngines, offload: str = "none", device_bytes: int = 100_000) -> Job:
-    """A job of which the memory of roles and engines alone is asked."""
-    return Job(roles(offload), (), Lengths((), (), ""), BatchLimits(1, 1, 1, 1), 1, one, device_bytes=device_bytes)
-
-
 ENGINE = WEIGHTS + 1000 + WORKING  # 22,536
 TRAINER = {"actor_update": DeviceMemory(weights=60_000)}
 
@@ -79,7 +75,7 @@ TRAINER = {"actor_update": DeviceMemory(weights=60_000)}
     ],
 )  # fmt: skip
 def test_the_fullest_device_of_each_phase(one: PlannedEngines, offload: str, totals: dict[str, int], room: int) -> None:
-    job = job_with(one, offload)
+    job = Job(roles(offload), (), Lengths((), (), ""), BatchLimits(1, 1, 1, 1), 1, one, device_bytes=100_000)
     assert {phase: held.total for phase, held in on_devices(job, TRAINER).items()} == totals
     assert engine_room(job, list(TRAINER.values())) == room
 
@@ -106,15 +102,7 @@ def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:
     assert (replayed.job.engine_bytes, replayed.safe_utilization) == (0, None)
 
 
-EXPERTS = ModelShape.from_config(
-    {
-        "model_type": "deepseek_v3", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 96,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "n_routed_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
-        "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-        "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
-    }
-)  # fmt: skip
+EXPERTS = shape_of("deepseek_v3", num_hidden_layers=5, vocab_size=128, moe_intermediate_size=24, n_shared_experts=2)
 
 
 def engine_memory(

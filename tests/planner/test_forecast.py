@@ -51,11 +51,6 @@ def test_another_seed_draws_other_lengths() -> None:
         assert find_lengths(kind, bounds, 1).totals != find_lengths(kind, bounds, 2).totals
 
 
-def test_what_is_no_source_of_lengths_names_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"--lengths = 'lognormal'.*uniform, log-normal, long-tail"):
-        find_lengths("lognormal", LIMITS, 1)
-
-
 def write_run(directory: Path, *steps: dict[str, float]) -> str:
     directory.mkdir()
     lines = [json.dumps({"step": number, **step}) for number, step in enumerate(steps, start=1)]

@@ -1,4 +1,5 @@
-"""pyproject.toml, the lock, the Dockerfile and the Makefile say the same about what is installed."""
+"""pyproject.toml, the lock, the Dockerfile and the Makefile say the same about what is installed. A second preparation of
+the model does nothing, and a directory with other files is never changed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import entry_points
 from importlib.metadata import version as installed_version
@@ -262,3 +264,23 @@ def test_shell_commands_of_the_install_page_parse_and_name_what_is_there() -> No
     assert len(named) > 5
     assert [name for name in sorted(named) if not (ROOT / name.rstrip(".")).exists()] == []
     assert "MEGARL_WHEELS" in (ROOT / "launch/setup.sh").read_text()
+
+
+def prepare(directory: Path) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "launch/prepare_smollm2.py", str(directory))
+
+
+def test_a_prepared_directory_stays_unchanged(tmp_path: Path) -> None:
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    for name in names:
+        (tmp_path / name).write_text("as it was")
+    result = prepare(tmp_path)
+    assert result.returncode == 0 and "is prepared already" in result.stdout
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(names, "as it was")
+
+
+def test_another_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    result = prepare(tmp_path)
+    assert result.returncode == 1 and "is no prepared model; move it away" in result.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "mine"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +99,7 @@ def test_fields_read_from_source_are_those_of_the_class(name: str) -> None:
 
     fields = dataclasses.fields(getattr(transformer_config, name))
     assert set(dataclass_fields(MODULE, name) or {}) == {field.name for field in fields if not field.name.startswith("_")}
-
-
-def test_reading_fields_imports_nothing() -> None:
-    script = (
-        "import sys; from megarl.recipe.foreign_fields import dataclass_fields; "
-        f"print(dataclass_fields({MODULE!r}, 'TransformerConfig')['num_layers'], dataclass_fields('absent.x', 'Y'), "
-        "sorted({'torch', 'megatron.core'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split(maxsplit=2) == ["int", "None", "[]\n"], done.stderr
+    assert dataclass_fields("absent.package", name) is None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3"])

@@ -486,19 +486,6 @@ def test_an_impossible_plan_is_refused_with_its_numbers(
         plan_phase(schedule, lengths, layout, 0)
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "longest", "layout", "text"),
-    [
-        (9, 10, Layout(), "max_tokens = 9 is below the longest sequence of 10 tokens; .* is 10"),
-        (15, 9, PADDED, r"longest sequence of 9 tokens, padded to 16; .* is 16"),
-        (9, 9, VIRTUAL, "max_tokens = 9 can need more than 4 micro-batches for 6 sequences a rank, .* is 18"),
-    ],
-)
-def test_a_cap_is_refused_before_any_batch(max_tokens: int, longest: int, layout: Layout, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        raise ValueError(*map(str, violations(Schedule("critic_value", max_tokens=max_tokens), 6, layout, longest)))
-
-
 def test_several_violations_are_said_at_once() -> None:
     found = violations(Schedule("actor_update", 1, None, 5), 8, Layout(data=2), 9)
     assert [fault.field for fault in found] == ["mini_batch"]

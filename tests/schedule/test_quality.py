@@ -40,17 +40,6 @@ def test_mini_batches_wait_for_their_own_slowest_rank() -> None:
     assert metrics.imbalance == pytest.approx(4 / 3) and metrics.efficiency == pytest.approx(6 / (2 * 4))
 
 
-def test_the_cost_of_a_model_is_its_operations() -> None:
-    """Qwen2.5-7B, counted matrix by matrix: (rows, columns) of a layer, 2 operations a weight and token."""
-    cost = sequence_cost(ModelShape.from_config(QWEN_7B))
-    matrices = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584), (3584, 18944), (3584, 18944), (18944, 3584)]
-    per_token = sum(2 * rows * columns for rows, columns in matrices)
-    length = 4096
-    # Token t attends to t others: one multiplication and addition for its score and one for its value, a head dimension.
-    attention = sum(2 * 2 * position * 28 * 128 for position in range(1, length + 1))
-    assert cost.sequence(length) == pytest.approx((per_token * length + attention) / per_token, rel=1e-4)
-
-
 def test_the_cost_of_windows_and_of_latent_attention_is_counted_pair_by_pair() -> None:
     """Gemma 3 sees 512 tokens in five of six layers; DeepSeek-V3's heads have 192 dimensions of keys and 128 of values."""
     gemma = ModelShape.from_config(QWEN_7B | {

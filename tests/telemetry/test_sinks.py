@@ -49,8 +49,8 @@ class Kept:
         self.given.append(status)
 
 
-def relay_to(sink: Kept, folder: Path, new: bool = True, kind: str = "wandb") -> Relay:
-    return Relay("telemetry.sinks.0", kind, Memory(folder / f"{kind}.json", new), lambda: sink)
+def relay_to(sink: Kept, folder: Path) -> Relay:
+    return Relay("telemetry.sinks.0", "wandb", Memory(folder / "wandb.json", new=True), lambda: sink)
 
 
 def test_a_failing_sink_is_reported_once_and_counted_and_other_sinks_get_everything(tmp_path, caplog):
@@ -113,18 +113,6 @@ def test_a_sink_learns_of_an_end_before_the_last_step(tmp_path, error, end):
         sinks.write(1, {"reward/mean": 0.0}, [])
         raise error
     assert kept.given == [(1, 0.0, 0), end]
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("wandb", [4, 5]), ("tensorboard", [3, 4, 5])])
-def test_a_resumed_run_repeats_steps_only_for_a_sink_that_drops_old_steps(tmp_path, kind, expected):
-    with Sinks([relay_to(Kept(), tmp_path, kind=kind)]) as sinks:
-        for step in (1, 2, 3):
-            sinks.write(step, {"reward/mean": 0.0}, [sample_row(step, 0)])
-    again = Kept()
-    with Sinks([relay_to(again, tmp_path, new=False, kind=kind)]) as sinks:
-        for step in (3, 4, 5):  # from a checkpoint after step 2
-            sinks.write(step, {"reward/mean": 0.0}, [])
-    assert [step for step, *_ in again.given[:-1]] == expected
 
 
 def recipe_with(**telemetry: Any) -> Recipe:

@@ -29,13 +29,7 @@ from megarl.weight_sync.plan import ReshardPlan, sync_plan
 from tests.models.test_table import shape_of
 from tests.weight_sync.test_memory import SHAPE as DEEP
 
-SHAPE = ModelShape.from_config(
-    {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 131, "hidden_size": 96, "head_dim": 16,
-        "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    }
-)  # fmt: skip
+SHAPE = shape_of("qwen3", hidden_size=96, head_dim=16, intermediate_size=80, num_hidden_layers=3, num_key_value_heads=2)
 BLOCKS = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 131, "hidden_size": 256, "head_dim": 128,
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

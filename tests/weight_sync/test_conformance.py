@@ -187,18 +187,14 @@ def differences(loader: Parameters, table: Parameters) -> Iterator[str]:
             yield f"{name}: {int((mine != its).sum())} elements stand elsewhere"
 
 
-def table_of(model: Path, rollout: RolloutLayout, worker: int) -> tuple[list[Box], dict[str, tuple[int, int]]]:
-    shape = ModelShape.from_directory(model)
-    return list(worker_boxes(shape, rollout, worker)), parameter_sizes(shape, rollout, worker)
-
-
 def assert_the_same(model: Path, rollout: RolloutLayout) -> None:
     """Every worker's parameters, but for those that vLLM builds and no stage of theirs reads."""
     shape = ModelShape.from_directory(model)
     for worker in range(rollout.workers):
         loader, idle = vllm_view(model, rollout, worker), idle_parameters(shape, rollout, worker)
         read = {name: content for name, content in loader.items() if name not in idle}
-        assert list(differences(read, table_view(model, *table_of(model, rollout, worker)))) == [], worker
+        table = table_view(model, worker_boxes(shape, rollout, worker), parameter_sizes(shape, rollout, worker))
+        assert list(differences(read, table)) == [], worker
 
 
 FAMILIES = [

@@ -24,6 +24,7 @@ from megarl.weight_sync.publish import WeightSync
 from tests.rollout_cases import cut
 from tests.sync_cases import Parameters, ThreadEngines
 from tests.weight_sync.test_buckets import BLOCKS, MOE
+from tests.weight_sync.test_receiver import bare_receiver
 
 pytestmark = pytest.mark.sync
 
@@ -75,18 +76,8 @@ class Worker:
             if hasattr(module, "weight_scale_inv"):
                 module.quant_method = linear_method()
 
-    def receiver(
-        self, shape: ModelShape, rollout: RolloutLayout, number: int, reader: Any, captures_graphs: bool = False
-    ) -> Any:
-        from megarl.weight_sync.receiver import WeightReceiver
-
-        receiver: Any = WeightReceiver.__new__(WeightReceiver)
-        receiver._shape, receiver._reader, receiver._modules = shape, reader, self.modules
-        receiver._repack_s, receiver.device = 0.0, torch.device("cpu")
-        receiver._open, receiver._spares = {}, []
-        receiver._homes = {} if captures_graphs else None
-        receiver._sizes, receiver.model = parameter_sizes(shape, rollout, number), torch.nn.Module()
-        return receiver
+    def receiver(self, shape: ModelShape, rollout: RolloutLayout, number: int, reader: Any) -> Any:
+        return bare_receiver(shape, self.modules, parameter_sizes(shape, rollout, number), reader)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return {
@@ -174,9 +165,10 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
     settings = SyncSettings("bf16", rollout, 1, 1 << 17, 60.0, transport="group", quantization="fp8")
     sync, engines = WeightSync(shape, Layout(), settings, 0, None), Engines(shape, rollout)
     engines.receivers = [
-        one.receiver(shape, rollout, number, engines.readers[0, number], captures_graphs=True)
-        for number, one in enumerate(workers)
+        one.receiver(shape, rollout, number, engines.readers[0, number]) for number, one in enumerate(workers)
     ]
+    for receiver in engines.receivers:
+        receiver._homes = {}  # it captures graphs
     before = [addresses(one) for one in workers]
     try:
         for version, tensors in ((1, new), (2, old), (3, new)):

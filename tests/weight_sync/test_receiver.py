@@ -36,21 +36,27 @@ def environment() -> Iterator[None]:
 CPU = torch.device("cpu")
 
 
-def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
-    """A worker whose modules have a weight [4, 8] each; `covered` elements of each are sent."""
+def bare_receiver(shape: Any, modules: dict[str, Any], sizes: dict[str, tuple[int, int]], reader: Any) -> Any:
+    """A receiver of an engine without CUDA graphs that was not started by vLLM."""
     pytest.importorskip("vllm", reason="needs vLLM's base class of receivers")
     from megarl.weight_sync.receiver import WeightReceiver
 
     receiver: Any = WeightReceiver.__new__(WeightReceiver)
-    receiver._modules, receiver._repack_s = modules, 0.0
-    receiver._sizes = {f"{name}.weight": (4, 8) for name in modules}
-    receiver._shape, receiver.model, receiver.device = SimpleNamespace(tied=False), torch.nn.Module(), CPU
+    receiver._shape, receiver._modules, receiver._sizes, receiver._reader = shape, modules, sizes, reader
+    receiver.model, receiver.device, receiver._repack_s = torch.nn.Module(), CPU, 0.0
+    receiver._open, receiver._spares, receiver._homes = {}, [], None
+    return receiver
+
+
+def receiver_of(modules: dict[str, torch.nn.Module], covered: dict[str, int]) -> Any:
+    """A worker whose modules have a weight [4, 8] each; `covered` elements of each are sent."""
     of_module = Counter[str]()
     for name, elements in covered.items():
         of_module[name.rpartition(".")[0]] += elements
-    receiver._reader = SimpleNamespace(elements=covered, module_elements=of_module)
-    receiver._rollout, receiver._unpacked, receiver._open, receiver._spares = RolloutLayout(), [], {}, []
-    receiver._homes = None
+    reader = SimpleNamespace(elements=covered, module_elements=of_module)
+    sizes = {f"{name}.weight": (4, 8) for name in modules}
+    receiver = bare_receiver(SimpleNamespace(tied=False), modules, sizes, reader)
+    receiver._rollout, receiver._unpacked = RolloutLayout(), []
     return receiver
 
 

@@ -89,16 +89,21 @@ IN_CI = {(1, "mapped"), (2, "mapped"), (6, "mapped"), (0, "group"), (3, "two_leg
 
 
 @pytest.mark.parametrize(
-    ("case", "transport"),
+    ("case", "transport", "merges"),
     [
-        pytest.param(CASES[number], transport, marks=() if (number, transport) in IN_CI else pytest.mark.nightly)
-        for transport, numbers in (("mapped", range(7)), ("group", (0, 1)), ("two_legs", (3, 4, 5)))
-        for number in numbers
+        *[
+            pytest.param(CASES[number], transport, False, marks=() if (number, transport) in IN_CI else pytest.mark.nightly)
+            for transport, numbers in (("mapped", range(7)), ("group", (0, 1)), ("two_legs", (3, 4, 5)))
+            for number in numbers
+        ],
+        # Layer by layer, as where adapters are merged.
+        (("qwen3", True, Layout(1, 2), RolloutLayout(2), 2, "bf16"), "group", True),
+        (("qwen3", True, Layout(2), RolloutLayout(1, 2), 2, "bf16"), "two_legs", True),
     ],
 )
-def test_workers_receive_exactly_their_shards(tmp_path: Path, case: tuple[Any, ...], transport: str) -> None:
+def test_workers_receive_exactly_their_shards(tmp_path: Path, case: tuple[Any, ...], transport: str, merges: bool) -> None:
     family, tied, layout, rollout, engines, precision = case
-    settings = settings_of(rollout, engines, precision, transport, ranks=layout.ranks)
+    settings = settings_of(rollout, engines, precision, transport, ranks=layout.ranks, merges=merges)
     answers = run_ranks(publish_and_read, layout.ranks, two_models(tmp_path, family, tied), layout, settings)
     for metrics in answers[0]:
         assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
@@ -107,20 +112,6 @@ def test_workers_receive_exactly_their_shards(tmp_path: Path, case: tuple[Any, .
         assert metrics["sync/sent_bytes"] < 1.1 * metrics["sync/bound_bytes"]
         assert metrics["sync/attempts"] == 1 and metrics["sync/mapped"] == (transport == "mapped")
     assert all(answer == answers[0] for answer in answers)
-
-
-@pytest.mark.parametrize(
-    ("layout", "rollout", "transport"),
-    [(Layout(1, 2), RolloutLayout(2), "group"), (Layout(2), RolloutLayout(1, 2), "two_legs")],
-)
-def test_shards_arrive_by_layer_where_adapters_are_merged(
-    tmp_path: Path, layout: Layout, rollout: RolloutLayout, transport: str
-) -> None:
-    settings = settings_of(rollout, 2, "bf16", transport, merges=True)
-    answers = run_ranks(publish_and_read, layout.ranks, two_models(tmp_path), layout, settings)
-    for metrics in answers[0]:
-        assert metrics["sync/received_bytes"] == metrics["sync/bound_bytes"] > 0
-        assert metrics["sync/attempts"] == 1
 
 
 @pytest.mark.parametrize(("transport", "wire"), [("group", "full"), ("two_legs", "delta")])
