@@ -379,9 +379,8 @@ def _distillation_rules(recipe: Recipe) -> Violations:
         "algorithm.overlong.buffer": algorithm.overlong is not None and algorithm.overlong.buffer > 0,
         "reward_model": recipe.reward_model is not None,
     }
-    for other, holds in unread.items():
-        if holds:
-            yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
+    for other in (other for other, holds in unread.items() if holds):
+        yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
 
 
 def _dynamic_sampling_rules(recipe: Recipe) -> Violations:
