@@ -33,7 +33,7 @@ from megarl.megatron.model import has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.megatron.spans import timed_waits
-from megarl.megatron.teaching import connect
+from megarl.megatron.teaching import FromTeachers
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
 from megarl.models.stored_weights import check_weights
@@ -257,9 +257,9 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
     teachers = {f"teachers.{name}": teacher for name, teacher in recipe.teachers.items() if name not in recipe.served}
     for role, teacher in teachers.items():
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
-    if recipe.algorithm.distillation is not None:
+    if (distillation := recipe.algorithm.distillation) is not None and distillation.over != "sampled":
         directories = {role: model_directory(teacher.path) for role, teacher in teachers.items()}
-        connect(recipe.algorithm.distillation, roles, directories)
+        built.distillation = FromTeachers(distillation, roles, directories)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None

@@ -142,15 +142,13 @@ class Trainer:
         if "reward_model" in plans:
             batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
             metrics |= phase_metrics
-        for phase in (phase for phase in plans if kind_of(phase) in FORWARD_PHASES):
+        for phase, plan in ((phase, plan) for phase, plan in plans.items() if kind_of(phase) in FORWARD_PHASES):
             with self._phase(phase):
                 result, field = FORWARD_PHASES[kind_of(phase)]
-                forward = results_of(parts, phase, batch) or self._forward(plans[phase], batch, result)
-                results, batch, phase_metrics = self._accept(plans[phase], batch, result, forward)
+                forward = results_of(parts, phase, batch) or self._forward(plan, batch, result)
+                results, batch, phase_metrics = self._accept(plan, batch, result, forward)
                 if kind_of(phase) == "teacher_logprob":
-                    batch = take_judgement(
-                        batch, self.parts.roles, results, forward.rows, plans[phase], plans["actor_update"]
-                    )
+                    batch = take_judgement(batch, self.parts.roles, results, forward.rows, plan, plans["actor_update"])
                 else:
                     batch = batch.with_fields(**{field: results})
                 metrics |= phase_metrics
