@@ -13,8 +13,8 @@ import torch
 from megarl.data.sample import Completion, Sample
 from megarl.planner.placement import EnginePlace
 from megarl.rollout import RolloutError
-from megarl.rollout.dataset import DataPayload
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.taken import DataPayload
 from tests.rollout_cases import VOCAB, recipe, save_model
 
 NAME, RESTARTS = "elder", 1
