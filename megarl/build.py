@@ -26,14 +26,13 @@ from megarl.cluster.preemption import ASKED, LeaveNow, Preemption
 from megarl.cluster.ray_cluster import ClusterError, join_cluster
 from megarl.cluster.watchdog_judge import Deadlines
 from megarl.cluster.watched import nodes_without_ranks, watched
-from megarl.data.prompts import PromptStream
 from megarl.data.routing import teachers_of
 from megarl.data.supervised import answer_of
 from megarl.megatron.model import has_own_attention, spec_name
 from megarl.megatron.parallel import Place, broadcast_from_first, gather_to_all, start_control, start_parallel
 from megarl.megatron.role import Role, RoleSettings, Training
 from megarl.megatron.spans import timed_waits
-from megarl.megatron.teaching import connect
+from megarl.megatron.teaching import FromTeachers
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
 from megarl.models.stored_weights import check_weights
@@ -47,13 +46,13 @@ from megarl.recipe.violation import Violation
 from megarl.recipe.weight_sync_section import BUCKET_BYTES
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError
-from megarl.rollout.dataset import DatasetStream
 from megarl.rollout.environment_workers import check_environment
-from megarl.rollout.evaluation import HeldOut, held_out_data, open_data
+from megarl.rollout.evaluation import HeldOut, open_data
 from megarl.rollout.loop_thread import collect_seldom
 from megarl.rollout.pool import EnginePool, takes_turns
 from megarl.rollout.replay import ReplayStream, check_dumps, dump_rollout
 from megarl.rollout.stream import open_stream
+from megarl.rollout.taken import DatasetStream
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import PhaseClock, recording
 from megarl.telemetry.disk import describe_full, is_full, write_whole
@@ -257,9 +256,9 @@ def build_roles(recipe: Recipe, places: Mapping[str, Place]) -> dict[str, Role]:
     teachers = {f"teachers.{name}": teacher for name, teacher in recipe.teachers.items() if name not in recipe.served}
     for role, teacher in teachers.items():
         roles[role] = build(role, teacher.path, places[role], memory=teacher.memory)
-    if recipe.algorithm.distillation is not None:
+    if (distillation := recipe.algorithm.distillation) is not None and distillation.over != "sampled":
         directories = {role: model_directory(teacher.path) for role, teacher in teachers.items()}
-        connect(recipe.algorithm.distillation, roles, directories)
+        built.distillation = FromTeachers(distillation, roles, directories)
     if critic is not None:
         schedule = recipe.schedule("critic_update")
         assert schedule.mini_batch is not None
@@ -344,21 +343,17 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         longest = recipe.rollout.max_new_tokens
         answer = partial(answer_of, data=recipe.data, tokenizer=tokenizer, stop_token_ids=stops, max_new_tokens=longest)
     prompts = stream(recipe.data, answer=answer)
-    _print_dropped("data", prompts)
     trained_on = [prompts]
     if (supervised := recipe.supervised) is not None:
         rows_of = open_data(supervised, directory, run.first_start)[1]
         rows = rows_of(supervised.data, key="warmup.sft.data.prompts")
-        _print_dropped("warmup.sft.data", rows)
         parts.rows = DatasetStream(supervised, rows)
         trained_on.append(rows)
         if supervised.evaluation is not None:
-            held_out = rows_of(held_out_data(supervised), key="warmup.sft.evaluation.prompts")
-            parts.held_out_rows = HeldOut(supervised, held_out, rows, area="warmup_evaluation")
+            parts.held_out_rows = HeldOut(supervised, rows_of, rows, key="warmup.sft.evaluation")
     teachers_of(recipe, prompts.every())  # a row that names no teacher ends the run at once
     if recipe.evaluation is not None:
-        held_out = stream(held_out_data(recipe), key="evaluation.prompts")
-        parts.held_out = HeldOut(recipe, held_out, *trained_on)
+        parts.held_out = HeldOut(recipe, stream, *trained_on)
     if recipe.telemetry.samples_per_step:
         parts.samples = SampleTable(run.path, recipe.telemetry.samples_per_step, tokenizer.decode)
     if recipe.run.is_supervised:
@@ -384,12 +379,6 @@ def build_first_rank(parts: RunParts, recipe: Recipe, run: RunDirectory, stage: 
         parts.rollouts = open_stream(recipe, parts.engines, str(directory), stops, prompts, rewards, stack)
     if recipe.run.dump_rollouts:
         parts.dump = partial(dump_rollout, run.rollouts)
-
-
-def _print_dropped(key: str, rows: PromptStream) -> None:
-    limit = "max_prompt_tokens" if rows.data.max_tokens is None else "max_tokens"
-    if rows.num_dropped:
-        print(f"{key}: {rows.num_dropped} rows left out, longer than {key}.{limit}", file=sys.stderr)
 
 
 def _longest_waits_s(recipe: Recipe) -> tuple[float, float]:

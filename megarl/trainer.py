@@ -36,20 +36,19 @@ from megarl.planner.flops import sequence_cost
 from megarl.platform import current as platform
 from megarl.recipe import Recipe, kind_of, role_of
 from megarl.recipe.phases_section import EARLY_PARTS
-from megarl.rollout.dataset import DatasetStream, held_out_loss
-from megarl.rollout.evaluation import Evaluation, HeldOut
+from megarl.rollout.evaluation import Evaluation, HeldOut, held_out_loss
 from megarl.rollout.groups import RolloutBatch, rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.replay import ReplayStream
 from megarl.rollout.stream import RolloutStream
-from megarl.rollout.taken import Taken
+from megarl.rollout.taken import DatasetStream, Taken
 from megarl.schedule import MiniBatch, PhaseStart, Plan, Summary, compare, plan_phase, refuse_unlike
 from megarl.schedule.phase_plan import join_plans
 from megarl.schedule.schedule import Schedule
 from megarl.telemetry.clock import PhaseClock, span
 from megarl.telemetry.exit_status import Preempted
 from megarl.telemetry.run_directory import RunDirectory, step_of
-from megarl.telemetry.run_writer import Measured, RunWriter
+from megarl.telemetry.run_writer import EvaluationResult, RunWriter
 from megarl.telemetry.samples import SampleTable
 from megarl.telemetry.time_metrics import Sizes
 from megarl.weight_sync.adapter import AdapterSync
@@ -142,15 +141,13 @@ class Trainer:
         if "reward_model" in plans:
             batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
             metrics |= phase_metrics
-        for phase in (phase for phase in plans if kind_of(phase) in FORWARD_PHASES):
+        for phase, plan in ((phase, plan) for phase, plan in plans.items() if kind_of(phase) in FORWARD_PHASES):
             with self._phase(phase):
                 result, field = FORWARD_PHASES[kind_of(phase)]
-                forward = results_of(parts, phase, batch) or self._forward(plans[phase], batch, result)
-                results, batch, phase_metrics = self._accept(plans[phase], batch, result, forward)
+                forward = results_of(parts, phase, batch) or self._forward(plan, batch, result)
+                results, batch, phase_metrics = self._accept(plan, batch, result, forward)
                 if kind_of(phase) == "teacher_logprob":
-                    batch = take_judgement(
-                        batch, self.parts.roles, results, forward.rows, plans[phase], plans["actor_update"]
-                    )
+                    batch = take_judgement(batch, self.parts.roles, results, forward.rows, plan, plans["actor_update"])
                 else:
                     batch = batch.with_fields(**{field: results})
                 metrics |= phase_metrics
@@ -464,7 +461,7 @@ class Trainer:
 
     # Around the step --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, leaves: Callable[[], bool]) -> Measured | None:
+    def evaluate(self, leaves: Callable[[], bool]) -> EvaluationResult | None:
         """Evaluate the engines on the held-out prompts, or the roles on held-out rows; returns the results on rank 0.
 
         Returns None everywhere if the run `leaves`, which all ranks ask before each round.
@@ -473,7 +470,7 @@ class Trainer:
         more, held_out = True, self.parts.held_out
         with self.clock.phase("evaluation"):
             if self.recipe.run.is_supervised:
-                return held_out_loss(held_out, self._measure, leaves)
+                return held_out_loss(held_out, self._loss_of_batch, leaves)
             while more:
                 if leaves():
                     return None
@@ -482,7 +479,7 @@ class Trainer:
                     evaluation = evaluation or held_out.begin()
                     answer = held_out.go_on(evaluation, self.parts.rollouts, self._sync_restarted_from_first)
                 more = self._broadcast_from_engines(answer)
-        return None if held_out is None or evaluation is None else held_out.measured(evaluation)
+        return None if held_out is None or evaluation is None else held_out.result(evaluation)
 
     def _evaluate_after(self, number: int, writer: RunWriter, leaves: Callable[[], bool]) -> Metrics:
         """Evaluate after a step where the recipe says so, and a warm-up on rows; returns the metrics, on rank 0."""
@@ -497,15 +494,18 @@ class Trainer:
                 metrics = self._sync_engines(False)  # the first rollout follows
         return metrics | writer.evaluated(number, self.version, results)
 
-    def _measure(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
-        """Run the forward phases on held-out rows; returns means, and over how many tokens or pairs they are."""
+    def _loss_of_batch(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
+        """Return the means of held-out rows, and over how many tokens or pairs they are. Raises NotFinite."""
         batch = self._empty_batch(rollouts, np.zeros(len(valid), np.float32), valid)
         for phase in [phase for phase in FORWARD_PHASES if self.recipe.runs(phase)] or ["actor_logprob"]:
             rule = self.recipe.schedule(phase if self.recipe.runs(phase) else "actor_update")
             plan = self._plan(phase, batch, Schedule(phase, rule.sequences, rule.max_tokens))
-            samples = distribute_samples(rollouts.payload, [plan], self.parts.roles[role_of(phase)].place)
-            ran = self._forward(plan, replace(batch, samples=samples), FORWARD_PHASES[phase][0])
-            batch = batch.with_fields(**{FORWARD_PHASES[phase][1]: ran.results})
+            role, (result, field) = self.parts.roles[role_of(phase)], FORWARD_PHASES[phase]
+            samples = distribute_samples(rollouts.payload, [plan], role.place)
+            ran = self._forward(plan, replace(batch, samples=samples), result)
+            mini_batch = replace(plan.mini_batches[0], phase="evaluation")
+            results, batch = FiniteGuard("stop", self.rank).results(role, mini_batch, result, ran.results, batch)
+            batch = batch.with_fields(**{field: results})
         return evaluation_loss(self._advantages(batch)[1], batch.fields["logprobs"], valid)
 
     def run(

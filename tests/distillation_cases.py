@@ -15,7 +15,7 @@ from megarl.megatron.batch import Batch
 from megarl.megatron.objective import PolicyObjective, token_weights
 from megarl.megatron.parallel import Place, reduce_scalars
 from megarl.megatron.role import share_results
-from megarl.megatron.teaching import connect, samples_of, take_judgement
+from megarl.megatron.teaching import FromTeachers, samples_of, take_judgement
 from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
 from megarl.rollout.groups import GroupResult
@@ -79,7 +79,9 @@ def _learn(
     for name, directory in teachers.items():
         roles[f"teachers.{name}"] = engine(str(directory), places[layouts[1]], f"teachers.{name}")
     assert settings.distillation is not None
-    connect(settings.distillation, roles, {f"teachers.{name}": path for name, path in teachers.items()})
+    if settings.distillation.over != "sampled":
+        directories = {f"teachers.{name}": path for name, path in teachers.items()}
+        actor.distillation = FromTeachers(settings.distillation, roles, directories)
     batch = judged_batch(teachers, settings.distillation.data_share > 0)
     update_plan = _plan("actor_update", batch, layouts[0], max_tokens)
     for name in teachers:

@@ -114,8 +114,8 @@ def fake_rollouts(
 
 def batch_of(groups: Sequence[GroupResult], episodes: EpisodeFacts | None = None) -> RolloutBatch:
     """The batch of a step with its samples in memory."""
-    from megarl.rollout.dataset import DataPayload
     from megarl.rollout.groups import GroupFacts, RolloutBatch, RolloutExecuted
+    from megarl.rollout.taken import DataPayload
 
     samples = tuple(group.sample(number) for group in groups for number in range(len(group.lengths)))
     facts = [GroupFacts.of(group) for group in groups]

@@ -246,11 +246,6 @@ def _dpo(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> S
     return pair_slopes(step, scores, section.beta, section.label_smoothing)
 
 
-def _bradley_terry(step: StepRewards, coefficient: float, settings: AlgorithmSection) -> StepAdvantages:
-    """The same for the scores of a reward model, one a sequence, which stand in for its log-probabilities."""
-    return pair_slopes(step, torch.cat(list(step.results["logprobs"])))
-
-
 def pair_slopes(step: StepRewards, scores: Tensor, scale: float = 1.0, label_smoothing: float = 0.0) -> StepAdvantages:
     """Return the weight of each sequence in the update, which sequences count, and metrics of the loss.
 
@@ -292,7 +287,8 @@ ADVANTAGES: dict[str, Callable[[StepRewards, float, AlgorithmSection], StepAdvan
     "remax": _remax,
     "supervised": lambda step, *_: _spread(torch.ones_like(step.rewards), step),
     "dpo": _dpo,
-    "bradley_terry": _bradley_terry,
+    # The scores of a reward model, one a sequence, stand in for log-probabilities.
+    "bradley_terry": lambda step, *_: pair_slopes(step, torch.cat(list(step.results["logprobs"]))),
     "none": lambda step, coefficient, _: _spread(torch.zeros_like(step.rewards), step),
 }
 

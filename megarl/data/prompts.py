@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from megarl.data.sources import BadRows, Row, load_rows, naming
 from megarl.data.supervised import examples_of
 from megarl.data.tokenizer import render_chat, render_questions
 from megarl.recipe.data_section import CurriculumSection, DataSection
+
+logger = logging.getLogger(__name__)
 
 
 class PromptStream:
@@ -214,6 +217,8 @@ class _Part:
                 f"data.{name} is {limit}, but the shortest of the {len(lengths)} "
                 f"rows of {key} has {min(lengths)} tokens; raise it to at least that"
             )
+        if self.num_dropped:
+            logger.warning("%s: %d rows left out, longer than data.%s = %d", key, self.num_dropped, name, limit)
         self._order = np.arange(len(self.rows))
         self._checksum = 0  # of all token ids, in order
         for ids in self._token_ids:

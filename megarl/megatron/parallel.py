@@ -205,13 +205,7 @@ def distribute_samples(payload: Any, plans: Iterable[Plan], place: Place) -> dic
     The leader fetches the tokens and broadcasts them inside its model-parallel group, so that a rank holds only the tokens
     that it runs.
     """
-    wanted = {
-        sample
-        for plan in plans
-        for mini_batch in plan.mini_batches
-        for micro_batch in mini_batch.micro_batches[place.data_rank]
-        for sample in micro_batch.samples
-    }
+    wanted = {sample for plan in plans for sample in plan.samples_of(place.data_rank)}
     with span("wait_data"):  # the leader waits for the engines' node, and its group for the leader
         box: list[Any] = [payload.fetch(sorted(wanted)) if place.is_leader else None]
         dist.broadcast_object_list(box, src=place.leader, group=place.model_parallel_group, device=place.device)

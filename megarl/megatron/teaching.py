@@ -8,9 +8,8 @@ A teacher that an engine serves (`teachers.NAME.engine`) has no role; rank 0 ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ from megarl.megatron.logprobs import LogProbabilities, scaled
 from megarl.megatron.parallel import Place, broadcast_from_first
 from megarl.megatron.role import Role
 from megarl.megatron.weights import load_shards
-from megarl.models import ModelShape
 from megarl.models.layout import Layout
 from megarl.models.megatron_weights import padded_vocab, weight_boxes
 from megarl.models.weight_table import head
@@ -61,13 +59,35 @@ def take_judgement(
     batch: Batch, roles: Mapping[str, Role], results: list[Tensor], rows: Mapping[int, Tensor], plan: Plan, update: Plan
 ) -> Batch:
     """Return the batch with what the teacher of a `plan` gave for the samples that it judges: `results` everywhere, or
-    `rows` to the ranks that run the actor's `update`. Collective."""
+    `rows` on the ranks of the actor's last stage that train on the sample in the `update`. Collective.
+
+    `rows` are on this rank where it is the source of a data-parallel rank of the teacher's. All ranks go through the samples
+    in the same order, so that none waits for one that waits for it.
+    """
     teacher = roles[role_of(plan.phase)]
     judged = np.flatnonzero(batch.teachers == teacher.role.removeprefix(TEACHERS)).tolist()
     if teacher.reads_head is None:
         return _with_logprobs(batch, {sample: results[sample] for sample in judged})
-    moved = _move_rows(rows, judged, plan, update, teacher, batch)
-    return replace(batch, teacher_rows={**batch.teacher_rows, **moved})
+    place, layout, moved = teacher.place, update.layout, dict(batch.teacher_rows)
+    runs, trains = ([side.samples_of(data) for data in range(side.layout.data)] for side in (plan, update))
+    last, parts = layout.pipeline - 1, list(product(range(layout.tensor), range(layout.context)))
+    with span("wait_ranks"):
+        for sample in judged:
+            source = place.source_of(next(data for data, samples in enumerate(runs) if sample in samples))
+            data_ranks = [data for data, samples in enumerate(trains) if sample in samples]
+            readers = {layout.rank(tensor, last, data, context) for data in data_ranks for tensor, context in parts}
+            if place.rank == source:
+                # Those of a masked sample may be NaN.
+                row = torch.zeros_like(rows[sample]) if sample in batch.masked else rows[sample]
+                on_device = row.to(place.device)
+                for reader in sorted(readers - {source}):
+                    dist.send(on_device, reader)
+            elif place.rank in readers:
+                row = torch.empty(batch.own_lengths[sample], teacher.row_width, dtype=teacher.row_dtype, device=place.device)
+                dist.recv(row, source)
+            if place.rank in readers:
+                moved[sample] = row.cpu()
+    return replace(batch, teacher_rows=moved)
 
 
 def _with_logprobs(batch: Batch, judged: Mapping[int, Tensor]) -> Batch:
@@ -99,86 +119,46 @@ def ask_engines(
     return batch, metrics
 
 
-def _move_rows(
-    rows: Mapping[int, Tensor], judged: Sequence[int], plan: Plan, update: Plan, teacher: Role, batch: Batch
-) -> dict[int, Tensor]:
-    """Send the rows of the samples that a teacher judges to the ranks of the actor's last stage that train on them; returns
-    those that this rank trains on.
-
-    `rows` are on this rank where it is the source of a data-parallel rank of the teacher's. All ranks go through the samples
-    in the same order, so that none waits for one that waits for it. Collective.
-    """
-    place, layout, moved = teacher.place, update.layout, dict[int, Tensor]()
-    of_teacher, of_update = plan.data_ranks, update.data_ranks
-    last, parts = layout.pipeline - 1, list(product(range(layout.tensor), range(layout.context)))
-    with span("wait_ranks"):
-        for sample in judged:
-            source = place.source_of(*of_teacher[sample])
-            readers = {layout.rank(tensor, last, data, context) for data in of_update[sample] for tensor, context in parts}
-            if place.rank == source:
-                on_device = rows[sample].to(place.device)
-                for reader in sorted(readers - {source}):
-                    dist.send(on_device, reader)
-            elif place.rank in readers:
-                size = int(batch.own_lengths[sample]), teacher.row_width
-                on_device = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
-                dist.recv(on_device, source)
-            if place.rank in readers:
-                moved[sample] = rows[sample] if place.rank == source else on_device.cpu()
-    return moved
-
-
 # Both ends ----------------------------------------------------------------------------------------------------------------
 
 
-def connect(section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path]) -> None:
-    """Let teachers give the rows that `algorithm.distillation` reads, and the actor compare itself with them.
-
-    `directories` are the teachers' models by role.
-    """
-    if section.over == "sampled":
-        return
-    actor = roles["actor"]
-    divergence = Divergence(section.divergence, section.mixture, actor.head)
-    compare = FromTeachers(divergence, section.top_k, actor.place)
-    for name, directory in directories.items():
-        teacher = roles[name]
-        if section.top_k is not None:
-            teacher.reads_head = partial(_give_likeliest, section.top_k)
-            teacher.row_width, teacher.row_dtype = 2 * section.top_k, torch.float32
-        else:
-            teacher.reads_head = _give_hidden
-            teacher.row_width = teacher.shape.hidden
-            compare.load_head(name.removeprefix(TEACHERS), teacher.shape, directory, teacher.row_dtype)
-    actor.distillation = compare
-
-
-def _give_hidden(hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
-    return {"rows": hidden, "logprobs": hidden.float().square().mean(-1)}  # NaN where a row is broken
-
-
-def _give_likeliest(count: int, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
-    rows = likeliest_tokens(hidden, weight, head, count)
-    return {"rows": rows, "logprobs": rows[:, 0]}
-
-
 class FromTeachers:
-    """Computes the divergence of the actor's own tokens from the teachers that judge them, on the actor's last stage. The
-    heads of teachers stay on the device, cut as the actor's."""
+    """Lets teachers give the rows that `algorithm.distillation` reads, and computes the divergence of the actor's own tokens
+    from the teachers that judge them, on the actor's last stage. The heads of teachers stay on the device, cut as the
+    actor's.
 
-    def __init__(self, divergence: Divergence, top_k: int | None, place: Place) -> None:
-        self._divergence, self._top_k, self._place = divergence, top_k, place
-        self._heads: dict[str, Tensor] = {}
+    `section` is of `over: top_k` or `vocabulary`; `directories` are the teachers' models by role.
+    """
 
-    def load_head(self, name: str, shape: ModelShape, directory: Path, dtype: torch.dtype) -> None:
+    def __init__(self, section: DistillationSection, roles: Mapping[str, Role], directories: Mapping[str, Path]) -> None:
+        actor = roles["actor"]
+        self._divergence = Divergence(section.divergence, section.mixture, actor.head)
+        self._top_k, self._heads = section.top_k, dict[str, Tensor]()
+        for name, directory in directories.items():
+            teacher = roles[name]
+            teacher.reads_head = self.give
+            if self._top_k is None:
+                teacher.row_width = teacher.shape.hidden
+                self._load_head(teacher, directory, actor.place)
+            else:
+                teacher.row_width, teacher.row_dtype = 2 * self._top_k, torch.float32
+
+    def _load_head(self, teacher: Role, directory: Path, place: Place) -> None:
         """Read this tensor rank's part of a teacher's head."""
-        place, layout = self._place, self._place.layout
+        layout, shape = place.layout, teacher.shape
         if place.pipeline_rank != layout.pipeline - 1:
             return
-        weight = torch.empty(padded_vocab(shape, layout.tensor) // layout.tensor, shape.hidden, dtype=dtype)
+        weight = torch.empty(padded_vocab(shape, layout.tensor) // layout.tensor, shape.hidden, dtype=teacher.row_dtype)
         boxes = weight_boxes(layout, place.rank, "", "", head(shape))
         load_shards(directory, shape, boxes, {head(shape).megatron.parameter: weight})
-        self._heads[name] = weight.to(place.device)
+        self._heads[teacher.role.removeprefix(TEACHERS)] = weight.to(place.device)
+
+    def give(self, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
+        """Return a teacher's rows from its last hidden rows, and one number of each that is NaN where the row is broken."""
+        if self._top_k is None:
+            return {"rows": hidden, "logprobs": hidden.float().square().mean(-1)}
+        rows = likeliest_tokens(hidden, weight, head, self._top_k)
+        return {"rows": rows, "logprobs": rows[:, 0]}
 
     def __call__(self, batch: Batch, micro: PackedMicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the divergence at this context rank's own tokens, from their hidden rows and the actor's head."""
@@ -186,22 +166,15 @@ class FromTeachers:
         heads = micro.heads.cpu().numpy()  # those of another context rank have no hidden row here
         result = scaled(hidden.new_zeros(len(hidden)), 1.0)
         for name in dict.fromkeys(teachers.tolist()):
-            rows = torch.cat([_rows(batch, sample) for sample in micro.samples if batch.teachers[sample] == name])
+            rows = torch.cat([batch.teacher_rows[sample] for sample in micro.samples if batch.teachers[sample] == name])
             judged = np.flatnonzero(teachers[heads] == name)
             rows = rows[np.searchsorted(np.flatnonzero(teachers == name), heads[judged])].to(hidden.device)
             at = torch.from_numpy(judged).to(hidden.device)
-            result = result.index_add(0, at, self._compare(name, hidden[at], weight, rows))
+            if self._top_k is None:
+                divergence = self._divergence(hidden[at], weight, rows, self._heads[name])
+            else:
+                logprobs, numbers = rows.split(self._top_k, -1)
+                chosen = self._divergence.head(hidden[at], weight, numbers.long(), entropy=False)["logprobs"]
+                divergence = over_likeliest(chosen, logprobs, self._divergence.kind, self._divergence.mixture)
+            result = result.index_add(0, at, divergence)
         return result
-
-    def _compare(self, name: str, hidden: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-        if self._top_k is None:
-            return self._divergence(hidden, weight, rows, self._heads[name])
-        logprobs, numbers = rows.split(self._top_k, -1)
-        chosen = self._divergence.head(hidden, weight, numbers.long(), entropy=False)["logprobs"]
-        return over_likeliest(chosen, logprobs, self._divergence.kind, self._divergence.mixture)
-
-
-def _rows(batch: Batch, sample: int) -> Tensor:
-    """A teacher's rows; zeros for a masked sample, whose rows may be NaN."""
-    rows = batch.teacher_rows[sample]
-    return torch.zeros_like(rows) if sample in batch.masked else rows

@@ -9,7 +9,6 @@ again for `recompute`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 
@@ -59,7 +58,7 @@ class Job:
     tflops: float | None = None
     bucket_bytes: int = 0
     supervised: Job | None = None
-    teachers: Mapping[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
+    teachers: dict[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""

@@ -20,7 +20,6 @@ from megarl.planner.memory_estimate import BatchLimits
 
 # The quantiles of a step's lengths in `metrics.jsonl`, in per cent.
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
-_WHOLE = "data/length_p{:02d}"
 DISTRIBUTIONS = ("uniform", "log-normal", "long-tail")
 # Median and spread as shares of the longest length; completions of reasoning models look like the second and third.
 _LOG_NORMAL_MEDIAN, _LOG_NORMAL_SIGMA = 1 / 6, 0.7
@@ -85,12 +84,12 @@ def _from_run(directory: Path, limits: BatchLimits, seed: int, read_metrics: Rea
             raise LengthsError(f"{where}: the run's {key} is {value:.0f} on average, above {limit_key} = {limit}")
         return value
 
-    whole = any(_WHOLE.format(0) in step for step in steps)
+    whole = any("data/length_p00" in step for step in steps)
     if whole != (limits.max_prompt <= 1):
         lacks, needed = ("prompts and completions", "rl") if whole else ("whole sequences", "sft, dpo or reward_model")
         raise LengthsError(f"{where}: its steps have no lengths of {lacks}; give a run of run.kind: {needed}")
     if whole:
-        means = [mean(_WHOLE.format(percent), limits.longest, "data.max_tokens") - 1 for percent in QUANTILES]
+        means = [mean(f"data/length_p{percent:02d}", limits.longest, "data.max_tokens") - 1 for percent in QUANTILES]
         prompt = 1
     else:
         keys = [f"rollout/completion_length_p{percent:02d}" for percent in QUANTILES]

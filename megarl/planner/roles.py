@@ -57,11 +57,6 @@ class PlannedRole:
     device: DeviceSection | None = None
 
     @property
-    def is_frozen_policy(self) -> bool:
-        """Whether the role gives log-probabilities and is never trained."""
-        return self.name == "reference" or self.name.startswith("teachers.")
-
-    @property
     def has_value_head(self) -> bool:
         """Whether the head gives one number instead of logits: a critic's and a reward model's does."""
         return self.scores or self.name in ("critic", "reward_model")
@@ -76,7 +71,7 @@ class PlannedRole:
     def head_passes(self) -> int:
         """How often the head multiplies a row in a forward phase: not where a teacher's last hidden rows travel, and twice
         for its likeliest tokens (`megatron/divergence.py`)."""
-        if self.distillation is None or not self.is_frozen_policy:
+        if self.distillation is None or self.trained:
             return 1
         return 0 if self.distillation.over == "vocabulary" else 2
 

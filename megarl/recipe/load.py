@@ -162,7 +162,7 @@ def cross_violations(recipe: Recipe, fetch: Fetch | None = None) -> list[Violati
         faults += _model_faults(recipe, key, path, fetch, ranks_divide=not rank_faults)
     if recipe.supervised is not None:
         faults += named_as_warmup(cross_violations(recipe.supervised, fetch))
-    return faults
+    return list({str(fault): fault for fault in faults}.values())  # teachers share the section of their phase
 
 
 def _model_faults(recipe: Recipe, key: str, path: str, fetch: Fetch | None, ranks_divide: bool) -> list[Violation]:

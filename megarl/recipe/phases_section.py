@@ -147,14 +147,12 @@ REASONS = {
 
 def phase_rules(recipe: Recipe) -> Violations:
     """Phases without a section, sections of phases that never run, and sizes that `schedule/schedule.py` refuses."""
-    reported: set[str] = set()  # teachers share a section
     for phase in recipe.engine_phases:
         section, key, runs = recipe.phase_section(phase), f"phases.{kind_of(phase)}", recipe.runs(phase)
         if phase == "actor_logprob" and recipe.num_rollouts % recipe.phases.actor_update.mini_batch:
             continue  # whether the phase runs depends on a mini-batch size that is illegal
         if section is None or not runs:
-            if runs and key not in reported:
-                reported.add(key)
+            if runs:
                 size = "mini_batch: ..., " if phase in UPDATE_PHASES else ""
                 example = f"{kind_of(phase)}: {{{size}micro_batch: {{max_tokens: ...}}}}"
                 yield Violation(key, MISSING, f"required: {REASONS[kind_of(phase)]}", example)
@@ -175,8 +173,7 @@ def phase_rules(recipe: Recipe) -> Violations:
                 rule += f" ({made_of})" if not recipe.run.is_supervised else " (data.max_tokens)"
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
                 yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
-        if isinstance(section, ForwardPhaseSection) and section.start == "early" and key not in reported:
-            reported.add(key)
+        if isinstance(section, ForwardPhaseSection) and section.start == "early":
             yield from _early_rules(recipe, phase)
         if section.share_prompts:
             refused = {

@@ -20,7 +20,6 @@ from megarl.recipe.section import Above, BrokenRules, Count, FilePath, Positive,
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
 
 if TYPE_CHECKING:
-    from megarl.recipe.algorithm_section import DistillationSection
     from megarl.recipe.recipe import Recipe
 
 
@@ -212,9 +211,6 @@ def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | Criti
 def trained_role_rules(recipe: Recipe) -> Violations:
     """Warm-ups that outlast the run, and weights or modules that cannot be frozen or recomputed."""
     steps, critic_warmup = recipe.rollout_steps, recipe.critic_warmup_steps
-    if steps < 0:
-        rule = f"must not pass run.steps = {recipe.run.steps}"
-        yield Violation("warmup.sft.steps", recipe.sft_steps, rule, str(recipe.run.steps))
     of_run = f"run.steps = {recipe.run.steps}"
     of_run += f" - warmup.sft.steps = {steps}" if steps < recipe.run.steps else ""
     if critic_warmup and critic_warmup >= steps:
@@ -227,8 +223,9 @@ def trained_role_rules(recipe: Recipe) -> Violations:
             yield Violation(f"{role}.optimizer.warmup_steps", warmup, f"must not pass {of_run}{less}", str(updates))
         if section.memory.recompute == "selective" and is_for_cpus(recipe):
             yield from without_transformer_engine(recipe, role)
-    if recipe.critic is not None and recipe.critic.freeze.head:
-        yield Violation("critic.freeze.head", True, "a critic's head is new and must be trained", "false")
+        built_as = recipe.trained_role if role == "actor" else role
+        if section.freeze.head and built_as != "actor":
+            yield Violation(f"{role}.freeze.head", True, f"the head of a {built_as} is new and must be trained", "false")
     if recipe.actor.lora is not None and recipe.actor.freeze != FreezeSection():
         rule = "with actor.lora only the adapters are trained"
         yield Violation("actor.freeze", GIVEN, rule, "remove actor.freeze")
@@ -262,14 +259,14 @@ def reference_rules(recipe: Recipe) -> Violations:
 
 
 def teacher_rules(recipe: Recipe) -> Violations:
-    """Teachers that nothing reads, distillation without one, and weights and routes that choose nothing."""
+    """Teachers that nothing reads, distillation without one, weights and routes that choose nothing, and what an engine
+    cannot give of a teacher."""
     teachers, distillation = recipe.teachers, recipe.algorithm.distillation
     if distillation is None:
         if teachers:
             yield Violation("teachers", GIVEN, "without algorithm.distillation nothing reads them", "remove teachers")
         return
     route, key = distillation.route, "algorithm.distillation.route"
-    yield from _served_rules(recipe, distillation)
     if not teachers:
         yield Violation("teachers", MISSING, "required: algorithm.distillation has none", "teachers: {NAME: {path: ...}}")
     elif route is not None and len(teachers) == 1:
@@ -278,24 +275,21 @@ def teacher_rules(recipe: Recipe) -> Violations:
         if section.weight != 1.0 and (route is not None or len(teachers) == 1):
             rule = f"{key} chooses the teacher of each row" if route is not None else "one teacher judges all completions"
             yield Violation(f"teachers.{name}.weight", section.weight, rule, f"remove teachers.{name}.weight")
-
-
-def _served_rules(recipe: Recipe, distillation: DistillationSection) -> Violations:
-    """What an engine cannot give of a teacher."""
-    for name in recipe.served:
-        key, given = f"teachers.{name}.engine", f"remove teachers.{name}.engine"
-        if recipe.teachers[name].layout is not None or recipe.teachers[name].memory != ReferenceMemorySection():
+        if section.engine is None:
+            continue
+        engine, way_out = f"teachers.{name}.engine", f"remove teachers.{name}.engine"
+        if section.layout is not None or section.memory != ReferenceMemorySection():
             rule = "no trainer rank holds the teacher, and nothing reads its layout and its memory"
-            yield Violation(key, GIVEN, rule, f"{given}, or layout and memory")
+            yield Violation(engine, GIVEN, rule, f"{way_out}, or layout and memory")
         if distillation.over != "sampled":
             rule = "an engine gives the log-probability of the sampled token alone"
             rule += f", and algorithm.distillation.over = {distillation.over} compares more tokens"
-            yield Violation(key, GIVEN, rule, f"{given}, or over: sampled")
+            yield Violation(engine, GIVEN, rule, f"{way_out}, or over: sampled")
         if recipe.rollout.temperature != 1.0:
-            rule = f"{key} gives log-probabilities at temperature 1"
-            yield Violation("rollout.temperature", recipe.rollout.temperature, rule, f"1.0, or {given}")
+            rule = f"{engine} gives log-probabilities at temperature 1"
+            yield Violation("rollout.temperature", recipe.rollout.temperature, rule, f"1.0, or {way_out}")
         if not recipe.has_engines:
-            yield Violation(key, GIVEN, "with rollout.replay no engines are started", f"{given}, or rollout.replay")
+            yield Violation(engine, GIVEN, "with rollout.replay no engines are started", f"{way_out}, or rollout.replay")
 
 
 def teacher_fits_model(recipe: Recipe, key: str, path: str, shape: ModelShape, fetch: Fetch | None) -> Violations:

@@ -19,10 +19,12 @@ from megarl.recipe.phases_section import UpdatePhaseSection
 from megarl.recipe.role_sections import LearningRateSection
 from megarl.recipe.section import Positive, Section
 from megarl.recipe.violation import GIVEN, MISSING, Violation, Violations
+from megarl.recipe.yaml_text import value_at
 
 if TYPE_CHECKING:
     from megarl.recipe.recipe import Recipe
 
+SFT = "warmup.sft"
 # The section `algorithm` of each kind, and the keys of it that a user may set.
 _OF_PAIRS = {"group_size": 2, "policy_loss": {"kind": "policy_gradient"}, "aggregation": "sequence_sum"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -44,23 +46,20 @@ UNREAD: dict[str, Any] = {
 
 def fill_sections(given: Any) -> Any:
     """Return a recipe's plain data with the sections that a supervised run leaves out; of any other kind as it is."""
-    kind = given["run"].get("kind") if isinstance(given, dict) and isinstance(given.get("run"), dict) else None
-    if kind not in ALGORITHMS:
+    kind = value_at(given, "run.kind")
+    if kind not in list(ALGORITHMS):  # which may have any type here, also one without a hash
         return given
 
-    def number(*path: str) -> int:
+    def number(key: str) -> int:
         """Return a number that the user gave, or one that lets other rules speak."""
-        value: Any = given
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
+        value = value_at(given, key)
         return value if type(value) is int and value > 1 else 2
 
-    prompts = max(1, number("phases", "actor_update", "mini_batch") // ALGORITHMS[kind]["group_size"])
     filled: dict[str, dict[str, Any]] = {
         "algorithm": ALGORITHMS[kind],
         "data": {"max_prompt_tokens": 1},
-        "rollout": {"max_new_tokens": number("data", "max_tokens") - 1},
-        "phases": {"rollout": {"prompts": prompts}},
+        "rollout": {"max_new_tokens": number("data.max_tokens") - 1},
+        "phases": {"rollout": {"prompts": number("phases.actor_update.mini_batch") // ALGORITHMS[kind]["group_size"]}},
     }
     sections = {name: given.get(name, {}) for name in filled}
     return given | {name: filled[name] | section for name, section in sections.items() if isinstance(section, dict)}
@@ -78,6 +77,9 @@ def supervised_rules(recipe: Recipe) -> Violations:
             yield Violation("algorithm.advantage", recipe.algorithm.advantage, rule, "grpo, or another run.kind")
         if recipe.algorithm.dpo is not None:
             yield Violation("algorithm.dpo", GIVEN, "only run.kind: dpo reads it", "remove algorithm.dpo")
+        if recipe.rollout_steps < 0:
+            rule = f"must not pass run.steps = {recipe.run.steps}"
+            yield Violation(f"{SFT}.steps", recipe.sft_steps, rule, str(recipe.run.steps))
         return
     if data.max_tokens is None:
         yield Violation("data.max_tokens", MISSING, f"required with run.kind: {kind}", "data.max_tokens: 1024")
@@ -86,8 +88,6 @@ def supervised_rules(recipe: Recipe) -> Violations:
         yield Violation(key, GIVEN, rule, f"remove {key}")
     if kind == "reward_model" and recipe.actor.lora is not None:
         yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
-    if kind == "reward_model" and recipe.actor.freeze.head:
-        yield Violation("actor.freeze.head", True, "the new head of a reward model must be trained", "false")
     size, update = recipe.algorithm.group_size, recipe.phases.actor_update
     if update.mini_batch % size:
         yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
@@ -113,7 +113,6 @@ def _changed(section: Section, expected: Section, above: str = "") -> Iterator[s
             yield f"{above}{name}"
 
 
-SFT = "warmup.sft"
 # Keys of the supervised run that the warm-up is, and the keys that give their values.
 NAMES = {
     "data.": f"{SFT}.data.",

@@ -157,3 +157,10 @@ def _one_line(error: Exception) -> str:
             return f"{place}a tab; YAML is indented with spaces"
         return place + (error.problem or "unreadable")
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def value_at(content: Any, key: str) -> Any:
+    """Return the value of a dotted key; None if the recipe lacks the key."""
+    for part in key.split("."):
+        content = content.get(part) if isinstance(content, dict) else None
+    return content

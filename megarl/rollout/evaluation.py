@@ -1,4 +1,5 @@
-"""Evaluation on held-out prompts: during a run, and as `megarl eval`, where rollout engines run alone."""
+"""Evaluation on held-out prompts: during a run, and as `megarl eval`, where rollout engines run alone; and the loss of a
+supervised run on held-out rows."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,23 +23,24 @@ from megarl.algorithm.pass_at import Estimate, majority, mean_reward, pass_at
 from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
+from megarl.megatron.parallel import broadcast_from_first
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
 from megarl.planner.placement import EnginePlace
 from megarl.platform import current as platform
 from megarl.recipe import Recipe
-from megarl.recipe.data_section import DataSection
 from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.recipe.sizes import with_engine_sizes
 from megarl.reward.service import services_of
 from megarl.reward.verifiers import check_answer, load_terms
 from megarl.reward.workers import RewardWorkers
+from megarl.rollout.groups import RolloutBatch
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stream import RolloutStream, Sampling, open_stream
-from megarl.rollout.taken import KnownBatches, Resync
+from megarl.rollout.taken import KnownBatches, Resync, batch_of_rows
 from megarl.telemetry.clock import span
 from megarl.telemetry.run_directory import RunDirectory, latest_checkpoint
-from megarl.telemetry.run_writer import Measured
+from megarl.telemetry.run_writer import EvaluationResult
 
 logger = logging.getLogger(__name__)
 # Beyond the number of any step. All evaluations of a run have the same draws, which makes their differences less noisy.
@@ -104,26 +106,31 @@ class Evaluation:
 class HeldOut:
     """The prompts, or rows, of an evaluation, without those of the training data. Raises ValueError if none is left."""
 
-    def __init__(self, recipe: Recipe, held_out: PromptStream, *trained_on: PromptStream, area: str = "evaluation") -> None:
-        """`held_out` is a stream of `held_out_data`; the names of the metrics begin with `area`."""
+    def __init__(
+        self, recipe: Recipe, stream: Callable[..., PromptStream], *trained_on: PromptStream, key: str = "evaluation"
+    ) -> None:
+        """`stream` is that of `open_data`, and `key` the section's; metrics begin with it, in a warm-up with
+        `warmup_evaluation`."""
         assert recipe.evaluation is not None
-        self.recipe, self.section, self.area = recipe, recipe.evaluation, area
+        self.recipe, self.section, self.area = recipe, recipe.evaluation, key.replace("warmup.sft.", "warmup_")
+        data = recipe.data.model_copy(update={"prompts": self.section.prompts, "curriculum": None})
+        held_out = stream(data, key=f"{key}.prompts")
         prompts = not_trained_on(held_out, *trained_on)
         self.prompts = prompts[: self.section.max_prompts]
         self.counts: dict[str, float] = {
-            f"{area}/num_prompts": len(self.prompts),
-            f"{area}/num_left_out": held_out.num_rows - len(prompts),
-            f"{area}/num_dropped": held_out.num_dropped,
-            f"{area}/num_bad_rows": held_out.num_bad_rows,
+            f"{self.area}/num_prompts": len(self.prompts),
+            f"{self.area}/num_left_out": held_out.num_rows - len(prompts),
+            f"{self.area}/num_dropped": held_out.num_dropped,
+            f"{self.area}/num_bad_rows": held_out.num_bad_rows,
         }
 
     def begin(self) -> Evaluation:
         """Return an evaluation without answers."""
         return Evaluation(self.prompts, self.counts)
 
-    def measured(self, evaluation: Evaluation) -> Measured:
+    def result(self, evaluation: Evaluation) -> EvaluationResult:
         """Return the metrics, the summary and the table of a finished evaluation."""
-        return Measured(evaluation.metrics(self.section), evaluation.summary(self.section), evaluation.table())
+        return EvaluationResult(evaluation.metrics(self.section), evaluation.summary(self.section), evaluation.table())
 
     def go_on(self, judged: Evaluation, stream: RolloutStream | KnownBatches, resync: Resync | None = None) -> bool:
         """Let the engines answer the next prompts, and score the answers: one round, with a step's deadlines. Returns
@@ -166,10 +173,34 @@ def open_data(
     return tokenizer, stream, stop_token_ids(str(directory), tokenizer, num_tokens)
 
 
-def held_out_data(recipe: Recipe) -> DataSection:
-    """Return `data` with the held-out prompts instead of the training prompts."""
-    assert recipe.evaluation is not None
-    return recipe.data.model_copy(update={"prompts": recipe.evaluation.prompts, "curriculum": None})
+# Returns the mean metrics of a batch's sequences that count, and over how many tokens or pairs.
+LossOfBatch = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
+
+
+def held_out_loss(held_out: HeldOut | None, loss_of: LossOfBatch, leaves: Callable[[], bool]) -> EvaluationResult | None:
+    """Compute the loss of all held-out rows, which rank 0 has, batch by batch; returns it there. Returns None everywhere if
+    the run `leaves`, which all ranks ask before each batch. Raises what `loss_of` raises. Collective."""
+    batches, sums, total = iter(()) if held_out is None else _batches(held_out), dict[str, float](), 0.0
+    while (batch := broadcast_from_first(next(batches, None))) is not None:
+        if leaves():
+            return None
+        means, weight = loss_of(*batch)
+        sums = {name: sums.get(name, 0.0) + weight * value for name, value in means.items()}
+        total += weight
+    if held_out is None:
+        return None
+    means = {name: value / total for name, value in sums.items()}
+    summary = f"{', '.join(f'{name} {mean:.4f}' for name, mean in means.items())} on {len(held_out.prompts)} held-out rows"
+    return EvaluationResult({f"{held_out.area}/{name}": mean for name, mean in means.items()} | held_out.counts, summary)
+
+
+def _batches(held_out: HeldOut) -> Iterator[tuple[RolloutBatch, np.ndarray]]:
+    """Yield the rows in batches of a step's size with a mask of the sequences that count: the last batch is filled up with
+    the first rows."""
+    size, rows = held_out.recipe.phases.rollout.prompts, held_out.prompts
+    for start in range(0, len(rows), size):
+        batch = batch_of_rows([rows[number % len(rows)] for number in range(start, start + size)])
+        yield batch, np.arange(len(batch)) < (len(rows) - start) * batch.executed.group_size
 
 
 def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
@@ -193,7 +224,7 @@ def evaluate(recipe: Recipe, model: str | None, run: Path | None) -> Evaluation:
             directory = model_directory(model or recipe.model.path)
         started = (RunDirectory.of(recipe) if run is None else RunDirectory(run)).first_start
         _, stream, stops = open_data(recipe, directory, started)
-        held_out = HeldOut(recipe, stream(held_out_data(recipe), key="evaluation.prompts"), stream(recipe.data))
+        held_out = HeldOut(recipe, stream, stream(recipe.data))
         places = engine_places(recipe, platform.num_devices)
         pool = EnginePool(recipe, str(directory), stops, recipe.run.seed, places=places)
         stack.callback(pool.shutdown)

@@ -158,8 +158,8 @@ class ReplayStream(KnownBatches):
     """Answers as `RolloutStream` does, from dumped rollouts."""
 
     def __init__(self, recipe: Recipe, prompts: PromptStream, rewards: RewardWorkers) -> None:
-        super().__init__(prompts)
-        self._recipe, self._rewards = recipe, rewards
+        super().__init__(recipe, prompts)
+        self._rewards = rewards
         self._step = 0
         self._batch: tuple[list[Prompt], RolloutBatch] | None = None
 

@@ -1,18 +1,24 @@
-"""What a step takes from its stream, and a stream that knows each step's batch beforehand."""
+"""What a step takes from its stream; streams that know each step's batch beforehand, and the one of a supervised run.
+
+There a row becomes one sequence, or two for a pair, the chosen one first. From there on a sequence is a sample like any
+other: its own tokens are those that are trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from megarl.algorithm.estimate import greedy_baselines
 from megarl.data.prompts import PromptStream
+from megarl.data.sample import Prompt, Sample
+from megarl.planner.lengths import QUANTILES
 from megarl.recipe.recipe import Recipe
 from megarl.reward.workers import RewardResult
-from megarl.rollout.groups import RolloutBatch, refuse_overlong
+from megarl.rollout.groups import GroupFacts, GroupResult, RolloutBatch, RolloutExecuted, refuse_overlong
 from megarl.schedule import PlanMismatch
 
 Resync = Callable[[Sequence[int]], None]
@@ -75,8 +81,8 @@ class Taken:
 class KnownBatches:
     """The members of `RolloutStream` where there are no engines: nothing is sampled, paused or under way."""
 
-    def __init__(self, prompts: PromptStream) -> None:
-        self._prompts = prompts
+    def __init__(self, recipe: Recipe, prompts: PromptStream) -> None:
+        self._recipe, self._prompts = recipe, prompts
 
     def next_part(self, num_groups: int, resync: Resync) -> NoReturn:
         """Refuse: a recipe without engines starts no phase early."""
@@ -106,3 +112,48 @@ class KnownBatches:
     def prompt_metrics(self) -> dict[str, float]:
         """Return the metrics `data/...`."""
         return self._prompts.metrics()
+
+
+# Rows of data in place of rollouts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataPayload:
+    """The samples of a batch themselves; rank 0 sends them to every rank."""
+
+    samples: tuple[Sample, ...]
+
+    def fetch(self, sample_ids: Iterable[int]) -> dict[int, Sample]:
+        return {sample: self.samples[sample] for sample in sample_ids}
+
+
+def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
+    """Return the sequences of some rows, in their order."""
+    groups = [GroupResult.of_examples(prompt) for prompt in prompts]
+    samples = tuple(group.sample(number) for group in groups for number in range(len(group.lengths)))
+    executed = RolloutExecuted(len(groups), len(groups[0].lengths), 0)
+    batch = RolloutBatch.of([GroupFacts.of(group) for group in groups], DataPayload(samples), executed, {})
+    metrics: dict[str, float] = {
+        "tokens/prompt": int(batch.prompt_lengths.sum()),
+        "tokens/completion": int(batch.completion_lengths.sum()),
+        "tokens/trained": int(batch.own_lengths.sum()),
+        **{f"data/length_p{q:02d}": float(np.percentile(batch.lengths, q)) for q in QUANTILES},
+    }
+    return replace(batch, metrics=metrics)
+
+
+class DatasetStream(KnownBatches):
+    """Answers as `RolloutStream` does, from rows of data."""
+
+    def begin(self, step: int) -> None:
+        """Take the rows of the next step."""
+        batch = batch_of_rows(self._prompts.take(self._recipe.phases.rollout.prompts))
+        rewards = np.zeros(len(batch), np.float32)
+        self._taken = Taken(batch, RewardResult(rewards, rewards == 0, {}, {}, 0, ()), None, {})
+
+    def wait_sampled(self, resync: Resync) -> None:
+        """Return at once: nothing is sampled."""
+
+    def take(self) -> Taken:
+        """Return the sequences of the step, none of them masked."""
+        return self._taken

@@ -102,15 +102,10 @@ class Plan:
         ranks = (rank for mini_batch in self.mini_batches for rank in mini_batch.micro_batches)
         return tuple(micro_batch for rank in ranks for micro_batch in rank)
 
-    @property
-    def data_ranks(self) -> dict[int, set[int]]:
-        """The data-parallel ranks that run each sample; of an update with several epochs more than one."""
-        ranks: dict[int, set[int]] = {}
-        for mini_batch in self.mini_batches:
-            for data_rank, micro_batches in enumerate(mini_batch.micro_batches):
-                for sample in (sample for micro_batch in micro_batches for sample in micro_batch.samples):
-                    ranks.setdefault(sample, set()).add(data_rank)
-        return ranks
+    def samples_of(self, data_rank: int) -> set[int]:
+        """The samples that a data-parallel rank runs; of an update with several epochs a sample may be several ranks'."""
+        of_rank = (mini_batch.micro_batches[data_rank] for mini_batch in self.mini_batches)
+        return {sample for micro_batches in of_rank for micro_batch in micro_batches for sample in micro_batch.samples}
 
 
 def join_plans(plans: Sequence[Plan], positions: Sequence[Sequence[int]]) -> Plan:

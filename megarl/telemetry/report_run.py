@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from megarl.recipe.yaml_text import value_at
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import starts_summary
 from megarl.telemetry.metrics_file import is_number, mean_reward, read_metrics
-from megarl.telemetry.run_directory import TRANSPORT, value_at
+from megarl.telemetry.run_directory import TRANSPORT
 
 RECENT = 10  # steps whose means describe the run now
 

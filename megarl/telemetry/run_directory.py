@@ -15,7 +15,7 @@ from filelock import SoftFileLease, Timeout
 from pydantic import ValidationError
 
 from megarl.recipe import Recipe, recipe_yaml
-from megarl.recipe.yaml_text import parse_yaml
+from megarl.recipe.yaml_text import parse_yaml, value_at
 from megarl.telemetry.disk import write_whole
 
 _CHECKPOINT = re.compile(r"step-(\d{6})$")
@@ -193,13 +193,6 @@ class RunDirectory:
     @property
     def _has_metrics(self) -> bool:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
-
-
-def value_at(content: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if the recipe lacks the key."""
-    for part in key.split("."):
-        content = content.get(part) if isinstance(content, dict) else None
-    return content
 
 
 def dotted(content: Any, key: str = "") -> dict[str, Any]:

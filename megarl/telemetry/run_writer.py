@@ -30,7 +30,7 @@ CLOCK_READINGS = 5
 Gather = Callable[[Any], list[Any]]  # a value of every rank, on every rank
 
 
-class Measured(NamedTuple):
+class EvaluationResult(NamedTuple):
     """An evaluation: its metrics, one line for a person, and a JSON line for each prompt that was answered."""
 
     metrics: dict[str, float]
@@ -127,7 +127,7 @@ class RunWriter:
             self._evaluations.truncate_after(last)
             run.forget_tables("evaluations", last)
 
-    def evaluated(self, step: int, version: int, evaluations: Sequence[Measured | None]) -> dict[str, Any]:
+    def evaluated(self, step: int, version: int, evaluations: Sequence[EvaluationResult | None]) -> dict[str, Any]:
         """Write the evaluations after `step` on rank 0 and return their metrics. One is None if the run is leaving."""
         metrics: dict[str, Any] = {}
         if self._evaluations is None:

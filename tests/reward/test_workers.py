@@ -31,7 +31,7 @@ from megarl.reward.outages import is_outage
 from megarl.reward.verifier_process import VerifierProcess
 from megarl.reward.workers import RewardResult, RewardWorkers, Scorer
 from megarl.rollout import TokensLost
-from megarl.rollout.dataset import DataPayload
+from megarl.rollout.taken import DataPayload
 from tests.sink_cases import wait_for
 
 OWN_REWARDS = """

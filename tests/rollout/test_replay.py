@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Sample
-from megarl.rollout.dataset import DatasetStream
 from megarl.rollout.groups import GroupResult
 from megarl.rollout.replay import FilePayload, ReplayStream, check_dumps, dump_rollout
 from megarl.rollout.stream import RolloutStream
+from megarl.rollout.taken import DatasetStream
 from tests.runs import batch_of
 
 

@@ -12,8 +12,8 @@ import ray
 from megarl.data.sample import Completion, Sample
 from megarl.planner.placement import EnginePlace
 from megarl.rollout import RolloutError
-from megarl.rollout.dataset import DataPayload
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.taken import DataPayload
 from tests.rollout_cases import VOCAB, huggingface_logprobs, recipe, save_model
 
 NAME, RESTARTS = "elder", 1

@@ -19,6 +19,7 @@ from megarl.megatron.role import Role
 from megarl.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import _train, metrics_of, replayed_recipe
+from tests.supervised_cases import supervised_recipe, supervised_run
 
 STEPS = 2
 GROUP_SIZE = 4
@@ -96,6 +97,29 @@ def test_broken_weights_are_named_on_every_rank_and_never_saved(folder: Path, be
         assert first.startswith("checkpoint of step 2: the actor's weights or moments are not finite")
     saved = sorted(path.name for path in (folder / "runs" / f"broken-{before}" / "checkpoints").iterdir())
     assert [name for name in saved if not name.endswith(".partial")] == ["step-000001"]
+
+
+def train_with_a_broken_row(recipe: str) -> str:
+    """A log-probability of the third sequence is no number. What the run says."""
+    forward = Role.forward
+
+    def broken(engine: Any, batch: Any, mini_batch: Any, adapted: bool = True) -> Any:
+        results, executed = forward(engine, batch, mini_batch, adapted)
+        results["logprobs"][2][0] = math.nan
+        return results, executed
+
+    with mock.patch.object(Role, "forward", broken), pytest.raises(NotFinite) as failure:
+        _train(recipe, False)
+    return str(failure.value)
+
+
+def test_no_held_out_row_is_left_out_of_a_loss(tmp_path: Path) -> None:
+    """With skip as well: the mean over the other rows is another one."""
+    supervised_run(tmp_path)
+    source = {"kind": "jsonl", "path": str(tmp_path / "held_out.jsonl"), "prompt_field": "messages"}
+    recipe = supervised_recipe(tmp_path, "held", run__on_not_finite="skip", evaluation={"prompts": source})
+    (message,) = run_ranks(train_with_a_broken_row, 1, str(recipe))
+    assert message.startswith("phase evaluation: logprobs of sample 2 are nan at completion token 0 ("), message
 
 
 def batch_of(count: int) -> Batch:
