@@ -51,7 +51,7 @@ test-learning: setup
 # what else has several cases, it runs one of each kind: the others are marked slow. OWN are tests of megarl's own parts,
 # between which and megatron-core stand the tests of the layouts, the families' logits and the checkpoints: those run, and so
 # do all others, in two streams.
-OWN := attention divergence logprobs objective plans segments teaching turns weights
+OWN := adapter_export attention divergence logprobs objective plans segments teaching turns weights
 BESIDE_019 := $(patsubst %,tests/megatron/test_%.py,checkpoint experts finite freeze golden overlap place precision)
 OF_MEGATRON := $(filter-out $(OWN:%=tests/megatron/test_%.py),$(wildcard tests/megatron/test_*.py)) tests/platform/test_cpu.py
 

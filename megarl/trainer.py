@@ -141,7 +141,8 @@ class Trainer:
         if "reward_model" in plans:
             batch, phase_metrics = self._reward_model(plans["reward_model"], batch)
             metrics |= phase_metrics
-        for phase, plan in ((phase, plan) for phase, plan in plans.items() if kind_of(phase) in FORWARD_PHASES):
+        forward_plans = {phase: plan for phase, plan in plans.items() if kind_of(phase) in FORWARD_PHASES}
+        for phase, plan in forward_plans.items():
             with self._phase(phase):
                 result, field = FORWARD_PHASES[kind_of(phase)]
                 forward = results_of(parts, phase, batch) or self._forward(plan, batch, result)
@@ -470,7 +471,7 @@ class Trainer:
         more, held_out = True, self.parts.held_out
         with self.clock.phase("evaluation"):
             if self.recipe.run.is_supervised:
-                return held_out_loss(held_out, self._loss_of_batch, leaves)
+                return held_out_loss(held_out, self._loss_of_batch, broadcast_from_first, leaves)
             while more:
                 if leaves():
                     return None
@@ -503,8 +504,8 @@ class Trainer:
             role, (result, field) = self.parts.roles[role_of(phase)], FORWARD_PHASES[phase]
             samples = distribute_samples(rollouts.payload, [plan], role.place)
             ran = self._forward(plan, replace(batch, samples=samples), result)
-            mini_batch = replace(plan.mini_batches[0], phase="evaluation")
-            results, batch = FiniteGuard("stop", self.rank).results(role, mini_batch, result, ran.results, batch)
+            mini_batch = replace(plan.mini_batches[0], phase=f"evaluation, {phase}")
+            results, batch = FiniteGuard(None, self.rank).results(role, mini_batch, result, ran.results, batch)
             batch = batch.with_fields(**{field: results})
         return evaluation_loss(self._advantages(batch)[1], batch.fields["logprobs"], valid)
 

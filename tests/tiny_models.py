@@ -127,12 +127,12 @@ def save_tiny_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def save_tiny_reward_model(directory: Path, family: str = "qwen3", num_labels: int = 1, seed: int = 1) -> Path:
+def save_tiny_reward_model(directory: Path, family: str = "qwen3", seed: int = 1) -> Path:
     """Write a random sequence classifier of the sizes of `save_tiny_model`."""
     import transformers
 
     save_tiny_model(directory, family, seed=seed)
-    config = transformers.AutoConfig.from_pretrained(directory, num_labels=num_labels, pad_token_id=0)
+    config = transformers.AutoConfig.from_pretrained(directory, num_labels=1, pad_token_id=0)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{PREFIXES[family]}ForSequenceClassification")(config)
     with torch.no_grad():

@@ -177,9 +177,10 @@ class _Part:
         self.rows: list[Row] = []
         self._token_ids: list[np.ndarray] = []
         self._examples: list[tuple[Example, ...]] = []
-        name, limit = ("max_prompt_tokens", data.max_prompt_tokens)
+        section = "warmup.sft.data" if key.startswith("warmup.sft.") else "data"
+        limit_key, limit = f"{section}.max_prompt_tokens", data.max_prompt_tokens
         if data.max_tokens is not None:
-            name, limit = ("max_tokens", data.max_tokens)
+            limit_key, limit = f"{section}.max_tokens", data.max_tokens
         self.num_dropped = self.walked = self.taken = 0
         self._key, self._seeds, self._shuffle = key, seeds, data.shuffle
         self._epoch = -1
@@ -190,8 +191,8 @@ class _Part:
                 if data.on_long_prompt == "stop":
                     raise ValueError(
                         f"{row.prompt_place}: the {'sequence' if examples else 'prompt'} ({row.question[:80]!r}) has "
-                        f"{lengths[-1]} tokens and data.{name} is {limit}; raise it, shorten the row, or leave such "
-                        "rows out: data.on_long_prompt: skip"
+                        f"{lengths[-1]} tokens and {limit_key} is {limit}; raise it, shorten the row, or leave such "
+                        f"rows out: {section}.on_long_prompt: skip"
                     )
                 self.num_dropped += 1
                 continue
@@ -214,11 +215,13 @@ class _Part:
             raise ValueError(f"{key} has no rows that can be used: {bad.count} are left out, the first: {bad.first}")
         if not self.rows:
             raise ValueError(
-                f"data.{name} is {limit}, but the shortest of the {len(lengths)} "
+                f"{limit_key} is {limit}, but the shortest of the {len(lengths)} "
                 f"rows of {key} has {min(lengths)} tokens; raise it to at least that"
             )
         if self.num_dropped:
-            logger.warning("%s: %d rows left out, longer than data.%s = %d", key, self.num_dropped, name, limit)
+            logger.warning(
+                "%s: %d of %d rows left out, longer than %s = %d", key, self.num_dropped, len(rows), limit_key, limit
+            )
         self._order = np.arange(len(self.rows))
         self._checksum = 0  # of all token ids, in order
         for ids in self._token_ids:

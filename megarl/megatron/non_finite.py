@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_NAMES = 3  # tensors of a rank that a message names
-ADVICE = (
-    "resume from the last checkpoint with a lower learning rate, or use trainer.precision: bf16 or fp32; "
-    "run.on_not_finite: skip leaves such updates and samples out"
-)
+ADVICE = "resume from the last checkpoint with a lower learning rate, or use trainer.precision: bf16 or fp32"
+SKIP_ADVICE = "run.on_not_finite: skip leaves such updates and samples out"
 
 
 class NotFinite(ValueError):
@@ -122,10 +120,10 @@ class BackwardWatch:
 
 
 class FiniteGuard:
-    """Applies `run.on_not_finite`, and counts what a step has skipped."""
+    """Applies `run.on_not_finite`, and counts what a step has skipped. An evaluation has no policy: it stops."""
 
-    def __init__(self, policy: Literal["stop", "skip"], rank: int) -> None:
-        self._skips, self._rank = policy == "skip", rank
+    def __init__(self, policy: Literal["stop", "skip"] | None, rank: int) -> None:
+        self._policy, self._rank = policy, rank
         self._updates = self._samples = 0
 
     def take_metrics(self) -> dict[str, float]:
@@ -200,7 +198,7 @@ class FiniteGuard:
         return left
 
     def _stop_or_warn(self, problem: str) -> None:
-        if not self._skips:
-            raise NotFinite(f"{problem}; {ADVICE}")
+        if self._policy != "skip":
+            raise NotFinite(f"{problem}; {ADVICE}" + (f"; {SKIP_ADVICE}" if self._policy == "stop" else ""))
         if self._rank == 0:
             logger.warning("%s", problem)

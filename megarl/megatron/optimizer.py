@@ -83,8 +83,9 @@ def forget(optimizer: Any) -> None:
         if part.optimizer is None:  # of a rank without a trained weight
             continue
         for state in part.optimizer.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq", "step"}:
-                state[name].zero_()
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                if name in state:
+                    state[name].zero_()
         for group in part.optimizer.param_groups:
             if "step" in group:  # where Transformer Engine's Adam counts
                 group["step"] = 0

@@ -78,15 +78,16 @@ def take_judgement(
             readers = {layout.rank(tensor, last, data, context) for data in data_ranks for tensor, context in parts}
             if place.rank == source:
                 # Those of a masked sample may be NaN.
-                row = torch.zeros_like(rows[sample]) if sample in batch.masked else rows[sample]
-                on_device = row.to(place.device)
+                on_host = torch.zeros_like(rows[sample]) if sample in batch.masked else rows[sample]
+                on_device = on_host.to(place.device)
                 for reader in sorted(readers - {source}):
                     dist.send(on_device, reader)
             elif place.rank in readers:
-                row = torch.empty(batch.own_lengths[sample], teacher.row_width, dtype=teacher.row_dtype, device=place.device)
-                dist.recv(row, source)
+                size = int(batch.own_lengths[sample]), teacher.row_width
+                on_device = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
+                dist.recv(on_device, source)
             if place.rank in readers:
-                moved[sample] = row.cpu()
+                moved[sample] = on_device.cpu()
     return replace(batch, teacher_rows=moved)
 
 

@@ -173,8 +173,9 @@ def _saving_job(job: Job, settings: dict[str, str | bool]) -> Job:
     """The job with each role's `memory` saving at least as much as `settings`, as far as the role has such a key."""
     roles = []
     for role in job.roles:
-        is_frozen = role.name != "reward_model" and not role.borrows_weights  # with a `memory` that has `offload` alone
-        has_key = role.trained or (is_frozen and settings.get("offload") == "all")
+        # The `memory` of a reference and of a teacher has `offload` alone; a reward model has none.
+        has_offload = not role.trained and role.name != "reward_model" and not role.borrows_weights
+        has_key = role.trained or (has_offload and settings.get("offload") == "all")
         stated = {key: getattr(role.memory, key) for key in settings if has_key and (role.trained or key == "offload")}
         update = {key: max(value, settings[key], key=_ORDER.index) for key, value in stated.items()}
         roles.append(replace(role, memory=role.memory.model_copy(update=update)))

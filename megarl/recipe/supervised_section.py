@@ -47,7 +47,7 @@ UNREAD: dict[str, Any] = {
 def fill_sections(given: Any) -> Any:
     """Return a recipe's plain data with the sections that a supervised run leaves out; of any other kind as it is."""
     kind = value_at(given, "run.kind")
-    if kind not in list(ALGORITHMS):  # which may have any type here, also one without a hash
+    if kind not in list(ALGORITHMS):  # `kind` may be a list here, which a dict cannot look up
         return given
 
     def number(key: str) -> int:

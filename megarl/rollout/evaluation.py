@@ -23,7 +23,6 @@ from megarl.algorithm.pass_at import Estimate, majority, mean_reward, pass_at
 from megarl.data.prompts import PromptStream, not_trained_on
 from megarl.data.sample import Prompt
 from megarl.data.tokenizer import prompt_tokenizer, stop_token_ids
-from megarl.megatron.parallel import broadcast_from_first
 from megarl.models import ModelShape
 from megarl.models.model_files import model_directory
 from megarl.planner.placement import EnginePlace
@@ -177,11 +176,14 @@ def open_data(
 LossOfBatch = Callable[[RolloutBatch, np.ndarray], tuple[dict[str, float], float]]
 
 
-def held_out_loss(held_out: HeldOut | None, loss_of: LossOfBatch, leaves: Callable[[], bool]) -> EvaluationResult | None:
+def held_out_loss(
+    held_out: HeldOut | None, loss_of: LossOfBatch, broadcast: Callable[[Any], Any], leaves: Callable[[], bool]
+) -> EvaluationResult | None:
     """Compute the loss of all held-out rows, which rank 0 has, batch by batch; returns it there. Returns None everywhere if
-    the run `leaves`, which all ranks ask before each batch. Raises what `loss_of` raises. Collective."""
+    the run `leaves`, which all ranks ask before each batch. `broadcast` returns rank 0's value on every rank. Raises what
+    `loss_of` raises. Collective."""
     batches, sums, total = iter(()) if held_out is None else _batches(held_out), dict[str, float](), 0.0
-    while (batch := broadcast_from_first(next(batches, None))) is not None:
+    while (batch := broadcast(next(batches, None))) is not None:
         if leaves():
             return None
         means, weight = loss_of(*batch)

@@ -1,7 +1,7 @@
-"""What a step takes from its stream; streams that know each step's batch beforehand, and the one of a supervised run.
+"""What a step takes from its stream, and the streams without engines, which know each step's batch beforehand.
 
-There a row becomes one sequence, or two for a pair, the chosen one first. From there on a sequence is a sample like any
-other: its own tokens are those that are trained.
+In a supervised run a row of data becomes one sequence, or two for a pair, the chosen one first. From there on a sequence is
+a sample like any other: its own tokens are those that are trained.
 """
 
 from __future__ import annotations
@@ -145,15 +145,18 @@ def batch_of_rows(prompts: Sequence[Prompt]) -> RolloutBatch:
 class DatasetStream(KnownBatches):
     """Answers as `RolloutStream` does, from rows of data."""
 
+    _taken: Taken | None = None
+
     def begin(self, step: int) -> None:
         """Take the rows of the next step."""
         batch = batch_of_rows(self._prompts.take(self._recipe.phases.rollout.prompts))
-        rewards = np.zeros(len(batch), np.float32)
-        self._taken = Taken(batch, RewardResult(rewards, rewards == 0, {}, {}, 0, ()), None, {})
+        rewards = RewardResult(np.zeros(len(batch), np.float32), np.ones(len(batch), bool), {}, {}, 0, ())
+        self._taken = Taken(batch, rewards, None, {})
 
     def wait_sampled(self, resync: Resync) -> None:
         """Return at once: nothing is sampled."""
 
     def take(self) -> Taken:
         """Return the sequences of the step, none of them masked."""
+        assert self._taken is not None, "begin comes first"
         return self._taken

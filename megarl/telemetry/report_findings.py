@@ -125,7 +125,8 @@ SYNC_PARTS = (
     ("sync/transfer_s", "transfer",
      "`weight_sync.transport: mapped` on one host; over a slow network `wire: delta`"),
     ("sync/apply_s", "apply", "more workers an engine (`rollout.tensor`): each applies its own part"),
-    ("sync/verify_s", "verify", "more cores for the engines: their workers compute checksums with several threads"),
+    ("sync/verify_s", "verify",
+     "more cores for the engines; with `weight_sync.transport: mapped` for trainer ranks too: both compute checksums"),
     ("sync/repack_s", "repack", "nothing of megarl's: vLLM brings the weights into the form of its kernels"),
     ("sync/resume_s", "resume", "a smaller `phases.rollout.max_concurrent`, where completions are kept in flight"),
 )  # fmt: skip

@@ -43,15 +43,13 @@ class Writer(Protocol):
 
 @dataclass
 class ReadTimes:
-    """What a reader did for one version: seconds of waiting for buckets, of waiting for the ranks' checksums of mapped
-    weights, of its own checksums and of packing in threads, and bytes of boxes. Seconds of several threads are divided by
-    their number."""
+    """What a reader did for one version. Seconds of several threads are divided by their number."""
 
-    wait_s: float = 0.0
-    verify_wait_s: float = 0.0
-    verify_s: float = 0.0
-    pack_s: float = 0.0
-    received_bytes: int = 0
+    wait_s: float = 0.0  # for buckets
+    verify_wait_s: float = 0.0  # for the ranks' checksums of mapped weights
+    verify_s: float = 0.0  # for the reader's own checksums
+    pack_s: float = 0.0  # for packing in threads
+    received_bytes: int = 0  # of boxes
 
 
 class HandedOver:
@@ -199,6 +197,7 @@ class WeightReader:
                 yield box
         begun = time.perf_counter()
         order = np.concatenate([numbers for numbers, _ in hashes])
+        assert len(order) == len(source), "each piece is copied once"
         taken = torch.empty(len(source), dtype=torch.int64)
         taken[order] = torch.cat([sums for _, sums in hashes]).cpu()  # verification waits for the device only here
         times.verify_s += time.perf_counter() - begun
@@ -211,7 +210,7 @@ class WeightReader:
         begun = time.perf_counter()
         for message in (*answers, *ends):
             finish(group, message, deadline)
-        times.verify_wait_s = time.perf_counter() - begun
+        times.verify_wait_s += time.perf_counter() - begun
         for rank, numbers in expected.items():
             wrong = numbers[(taken[numbers] != received[rank]).numpy()]
             if len(wrong):

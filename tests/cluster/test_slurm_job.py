@@ -107,6 +107,11 @@ def test_another_directory_than_the_checkout_is_refused(monkeypatch: pytest.Monk
         fill(item, {}, {}, [RECIPE])
 
 
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKOUT)
+
+
 def megarl_launch(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["launch", *arguments])
 

@@ -246,11 +246,13 @@ def test_every_epoch_has_every_row_once_in_its_own_order(sums):
     assert [p.question for p in unshuffled.take(20)] == [f"{n} + 1 =" for n in range(10)] * 2
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path):
+@pytest.mark.parametrize(("key", "above"), [("data.prompts", "data"), ("warmup.sft.data.prompts", "warmup.sft.data")])
+def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path, caplog, key, above):
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * n, "answer": "1"}) + "\n" for n in (3, 9, 5, 12)))
-    stream = PromptStream(section(jsonl(path), max_prompt_tokens=5), 0, byte_tokenizer())
+    stream = PromptStream(section(jsonl(path), max_prompt_tokens=5), 0, byte_tokenizer(), key=key)
     assert (stream.num_rows, stream.num_dropped) == (2, 2)
+    assert f"{key}: 2 of 4 rows left out, longer than {above}.max_prompt_tokens = 5" in caplog.text
     first = stream.take(1)[0]
     assert first.token_ids.dtype == np.int32 and len(first.token_ids) in (3, 5)
     with pytest.raises(ValueError, match=r"max_prompt_tokens is 2, but the shortest of the 4 rows of data.prompts has 3"):

@@ -1,5 +1,4 @@
-"""Adapters: the same numbers as LoRA by hand on the Hugging Face model, under every layout; the base model stays. That
-what is exported, merged or alone, is what was trained is in `tests/weight_sync/test_adapter.py`."""
+"""Adapters: the same numbers as LoRA by hand on the Hugging Face model, under every layout; the base model stays."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A reward model is read by one part of the reward, and has one label."""
+"""A reward model is read by one part of the reward, has one label, and the actor's tokenizer."""
 
 import copy
 import json
@@ -24,8 +24,20 @@ RLOO, REMAX = ("algorithm.advantage", "rloo"), ("algorithm.advantage", "remax")
 
 @pytest.fixture(autouse=True)
 def judge(folder: Path) -> None:
-    (folder / "judge").mkdir()
-    (folder / "judge" / "config.json").write_text(json.dumps(JUDGE))
+    _judge(folder, JUDGE, {"a": 0, "b": 1})
+    (folder / "tiny" / "tokenizer.json").write_text(_tokenizer({"a": 0, "b": 1}))
+
+
+def _tokenizer(ids: dict[str, int]) -> str:
+    return json.dumps({"model": {"vocab": ids}, "added_tokens": [{"content": "<end>", "id": 2}]})
+
+
+def _judge(folder: Path, config: dict, ids: dict[str, int] | None) -> None:
+    (folder / "judge").mkdir(exist_ok=True)
+    (folder / "judge" / "config.json").write_text(json.dumps(config))
+    (folder / "judge" / "tokenizer.json").unlink(missing_ok=True)
+    if ids is not None:
+        (folder / "judge" / "tokenizer.json").write_text(_tokenizer(ids))
 
 
 def test_a_reward_model_that_fits_is_legal(folder):
@@ -64,12 +76,13 @@ def test_what_does_not_go_together_is_named(edits, key, text):
 
 
 @pytest.mark.parametrize(
-    "change,text",
+    "config,ids,text",
     [
-        ({"id2label": {"0": "a", "1": "b"}}, "has 2 labels"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM"),
+        ({**JUDGE, "id2label": {"0": "a", "1": "b"}}, {"a": 0, "b": 1}, "has 2 labels"),
+        ({**JUDGE, "architectures": ["Qwen3ForCausalLM"]}, {"a": 0, "b": 1}, "is a Qwen3ForCausalLM"),
+        (JUDGE, {"a": 1, "b": 0}, "gives 'a' the number 1, that of model.path gives it 0"),
     ],
 )
-def test_files_that_do_not_fit_are_named(folder, change, text):
-    (folder / "judge" / "config.json").write_text(json.dumps(JUDGE | change))
+def test_files_that_do_not_fit_are_named(folder, config, ids, text):
+    _judge(folder, config, ids)
     assert text in refusals(MODEL, PHASE, PART)["reward_model.path"]

@@ -201,3 +201,11 @@ def test_rows_or_weights_choose_the_teacher(folder: Path) -> None:
     assert teachers_of(routed, [prompt(7, kind="code"), prompt(9, kind="math")]) == {7: "code", 9: "math"}
     with pytest.raises(ValueError, match=r"qa.jsonl, row 3: kind = 'art' names no teacher .* code, math"):
         teachers_of(routed, [prompt(3, kind="art")])
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_token(folder: Path) -> None:
+    for name, order in (("tiny", "ab"), ("deep", "ba")):
+        content = {"model": {"vocab": {token: number for number, token in enumerate(order)}}, "added_tokens": []}
+        (folder / name / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match=r"teachers.math.path.*gives 'a' the number 1, that of model.path gives it 0"):
+        load_recipe(write(folder, edited(*changes())))

@@ -119,7 +119,10 @@ def test_no_held_out_row_is_left_out_of_a_loss(tmp_path: Path) -> None:
     source = {"kind": "jsonl", "path": str(tmp_path / "held_out.jsonl"), "prompt_field": "messages"}
     recipe = supervised_recipe(tmp_path, "held", run__on_not_finite="skip", evaluation={"prompts": source})
     (message,) = run_ranks(train_with_a_broken_row, 1, str(recipe))
-    assert message.startswith("phase evaluation: logprobs of sample 2 are nan at completion token 0 ("), message
+    assert message.startswith("phase evaluation, actor_logprob: logprobs of sample 2 are nan at completion token 0 ("), (
+        message
+    )
+    assert "run.on_not_finite" not in message, "no key leaves a held-out row out"
 
 
 def batch_of(count: int) -> Batch:

@@ -11,6 +11,7 @@ import pytest
 from megarl.algorithm.control import logger
 from megarl.build import train
 from megarl.megatron import role as engine
+from megarl.megatron.role import Role
 from megarl.recipe import load_recipe
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import replay
@@ -64,6 +65,31 @@ def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wa
     )
     for found in run_ranks(train_unlike, 2, str(recipe)):
         assert re.search(said, found), found
+
+
+def train_with_a_value_that_is_no_number(recipe):
+    """The critic's last stage gives one of sample 5's values as no number. Returns what each rank says of it."""
+    forward = Role.forward
+
+    def broken(engine, batch, mini_batch, adapted=True):
+        results, executed = forward(engine, batch, mini_batch, adapted)
+        if "values" in results:
+            results["values"][5][0] = math.nan
+        return results, executed
+
+    with mock.patch.object(Role, "forward", broken):
+        return refusal(recipe)
+
+
+def test_a_result_that_is_no_number_is_named_on_every_rank(folder):
+    cut = {"micro_batch": {"sequences": 2}}
+    recipe = replayed_recipe(folder, "nan", True, 2, 1, 2, STEPS, phases__critic_value=cut)
+    first, second = run_ranks(train_with_a_value_that_is_no_number, 2, str(recipe))
+    assert first == second
+    assert first.startswith(
+        "phase critic_value: values of sample 5 are nan at completion token 0 (micro-batch 2 of data-parallel rank 0, "
+        "rank 1; 1 of"
+    )
 
 
 def train_with_a_pass_of_its_own(recipe):

@@ -101,8 +101,8 @@ def sends_adapters(
 def test_an_engine_with_the_adapters_computes_what_the_merged_export_does(
     tmp_path: Path, family: str, targets: tuple[Any, ...], layout: Layout, rollout: RolloutLayout
 ) -> None:
-    """By transformers, and both compute what the trainer does. What the engine gets is what `megarl export --adapter`
-    writes, and no more bytes are sent."""
+    """By transformers, and both compute what the trainer does. What the engine gets has the size of what `megarl export
+    --adapter` writes."""
     lora = LORA.model_copy(update={"targets": targets, "rank": 3})
     model = save_model(tmp_path / "model", family, False, 0)
     run = tmp_path / "runs" / "lora"
@@ -238,6 +238,6 @@ def test_no_request_reads_a_prefix_that_the_last_adapters_computed(running: Runn
     pool, publisher, merged = running
     ids = [np.random.default_rng(0).integers(0, VOCAB, 64).tolist() + [index, 3, 5] for index in range(4)]
     asked = [Prompt(index, np.array(one, dtype=np.int32), "", "", {}) for index, one in enumerate(ids)]
-    for version, seed in ((7, OLD), (8, NEW)):
+    for version, seed in ((7, OLD), (8, NEW), (9, OLD)):
         publisher.publish(version, seed, pool)
         assert distance(merged[seed], generate(pool, asked, 1).payload.fetch(range(16))) < 1e-4

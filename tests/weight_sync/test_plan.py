@@ -158,6 +158,12 @@ def test_heads_of_critics_and_layers_for_several_tokens_are_in_no_plan(family: s
     assert layers == {"0", "1", "2", "3"}
 
 
+def test_the_replicas_share_the_sending() -> None:
+    plan = sync_plan(shape_of("llama"), Layout(data=4), RolloutLayout())
+    elements = np.bincount(plan.source_rank, plan.sizes, 4)
+    assert max(elements) - min(elements) <= int(plan.sizes.max())
+
+
 # DeepSeek-V3 with more experts and fewer heads.
 KIMI_K2 = ModelShape.from_config(MODELS["unsloth/DeepSeek-V3-bf16"] | {
     "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840, "first_k_dense_replace": 1,
