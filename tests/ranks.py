@@ -146,12 +146,20 @@ def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: 
     caches = [one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)]
     caches = [one for one in caches if one.__module__.startswith("megatron.core")]
     gc.freeze()  # what is loaded now stays; the collections between the cases need not look at it
+    num_frozen = gc.get_freeze_count()
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         try:
             while (message := connection.recv_bytes()) != END:
                 if message == CLEAN:
+                    # A whole run freezes its models and groups, which nothing would then collect.
+                    has_frozen = gc.get_freeze_count() > num_frozen
+                    if has_frozen:
+                        gc.unfreeze()
                     _clean_up(caches)
+                    if has_frozen:
+                        gc.freeze()
+                        num_frozen = gc.get_freeze_count()
                     continue
                 torch.set_rng_state(random_state)
                 connection.send_bytes(_answer(message, before))
@@ -182,10 +190,11 @@ def _clean_up(caches: list[Any]) -> None:
 
     # A trained model is held by the hooks of autograd nodes that it holds, and no collector sees that circle; in it are its
     # engine, its optimizer and all groups with their threads.
-    for one in gc.get_objects():
-        if issubclass(type(one), DistributedDataParallel):  # `isinstance` follows weak proxies, which may be dead
-            vars(one).clear()
-    del one
+    tracked = None
+    for tracked in gc.get_objects():
+        if issubclass(type(tracked), DistributedDataParallel):  # `isinstance` follows weak proxies, which may be dead
+            vars(tracked).clear()
+    del tracked
     for cache in caches:  # rotary embeddings hold their context group
         cache.cache_clear()
     if dist.is_initialized():
