@@ -496,7 +496,7 @@ class Trainer:
         return metrics | writer.evaluated(number, self.version, results)
 
     def _loss_of_batch(self, rollouts: RolloutBatch, valid: np.ndarray) -> tuple[Metrics, float]:
-        """Return the means of held-out rows, and over how many tokens or pairs they are. Raises NotFinite."""
+        """Return mean losses of held-out rows, and the number of tokens or pairs of each mean. Raises NotFinite."""
         batch = self._empty_batch(rollouts, np.zeros(len(valid), np.float32), valid)
         for phase in [phase for phase in FORWARD_PHASES if self.recipe.runs(phase)] or ["actor_logprob"]:
             rule = self.recipe.schedule(phase if self.recipe.runs(phase) else "actor_update")

@@ -49,9 +49,9 @@ def replay(
     batch = small_batch(actor.shape.vocab)
     routing = another_choice(actor.shape, batch)
     routing[3] = None
-    found = [measure(actor, with_routing(batch, routing), max_tokens) for _ in range(updates)]
+    measured = [measure(actor, with_routing(batch, routing), max_tokens) for _ in range(updates)]
     assert actor.router_replay is not None
-    return found, actor.router_replay.take_metrics()
+    return measured, actor.router_replay.take_metrics()
 
 
 class Recorder:
@@ -87,6 +87,6 @@ def replay_own(directory: str) -> tuple[list[UpdateMetrics], list[UpdateMetrics]
     routing = own_choice(engine(directory, place), batch)
     plain, replaying, without = (engine(directory, place, lr=1e-2, router_replay=on) for on in (False, True, True))
     expected = [measure(plain, batch, 400)]
-    found = [measure(replaying, with_routing(batch, routing), 400)]
+    measured = [measure(replaying, with_routing(batch, routing), 400)]
     assert replaying.router_replay is not None
-    return expected, found, [measure(without, batch, 400)], replaying.router_replay.take_metrics()
+    return expected, measured, [measure(without, batch, 400)], replaying.router_replay.take_metrics()

@@ -19,7 +19,8 @@ import math
 import torch
 from torch import Tensor
 
-# Of log q - log p. Its exponential is finite in fp32, and where it would be larger, p is below 1e-34 and counts for nothing.
+# The largest log q - log p that is computed: its exponential is finite in fp32. Where the ratio would be larger, p is below
+# 1e-34 and counts for nothing.
 MOST_LOG_RATIO = 80.0
 
 
@@ -43,9 +44,9 @@ def kl_sums(logits: Tensor, other_logits: Tensor) -> Tensor:
 def mixture_sums(logs: Tensor, teacher_logs: Tensor, mixture: float) -> Tensor:
     """Return [2, rows]: the parts of KL(p || m) and KL(q || m) in a block of log-probabilities."""
     teacher = teacher_logs.exp()
-    ratio = teacher_logs.sub_(logs).clamp_(max=MOST_LOG_RATIO)
-    mixed = ratio.exp().mul_(mixture).add_(1.0 - mixture).log_()  # log m - log p
-    return torch.stack([logs.exp_().mul_(mixed).sum(-1).neg(), teacher.mul_(ratio.sub_(mixed)).sum(-1)])
+    log_ratio = teacher_logs.sub_(logs).clamp_(max=MOST_LOG_RATIO)
+    mixed = _mixture_over_policy(log_ratio, mixture)
+    return torch.stack([logs.exp_().mul_(mixed).sum(-1).neg(), teacher.mul_(log_ratio.sub_(mixed)).sum(-1)])
 
 
 def reverse_slopes(logs: Tensor, teacher_logs: Tensor, value: Tensor) -> Tensor:
@@ -60,9 +61,13 @@ def forward_slopes(logs: Tensor, teacher_logs: Tensor, value: Tensor) -> Tensor:
 
 def mixture_slopes(logs: Tensor, teacher_logs: Tensor, value: Tensor, mixture: float) -> Tensor:
     """Return the gradient of the Jensen-Shannon divergence by the logits; `value` is KL(p || m)."""
-    ratio = teacher_logs.sub_(logs).clamp_(max=MOST_LOG_RATIO)
-    mixed = ratio.exp_().mul_(mixture).add_(1.0 - mixture).log_()  # log m - log p
+    mixed = _mixture_over_policy(teacher_logs.sub_(logs).clamp_(max=MOST_LOG_RATIO), mixture)
     return logs.exp_().mul_(mixed.add_(value.unsqueeze(-1))).mul_(mixture - 1.0)
+
+
+def _mixture_over_policy(log_ratio: Tensor, mixture: float) -> Tensor:
+    """Return log m - log p from log q - log p."""
+    return log_ratio.exp().mul_(mixture).add_(1.0 - mixture).log_()
 
 
 def over_likeliest(logprobs: Tensor, teacher_logprobs: Tensor, divergence: str, mixture: float) -> Tensor:

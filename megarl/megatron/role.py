@@ -313,7 +313,8 @@ class Role:
         assert self.offload.is_present(training=True), (
             f"the {self.role}'s optimizer is offloaded: enter present(training=True)"
         )
-        with self.place.active(), self.head.at(self.head.temperature if batch.sampled else 1.0):
+        temperature = self.head.temperature if batch.sampled else 1.0
+        with self.place.active(), self.head.at(temperature):
             for model, chunk in zip(self.models, self.chunks, strict=True):
                 model.train()
                 chunk.zero_grad_buffer()

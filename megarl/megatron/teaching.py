@@ -62,7 +62,7 @@ def take_judgement(
     `rows` on the ranks of the actor's last stage that train on the sample in the `update`. Collective.
 
     `rows` are on this rank where it is the source of a data-parallel rank of the teacher's. All ranks go through the samples
-    in the same order, so that none waits for one that waits for it.
+    in the same order, so that no two ranks wait for each other.
     """
     teacher = roles[role_of(plan.phase)]
     judged = np.flatnonzero(batch.teachers == teacher.role.removeprefix(TEACHERS)).tolist()
@@ -77,7 +77,7 @@ def take_judgement(
             data_ranks = [data for data, samples in enumerate(trains) if sample in samples]
             readers = {layout.rank(tensor, last, data, context) for data in data_ranks for tensor, context in parts}
             if place.rank == source:
-                # Those of a masked sample may be NaN.
+                # The rows of a masked sample may be NaN.
                 on_host = torch.zeros_like(rows[sample]) if sample in batch.masked else rows[sample]
                 on_device = on_host.to(place.device)
                 for reader in sorted(readers - {source}):
@@ -86,8 +86,9 @@ def take_judgement(
                 size = int(batch.own_lengths[sample]), teacher.row_width
                 on_device = torch.empty(size, dtype=teacher.row_dtype, device=place.device)
                 dist.recv(on_device, source)
+                on_host = on_device.cpu()
             if place.rank in readers:
-                moved[sample] = on_device.cpu()
+                moved[sample] = on_host
     return replace(batch, teacher_rows=moved)
 
 
@@ -137,7 +138,7 @@ class FromTeachers:
         self._top_k, self._heads = section.top_k, dict[str, Tensor]()
         for name, directory in directories.items():
             teacher = roles[name]
-            teacher.reads_head = self.give
+            teacher.reads_head = self.teacher_rows
             if self._top_k is None:
                 teacher.row_width = teacher.shape.hidden
                 self._load_head(teacher, directory, actor.place)
@@ -154,7 +155,7 @@ class FromTeachers:
         load_shards(directory, shape, boxes, {head(shape).megatron.parameter: weight})
         self._heads[teacher.role.removeprefix(TEACHERS)] = weight.to(place.device)
 
-    def give(self, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
+    def teacher_rows(self, hidden: Tensor, weight: Tensor, head: LogProbabilities) -> dict[str, Tensor]:
         """Return a teacher's rows from its last hidden rows, and one number of each that is NaN where the row is broken."""
         if self._top_k is None:
             return {"rows": hidden, "logprobs": hidden.float().square().mean(-1)}

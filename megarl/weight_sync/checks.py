@@ -36,7 +36,7 @@ def checksums(contents: Iterable[torch.Tensor], version: int, numbers: Sequence[
     ]
     if sums and isinstance(sums[0], torch.Tensor):
         return torch.stack(sums)
-    return torch.tensor(sums, dtype=torch.int64)  # one for all, as each costs time
+    return torch.tensor(sums, dtype=torch.int64)  # one tensor for all sums, not one for each
 
 
 def _host_checksum(content: torch.Tensor, version: int, number: int) -> int:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.megatron.export import export_adapter
 from megarl.megatron.lora import Adapter
 from megarl.models.layout import Layout
 from megarl.recipe.role_sections import LoraSection
@@ -13,7 +12,6 @@ from tests.feature_cases import Feature, train_with
 from tests.lora_cases import LORA, hand_made_lora, train_lora
 from tests.ranks import run_ranks
 from tests.rollout_cases import completion_logits
-from tests.runs import tiny_recipe
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.layout
@@ -131,13 +129,3 @@ def test_a_weight_is_merged_in_parts_as_in_one(dtype, monkeypatch):
     monkeypatch.setattr("megarl.megatron.lora.MERGED_BYTES", 100 * 4 * 192)  # ten parts and a rest
     # Not equal: a BLAS may add in another order where there are other numbers of rows.
     torch.testing.assert_close(adapter.merged_into(weight), whole)
-
-
-def test_a_run_without_adapters_has_none_to_export(tmp_path):
-    save_tiny_model(tmp_path / "model")
-    recipe = tiny_recipe(tmp_path, "plain", False, 1, 1, 1, 1)
-    run = tmp_path / "runs" / "plain"
-    (run / "checkpoints" / "step-000001").mkdir(parents=True)
-    recipe.replace(run / "recipe.yaml")
-    with pytest.raises(ValueError, match="no actor.lora; export without --adapter"):
-        export_adapter(run, tmp_path / "adapter")

@@ -66,9 +66,9 @@ def test_the_table_lists_every_private_name() -> None:
         listed.setdefault(file, set()).update(re.findall(r"\b_\w+", names))
     files = sorted((ROOT / "megarl").rglob("*.py"))
     trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
-    own = defined(trees)
-    found = {(file, name) for file, tree in trees.items() for name in used(tree, own)}
-    assert sorted(f"{file}: {name}" for file, name in found if name not in listed.get(file, set())) == []
+    package_names = defined(trees)
+    uses = {(file, name) for file, tree in trees.items() for name in used(tree, package_names)}
+    assert sorted(f"{file}: {name}" for file, name in uses if name not in listed.get(file, set())) == []
 
 
 def test_every_row_is_complete_and_its_names_are_in_the_file() -> None:
