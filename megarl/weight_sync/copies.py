@@ -79,16 +79,14 @@ class Works(NamedTuple):
 def divide(
     boxes: Sequence[LocalBox], sizes: Mapping[str, tuple[int, int]], is_large: Callable[[str], bool], bucket_bytes: int
 ) -> Works:
-    """Divide all boxes of a version into works: one for each module, or for modules in a row that are small together; but
+    """Divide all boxes of a version into works: one for each module, or for modules of a layer that are small together; but
     one for each box of a large module, which is written in place. `sizes` are [rows, columns] of every parameter."""
     by_module: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_module.setdefault(box.owner, []).append(number)
     large: list[list[int]] = []
-    works: list[list[int]] = []
-    layers: dict[str, int] = {}  # bytes of each layer
-    spare: list[list[int]] = []  # bytes of each parameter of each work
-    layer = ""
+    # The modules of each layer: bytes, bytes of each parameter in spare memory, and numbers of boxes.
+    layers: dict[str, list[tuple[int, list[int], list[int]]]] = {}
     for owner, numbers in by_module.items():
         if is_large(owner):
             large += [[number] for number in numbers]
@@ -96,18 +94,26 @@ def divide(
         itemsizes = {boxes[number].parameter: boxes[number].dtype.itemsize for number in numbers}
         matrices = [(sizes[name][0], sizes[name][1] * itemsize) for name, itemsize in itemsizes.items()]
         stored = [rows * apart_bytes(row_bytes) for rows, row_bytes in matrices]
-        before, layer = layer, owner.partition(".layers.")[2].partition(".")[0]
-        layers[layer] = layers.get(layer, 0) + sum(rows * row_bytes for rows, row_bytes in matrices)
-        if works and layer == before and sum(spare[-1]) + sum(stored) <= WORK_BYTES:
+        layer = layers.setdefault(owner.partition(".layers.")[2].partition(".")[0], [])
+        layer.append((sum(rows * row_bytes for rows, row_bytes in matrices), stored, numbers))
+    works: list[list[int]] = []
+    spare: list[list[int]] = []  # bytes of each parameter of each work
+    for layer in layers.values():
+        left = 0  # bytes of the last work
+        # The largest module first: the first parameters of works share a block.
+        for _, stored, numbers in sorted(layer, key=lambda module: -module[0]):
+            if sum(stored) > left:
+                works.append([])
+                spare.append([])
+                left = WORK_BYTES
             works[-1] += numbers
             spare[-1] += stored
-        else:
-            works.append(numbers)
-            spare.append(stored)
+            left -= sum(stored)
     # The spare memory of all threads together is at most the largest layer and two buckets. The first parameters of all
     # works share one block of a thread's spare memory, the second parameters another, and so on.
     thread_bytes = sum(map(max, zip_longest(*spare, fillvalue=0)))
-    room = max(layers.values(), default=0) + NUM_BUCKETS * bucket_bytes
+    room = max((sum(num_bytes for num_bytes, *_ in layer) for layer in layers.values()), default=0)
+    room += NUM_BUCKETS * bucket_bytes
     return Works(large + works, min(MOST_THREADS, max(1, room // max(1, thread_bytes))))
 
 

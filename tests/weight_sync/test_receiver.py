@@ -375,6 +375,17 @@ def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
     assert works.most_threads == 1 or works.most_threads * held <= max(layers.values()) + 2 * bucket_bytes
 
 
+def test_small_modules_that_share_a_work_cost_no_thread() -> None:
+    """The large ones come first in a work, so that their spare memory is that of the large modules of other works."""
+    modules = {"norm": (896, 1), "qkv": (1152, 896), "out": (896, 896), "gate_up": (5376, 896), "down": (896, 2688)}
+    sizes = {f"model.layers.{layer}.{name}.weight": size for layer in (0, 1) for name, size in modules.items()}
+    boxes = [LocalBox(name, 0, 0, *size, torch.bfloat16) for name, size in sizes.items()]
+    works = divide(boxes, sizes, lambda owner: False, 4 << 20)
+    owners = [[boxes[number].owner.rpartition(".")[2] for number in work] for work in works.each]
+    assert owners == [["gate_up"], ["down"], ["qkv", "out", "norm"]] * 2
+    assert works.most_threads == 2
+
+
 def test_memory_that_somebody_kept_is_not_lent_again() -> None:
     """Where vLLM has no packing kernel it computes with the weights as they are."""
     spare = SpareMemory()
