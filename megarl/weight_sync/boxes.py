@@ -51,8 +51,7 @@ class Boxes:
     @classmethod
     def of(cls, boxes: Iterable[Box]) -> Boxes:
         """Convert boxes to columns."""
-        names: dict[str, int] = {}
-        parameters: dict[str, int] = {}
+        names, parameters = dict[str, int](), dict[str, int]()
         rows = [
             (names.setdefault(b.name, len(names)), *b[1:6], parameters.setdefault(b.parameter, len(parameters)), *b[7:])
             for b in boxes

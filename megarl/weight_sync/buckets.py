@@ -17,7 +17,6 @@ weights of many layers; and in checkpoint mode, because a worker would otherwise
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,12 +161,13 @@ class PieceStream:
         order = np.lexsort((np.arange(len(self.copy)), self.source, self.bucket))
         keys = np.stack([self.bucket[order], self.source[order]])
         first = np.flatnonzero(np.r_[True, (np.diff(keys) != 0).any(axis=0)]) if len(order) else np.empty(0, dtype=np.int64)
+        after = np.append(first, len(order))[1:]
+        last = order[after - 1]
+        ends = -(-(self.offset[last] + self.size[last]) // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+        columns = self.bucket[last], self.source[last], self.offset[order[first]], ends, first, after
         buckets: list[list[Part]] = [[] for _ in range(self.num_buckets)]
-        for pieces in np.split(order, first[1:]):
-            if len(pieces):
-                start, last = int(self.offset[pieces[0]]), pieces[-1]
-                end = _aligned(int(self.offset[last] + self.size[last])) + ALIGNMENT
-                buckets[self.bucket[last]].append(Part(int(self.source[last]), start, end, pieces))
+        for bucket, source, start, end, begin, stop in zip(*(column.tolist() for column in columns), strict=True):
+            buckets[bucket].append(Part(source, start, end, order[begin:stop]))
         return tuple(map(tuple, buckets))
 
     @cached_property
@@ -326,13 +326,13 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[PieceStream], by_layer: boo
     taken, rounds = [0] * len(streams), list[Round]()
     while waiting := [number for number, stream in enumerate(streams) if taken[number] < stream.num_buckets]:
         layer = min(layers[number][taken[number]] for number in waiting)
-        written, entries = Counter[int](), list[tuple[int, int]]()
+        written, entries = np.zeros(int(plan.source_rank.max()) + 1, dtype=np.int64), list[tuple[int, int]]()
         # First the streams that are behind, in the order of their numbers.
         for number in sorted(waiting, key=lambda number: taken[number] / streams[number].num_buckets):
             bucket = taken[number]
-            sizes = {part.source_rank: part.size for part in streams[number].parts[bucket]}
-            if layers[number][bucket] == layer and all(written[rank] + size <= room for rank, size in sizes.items()):
-                written.update(sizes)
+            ranks, sizes = np.array([(part.source_rank, part.size) for part in streams[number].parts[bucket]]).T
+            if layers[number][bucket] == layer and (written[ranks] + sizes <= room).all():
+                written[ranks] += sizes
                 taken[number] += 1
                 entries.append((bucket, number))
         rounds.append(entries)
