@@ -323,10 +323,11 @@ def sync_rounds(plan: ReshardPlan, streams: Sequence[PieceStream], by_layer: boo
         first_copies = (stream.copy[stream.starts[:-1]] for stream in streams)  # of each bucket
         layers = [np.maximum.accumulate(_layer_numbers(plan, copies)) for copies in first_copies]
     room = MOST_WRITTEN * max(stream.capacity for stream in streams)
+    num_ranks = int(plan.source_rank.max()) + 1
     taken, rounds = [0] * len(streams), list[Round]()
     while waiting := [number for number, stream in enumerate(streams) if taken[number] < stream.num_buckets]:
         layer = min(layers[number][taken[number]] for number in waiting)
-        written, entries = np.zeros(int(plan.source_rank.max()) + 1, dtype=np.int64), list[tuple[int, int]]()
+        written, entries = np.zeros(num_ranks, dtype=np.int64), list[tuple[int, int]]()
         # First the streams that are behind, in the order of their numbers.
         for number in sorted(waiting, key=lambda number: taken[number] / streams[number].num_buckets):
             bucket = taken[number]

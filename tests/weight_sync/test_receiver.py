@@ -376,7 +376,7 @@ def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
 
 
 def test_small_modules_that_share_a_work_cost_no_thread() -> None:
-    """The large ones come first in a work, so that their spare memory is that of the large modules of other works."""
+    """The largest module comes first in a work, so it shares its spare memory with the large modules of other works."""
     modules = {"norm": (896, 1), "qkv": (1152, 896), "out": (896, 896), "gate_up": (5376, 896), "down": (896, 2688)}
     sizes = {f"model.layers.{layer}.{name}.weight": size for layer in (0, 1) for name, size in modules.items()}
     boxes = [LocalBox(name, 0, 0, *size, torch.bfloat16) for name, size in sizes.items()]
