@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from megarl.data.sample import Example, Prompt
+from megarl.reward.verifiers import TextScore
 from megarl.reward.workers import RewardWorkers
 from megarl.rollout import RolloutError, stream
-from megarl.rollout.groups import rollout_metrics
+from megarl.rollout.groups import GroupResult, rollout_metrics
 from megarl.rollout.stream import Sampling
 from tests.scripted_stream import (
     PER_STEP,
@@ -145,6 +147,34 @@ def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
             run.take()
         with pytest.raises(ValueError, match="prompt 4"):
             run.begin()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_error_of_a_verifier_ends_the_call_of_the_trainer(staleness: int) -> None:
+    def score(prompt: Prompt, member: int, tokens: GroupResult) -> TextScore:
+        if prompt.index == 3:
+            raise ValueError("reward last_number gave nan for prompt 3; a finite number is needed")
+        return TextScore({"last_number": 1.0})
+
+    rewards = scripted_rewards(stream_recipe(max_staleness=staleness), ScriptedScorer(score), SIZE)
+    with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), rewards, max_staleness=staleness) as run:
+        with pytest.raises(ValueError, match="nan for prompt 3"):
+            for _ in range(2):
+                run.begin()
+                run.take()
+                run.sync()
+        assert run.step == 2 or staleness, "without staleness prompt 3 begins in the second step"
+
+
+def test_an_answer_that_a_verifier_cannot_compare_with_ends_the_call_of_the_trainer() -> None:
+    class BadAnswers(ScriptedPrompts):
+        def take(self, count: int) -> list[Prompt]:
+            return [replace(prompt, answer="no number") for prompt in super().take(count)]
+
+    with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), prompts=BadAnswers()) as run:
+        run.begin()
+        with pytest.raises(ValueError, match="no number"):
+            run.take()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
