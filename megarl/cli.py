@@ -244,9 +244,9 @@ def samples(
 
     try:
         rows = read_samples(run_dir, step)
-        kept = sorted({row["rollout"] for row in rows})
-        if rollout is not None and rollout not in kept:
-            raise ValueError(f"--rollout = {rollout}: the step kept {', '.join(map(str, kept))}")
+        stored = sorted({row["rollout"] for row in rows})
+        if rollout is not None and rollout not in stored:
+            raise ValueError(f"--rollout = {rollout}: the step kept {', '.join(map(str, stored))}")
     except (ValueError, OSError) as error:
         _fail(f"error: {error}")
     for text in conversations([row for row in rows if rollout in (None, row["rollout"])]):

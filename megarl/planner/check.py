@@ -188,8 +188,8 @@ def _failed(path: str, error: ValueError) -> dict[str, str]:
 
 def suggestion_lines(suggestions: list[Suggestion]) -> list[str]:
     """The suggestions as overrides to paste into a shell, each with its reason as a comment."""
-    pairs = [(shlex.quote(f"{one.key}={json.dumps(one.value)}"), one.reason) for one in suggestions]
-    return [f"{override}  # {reason}" for override, reason in pairs]
+    overrides = [shlex.quote(f"{suggestion.key}={json.dumps(suggestion.value)}") for suggestion in suggestions]
+    return [f"{override}  # {suggestion.reason}" for override, suggestion in zip(overrides, suggestions, strict=True)]
 
 
 def _show_plan(console: Console, recipe: Recipe, plan: Forecast) -> None:

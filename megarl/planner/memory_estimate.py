@@ -212,27 +212,27 @@ def working(role: PlannedRole, pipeline_rank: int, load: Load) -> DeviceMemory:
 
 
 def _forward_moments(role: PlannedRole, pipeline_rank: int, tokens: int, head_tokens: int, load: Load) -> list[DeviceMemory]:
-    kept, moments = 0, []
+    saved_rows, moments = 0, []
     if role.has_head(pipeline_rank) and not role.has_value_head:
         rows = activations.head_rows(role, head_tokens)
-        kept = rows if load.num_micro_batches > 1 else 0
+        saved_rows = rows if load.num_micro_batches > 1 else 0
         hidden = tokens * role.shape.hidden * role.bytes_per_weight
         logits = activations.logits_forward(role, head_tokens, entropy=False)
-        moments.append(DeviceMemory(activations=kept + hidden + rows, logits=logits))
+        moments.append(DeviceMemory(activations=saved_rows + hidden + rows, logits=logits))
     layer = activations.attention_forward(role, tokens, load.copied_rows)
-    return [DeviceMemory(activations=layer + tokens * activations.gathered_per_token(role) + kept), *moments]
+    return [DeviceMemory(activations=layer + tokens * activations.gathered_per_token(role) + saved_rows), *moments]
 
 
 def _update_moments(role: PlannedRole, pipeline_rank: int, tokens: int, head_tokens: int, load: Load) -> list[DeviceMemory]:
     width, offloads, copied_rows = role.bytes_per_weight, role.memory.offload_activations, load.copied_rows
     hidden = activations.hidden_width(role)
     held = micro_batches_held(role, pipeline_rank, load.num_micro_batches)
-    kept = activations.saved_by_stage(role, pipeline_rank)
-    per_token = (0 if offloads else kept) + activations.passed_per_token(role, pipeline_rank)
+    stage_per_token = activations.saved_by_stage(role, pipeline_rank)
+    per_token = (0 if offloads else stage_per_token) + activations.passed_per_token(role, pipeline_rank)
     # A stage still sends back the input and its gradient of the micro-batch before.
     sent_back = 2 * hidden * width if pipeline_rank > 0 and load.num_micro_batches > 1 else 0
     saved = int(held * tokens * per_token) + tokens * (activations.gathered_per_token(role) + sent_back)
-    host = int(held * tokens * kept) if offloads else 0
+    host = int(held * tokens * stage_per_token) if offloads else 0
     saved += 0 if role.on_cpu else min(activations.PREFETCH_BYTES, host)
     copies = int(held * copied_rows * activations.copied_by_stage(role, pipeline_rank))
     saved, host = (saved, host + copies) if offloads else (saved + copies, host)

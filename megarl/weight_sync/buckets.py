@@ -229,10 +229,10 @@ def _spread(
     # Ranks with few parts take turns: in each bucket some of them send to this worker, and the others to other workers.
     ends = source[copy] * SPREAD[0] + plan.destination_rank[copies[0]] * SPREAD[1]
     turn = (part * PHASES + ends % PHASES) * buckets // parts[copy]
-    kept = np.flatnonzero(bounds[0] < bounds[1])
-    kept = kept[np.lexsort((copy[kept], turn[kept]))]
-    copy = copy[kept]
-    row, end = bounds[0][kept] * unit[copy], np.minimum(bounds[1][kept] * unit[copy], rows[copy])
+    nonempty = np.flatnonzero(bounds[0] < bounds[1])
+    nonempty = nonempty[np.lexsort((copy[nonempty], turn[nonempty]))]
+    copy = copy[nonempty]
+    row, end = bounds[0][nonempty] * unit[copy], np.minimum(bounds[1][nonempty] * unit[copy], rows[copy])
     return copies[copy], source[copy], row, end - row, unit[copy], unit_bytes[copy]
 
 

@@ -162,12 +162,12 @@ class TakenParts:
     def put(self, message: torch.Tensor, bucket: int, number: int, memory: torch.Tensor) -> None:
         """Decode a message into the bucket's memory; `number` is the part's number in the bucket. Raises SyncError for a
         torn message."""
-        part, kept = self.stream.parts[bucket][number], self._contents[bucket][number]
+        part, stored = self.stream.parts[bucket][number], self._contents[bucket][number]
         try:
-            decode_delta(message[ALIGNMENT:], kept, self._element_bytes)
+            decode_delta(message[ALIGNMENT:], stored, self._element_bytes)
         except ValueError as error:
             raise SyncError(f"bucket {bucket} from trainer rank {part.source_rank}: {error}") from error
-        memory[part.start : part.check].copy_(kept)
+        memory[part.start : part.check].copy_(stored)
         memory[part.check : part.end].copy_(message[:ALIGNMENT])
 
 

@@ -339,7 +339,7 @@ class BucketSender:
         """Start a round: send this rank's parts, which were written to their `room`, to all engines, and receive for the
         workers that this rank serves."""
         if self._parts is not None:
-            written = [one._replace(content=self._parts.message(*one)) for one in written]
+            written = [part._replace(content=self._parts.message(*part)) for part in written]
         if self._manifest.servers:
             self._under_way.append((entries, self._send_in_two_legs(entries, written)))
             return

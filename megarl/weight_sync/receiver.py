@@ -306,15 +306,15 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         homes |= self._homes.get(owner, {})
         self._repack(module)
         for name, home in homes.items():
-            made = getattr(module, name)
-            if made.shape != home.shape or made.dtype != home.dtype:
+            new = getattr(module, name)
+            if new.shape != home.shape or new.dtype != home.dtype:
                 raise SyncError(
-                    f"vLLM made {owner}.{name} anew as {made.dtype} of {tuple(made.shape)}, and CUDA graphs read "
+                    f"vLLM made {owner}.{name} anew as {new.dtype} of {tuple(new.shape)}, and CUDA graphs read "
                     f"{home.dtype} of {tuple(home.shape)}"
                 )
-            if made.data_ptr() != home.data_ptr():
-                home.copy_(made)
-                made.data = home  # kernels that refer to the new parameter read it too
+            if new.data_ptr() != home.data_ptr():
+                home.copy_(new)
+                new.data = home  # kernels that refer to the new parameter read it too
         self._homes.pop(owner, None)
 
     def _repack(self, module: torch.nn.Module) -> None:
