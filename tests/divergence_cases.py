@@ -75,11 +75,11 @@ def divergence(kind: str, policy: Tensor, teacher: Tensor, mixture: float) -> Te
 def run(cases: list[Case], tensor: int, main_grad: bool) -> list[dict[str, np.ndarray]]:
     """What this rank gets: values, the hidden rows' gradient, and the gradient of its rows of the weight."""
     place = start(Layout(tensor=tensor))
-    found = []
+    results = []
     for case in cases:
         with patch.multiple(blocks, CPU_BLOCK_BYTES=case.block_bytes, BLOCK_ROWS=case.block_rows):
-            found.append(_run(case, place, tensor, main_grad))
-    return found
+            results.append(_run(case, place, tensor, main_grad))
+    return results
 
 
 def _run(case: Case, place: Any, tensor: int, main_grad: bool) -> dict[str, np.ndarray]:
@@ -89,15 +89,15 @@ def _run(case: Case, place: Any, tensor: int, main_grad: bool) -> dict[str, np.n
     head = LogProbabilities(case.vocab, case.temperature, place.tensor_group)
     hidden, whole, rows, teacher, slope = case.inputs()
     width = case.padded // tensor
-    own = slice(place.tensor_rank * width, (place.tensor_rank + 1) * width)
-    weight: Any = whole[own].clone().requires_grad_()
+    local_rows = slice(place.tensor_rank * width, (place.tensor_rank + 1) * width)
+    weight: Any = whole[local_rows].clone().requires_grad_()
     if main_grad:
         weight.main_grad = torch.ones(weight.shape, dtype=torch.float64)
     hidden.requires_grad_()
     if case.top_k is None:
-        value = Divergence(case.kind, case.mixture, head)(hidden, weight, rows, teacher[own])
+        value = Divergence(case.kind, case.mixture, head)(hidden, weight, rows, teacher[local_rows])
     else:
-        logprobs, numbers = likeliest_tokens(rows, teacher[own], head, case.top_k).split(case.top_k, -1)
+        logprobs, numbers = likeliest_tokens(rows, teacher[local_rows], head, case.top_k).split(case.top_k, -1)
         chosen = head(hidden, weight, numbers.long(), entropy=False)["logprobs"]
         value = over_likeliest(chosen, logprobs, case.kind, case.mixture)
     (slope * value).sum().backward()

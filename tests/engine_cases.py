@@ -120,19 +120,19 @@ def _full_logits(directory: str, place: Place, lengths: list[tuple[int, int]], f
     actor = engine(directory, place)
     save_weights(actor, folder)
     batch = random_batch(actor.shape.vocab, lengths)
-    found: dict[int, np.ndarray] = {}
+    logits: dict[int, np.ndarray] = {}
 
     def keep(micro: Any, rows: torch.Tensor, entropy: bool) -> dict[str, torch.Tensor]:
         whole = over_context(rows.squeeze(1) @ actor.models[-1].head_weight.t(), micro, place)
         parts = [torch.empty_like(whole) for _ in range(place.layout.tensor)]
         dist.all_gather(parts, whole.contiguous(), group=actor.head.group)
         rows = torch.cat(parts, -1)[:, : actor.shape.vocab].split(micro.own_lengths)
-        found.update(zip(micro.samples, (part.numpy() for part in rows), strict=True))
+        logits.update(zip(micro.samples, (part.numpy() for part in rows), strict=True))
         return {}
 
     actor._outputs = keep  # type: ignore[assignment, method-assign]
     actor.forward(batch, planned(batch, place.layout, sequences=len(lengths) // place.layout.micro_batch_step))
-    return found
+    return logits
 
 
 def planned(batch: Batch, layout: Layout, **schedule: Any) -> MiniBatch:
@@ -239,12 +239,12 @@ def gradients_of(
         return True, 0.0, None
 
     trained.optimizer.step = read_gradients
-    found = []
+    results = []
     for mini_batch in mini_batches:
         update = trained.update(batch, mini_batch, objective_of("actor", int(batch.completion_lengths.sum())))
         compare(mini_batch, place.data_rank, update.executed)
-        found.append((total_loss(update, place), parts[-1]))
-    return found
+        results.append((total_loss(update, place), parts[-1]))
+    return results
 
 
 def train_with_checkpoints(

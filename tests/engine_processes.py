@@ -168,8 +168,8 @@ def _serve(connection: Connection, shape: ModelShape, network: Network | None) -
     while True:
         call, *arguments = connection.recv()
         if call == "answer":
-            own = {name: parameter.clone() for name, parameter in parameters.items()}
-            connection.send(refusal if version is None else (version, own))
+            snapshot = {name: parameter.clone() for name, parameter in parameters.items()}
+            connection.send(refusal if version is None else (version, snapshot))
         elif call == "end":
             reader.close()
             return

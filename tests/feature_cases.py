@@ -83,15 +83,15 @@ def _with_each(layout: Layout, features: Sequence[Feature], train: Callable[[Any
     from megatron.core.distributed import DistributedDataParallelConfig
 
     (place,) = start_places([layout]).values()
-    found, small_buckets = [], partial(DistributedDataParallelConfig, bucket_size=BUCKET_WEIGHTS)
+    results, small_buckets = [], partial(DistributedDataParallelConfig, bucket_size=BUCKET_WEIGHTS)
     for feature in features:
         with (
             mock.patch.object(optimizer, "DistributedDataParallelConfig", small_buckets),
             mock.patch.object(offload, "LEAST_ACTIVATION_BYTES", 1),
             mock.patch.object(engine, "finish_gather") if feature.leaves_gathers else nullcontext(),
         ):
-            found.append(train(place, feature))
-    return found
+            results.append(train(place, feature))
+    return results
 
 
 def _train(directory: str, place: Any, feature: Feature, updates: int, role: str) -> list[Line]:

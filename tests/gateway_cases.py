@@ -49,9 +49,9 @@ class Script:
             raise RuntimeError(self.fault)
         completion = self.policy.write(self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
         if len(completion.token_ids) > request.max_new_tokens:
-            kept = slice(request.max_new_tokens)
+            within_limit = slice(request.max_new_tokens)
             arrays = (completion.token_ids, completion.logprobs, completion.versions)
-            ids, logprobs, versions = (array[kept] for array in arrays)
+            ids, logprobs, versions = (array[within_limit] for array in arrays)
             self.policy.sampled[-1] = completion = Completion(ids, logprobs, "length", versions)
         return completion
 

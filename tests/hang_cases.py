@@ -125,7 +125,7 @@ def run_with_fault(recipe: Path, ranks: int, fault: Fault | StreamFault, folder:
     try:
         reached = folder / "reached"
         _wait(
-            lambda: reached.exists() or any(one.exitcode is not None for one in processes),
+            lambda: reached.exists() or any(process.exitcode is not None for process in processes),
             END_S,
             f"{fault.name}: the fault's place",
         )
@@ -138,14 +138,17 @@ def run_with_fault(recipe: Path, ranks: int, fault: Fault | StreamFault, folder:
             nonlocal detected
             if detected == begun and SAID.search(_said(folder, ranks)):
                 detected = time.monotonic()
-            return all(one.exitcode is not None for one in processes)
+            return all(process.exitcode is not None for process in processes)
 
         _wait(ended, END_S, f"{fault.name}: the end of all ranks")
         _wait(
             lambda: not case_processes(folder), DETECTION_S, f"{fault.name}: the end of all that they started", fails=False
         )
         seconds = time.monotonic() - begun
-        left = [f"{one.pid} of {one.ppid()}, {one.environ().get(MARK)}: {one.cmdline()}" for one in case_processes(folder)]
+        left = [
+            f"{process.pid} of {process.ppid()}, {process.environ().get(MARK)}: {process.cmdline()}"
+            for process in case_processes(folder)
+        ]
     finally:
         for process in [*processes, *case_processes(folder)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,12 +164,12 @@ def _said(folder: Path, ranks: int) -> str:
 
 def case_processes(folder: Path) -> list[psutil.Process]:
     """Programs that a case has started and that run still."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(CASE) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _wait(condition: Callable[[], bool], deadline_s: float, what: str, fails: bool = True) -> None:
@@ -240,10 +243,10 @@ def _plant_elsewhere(fault: Fault, folder: Path) -> None:
             _strike(fault, folder, pipeline)
             (folder / "reached").touch()
 
-    def noting_step(own: Any, number: int) -> Any:
+    def noting_step(trainer: Any, number: int) -> Any:
         nonlocal pipeline
-        pipeline = own
-        return step(own, number)
+        pipeline = trainer
+        return step(trainer, number)
 
     def call_and_strike(handle: Any, name: str, *arguments: Any, **settings: Any) -> Any:
         reference = call(handle, name, *arguments, **settings)
@@ -278,12 +281,12 @@ def _strike(fault: Fault, folder: Path, pipeline: Any) -> None:
     else:
         actor = stream._rewards._actors[0] if fault.process == WORKER else pool.engines[0]._actor
         does = {CORE: _put_core_to_sleep, ACTOR: _put_loop_to_sleep, WORKER: _fall_asleep}[fault.process]
-        asked = actor.__ray_call__.remote(does)
+        reference = actor.__ray_call__.remote(does)
         if fault.process != WORKER:
-            ray.get(asked)
+            ray.get(reference)
 
 
-def _fall_asleep(own: Any = None) -> None:
+def _fall_asleep(worker: Any = None) -> None:
     time.sleep(1e6)
 
 
@@ -298,7 +301,7 @@ def _put_core_to_sleep(engine: Any) -> None:
     engine.sleeping = asyncio.run_coroutine_threadsafe(call, engine._engine.output_handler.get_loop())
 
 
-def named(said: str) -> list[tuple[int, int, str]]:
+def named(output: str) -> list[tuple[int, int, str]]:
     """Rank, step and phase of whom the watchdog has named as the one who did not arrive."""
-    found = re.findall(r"watchdog: rank (\d+) .*did not arrive: step (\d+), in phase (\w+)", said)
-    return [(int(rank), int(step), phase) for rank, step, phase in found]
+    matches = re.findall(r"watchdog: rank (\d+) .*did not arrive: step (\d+), in phase (\w+)", output)
+    return [(int(rank), int(step), phase) for rank, step, phase in matches]

@@ -94,7 +94,9 @@ def _base_gradients(actor: Role) -> int:
         parameter for model in actor.models for name, parameter in model.named_parameters() if "adapter" not in name
     ]
     assert parameters
-    return sum(one.requires_grad or one.grad is not None or hasattr(one, "main_grad") for one in parameters)
+    return sum(
+        parameter.requires_grad or parameter.grad is not None or hasattr(parameter, "main_grad") for parameter in parameters
+    )
 
 
 class HandMade(nn.Module):

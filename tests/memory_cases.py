@@ -128,14 +128,16 @@ class Case:
     def predicted(self) -> DeviceMemory:
         """What the memory model says of the fullest rank under the phase's plan."""
         roles, (mini_batch,) = self.roles(), self.plan().mini_batches
-        micro_batches = [one for own in mini_batch.micro_batches for one in own]
+        micro_batches = [micro_batch for rank in mini_batch.micro_batches for micro_batch in rank]
         load = Load(
             self.update,
-            slots=max(one.slots for one in micro_batches),
-            head_tokens=max(sum(self.all_lengths[sample][1] for sample in one.samples) for one in micro_batches),
+            slots=max(micro_batch.slots for micro_batch in micro_batches),
+            head_tokens=max(
+                sum(self.all_lengths[sample][1] for sample in micro_batch.samples) for micro_batch in micro_batches
+            ),
             longest=max(sum(pair) for pair in self.lengths),
             num_micro_batches=mini_batch.num_micro_batches,
-            copied_rows=max(one.rows_behind_prompts(self.totals) for one in micro_batches),
+            copied_rows=max(micro_batch.rows_behind_prompts(self.totals) for micro_batch in micro_batches),
         )
         return peak(list(roles.values()), roles[self.running], load)
 
@@ -344,11 +346,11 @@ def _replay(events: list[tuple[int, int, int]], order: list[int], ends: dict[int
     total = highest = 0
     for number in order:
         time, address, size = events[number]
-        for end, escaped in [one for one in escaping if one[0] <= time]:
+        for end, escaped in [entry for entry in escaping if entry[0] <= time]:
             escaping.remove((end, escaped))
             total -= live.pop(escaped, 0)
         total -= live.pop(address, 0)
-        escaping = [one for one in escaping if one[1] != address]
+        escaping = [entry for entry in escaping if entry[1] != address]
         if size > 0:
             live[address] = size
             total += size

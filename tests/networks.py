@@ -69,14 +69,14 @@ class Network(NamedTuple):
 
     def processes(self) -> list[int]:
         """In it, but the holder."""
-        mine, found = os.stat(f"/proc/{self.holder}/ns/net").st_ino, []
+        mine, pids = os.stat(f"/proc/{self.holder}/ns/net").st_ino, []
         for process in psutil.process_iter():
             try:
                 if os.stat(f"/proc/{process.pid}/ns/net").st_ino == mine and process.pid != self.holder:
-                    found.append(process.pid)
+                    pids.append(process.pid)
             except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is not ours
                 continue
-        return found
+        return pids
 
 
 @contextmanager
@@ -93,15 +93,15 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
     # `cat` ends when its input does, so when this process ends in whatever way.
     holders = [subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE) for _ in range(2)]
     try:
-        near, far = networks = [Network(one.pid, f"10.231.7.{number}") for number, one in enumerate(holders, start=1)]
-        for one in networks:
-            while Path(f"/proc/{one.holder}/comm").read_text().strip() != "cat":  # until `unshare` has become it
+        near, far = networks = [Network(child.pid, f"10.231.7.{number}") for number, child in enumerate(holders, start=1)]
+        for network in networks:
+            while Path(f"/proc/{network.holder}/comm").read_text().strip() != "cat":  # until `unshare` has become it
                 os.sched_yield()
         near.command("ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", str(far.holder))
-        for one in networks:
-            one.command("ip", "link", "set", "lo", "up")
-            one.command("ip", "address", "add", f"{one.address}/24", "dev", CABLE)
-            one.switch("up")
+        for network in networks:
+            network.command("ip", "link", "set", "lo", "up")
+            network.command("ip", "address", "add", f"{network.address}/24", "dev", CABLE)
+            network.switch("up")
         yield near, far
     finally:
         for holder in holders:

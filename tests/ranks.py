@@ -131,9 +131,9 @@ def _kill_with_children(pid: int) -> None:
     """A rank that saved a checkpoint has a process of its own for that, which would live on."""
     with contextlib.suppress(psutil.NoSuchProcess):
         rank = psutil.Process(pid)
-        for one in (*rank.children(recursive=True), rank):
+        for process in (*rank.children(recursive=True), rank):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
 
 
 def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: Path) -> None:
@@ -143,8 +143,8 @@ def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: 
     torch.set_num_threads(1)
     before = dict(os.environ) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     random_state = torch.get_rng_state()
-    caches = [one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)]
-    caches = [one for one in caches if one.__module__.startswith("megatron.core")]
+    caches = [cache for cache in gc.get_objects() if isinstance(cache, functools._lru_cache_wrapper)]
+    caches = [cache for cache in caches if cache.__module__.startswith("megatron.core")]
     gc.freeze()  # what is loaded now stays; the collections between the cases need not look at it
     num_frozen = gc.get_freeze_count()
     with stack.open("w") as file:

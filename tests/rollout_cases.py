@@ -71,7 +71,7 @@ def save_model(
 def without_vllm_table(family: str) -> Iterator[None]:
     """In this process, of a family that nobody has said of where vLLM holds its weights."""
     whole = FAMILIES[family]
-    half = replace(whole, layer=lambda shape, number: [one._replace(vllm=None) for one in whole.layer(shape, number)])
+    half = replace(whole, layer=lambda shape, number: [weight._replace(vllm=None) for weight in whole.layer(shape, number)])
     with mock.patch.dict(FAMILIES, {family: half}):
         yield
 
@@ -215,17 +215,17 @@ def recipe(model: Path, *edits: tuple[str, Any], **rollout: Any) -> Recipe:
 
 def prompts(count: int = 4, start: int = 0) -> list[Prompt]:
     """Random prompts of different lengths."""
-    made = []
+    result = []
     for index in range(start, start + count):
         random = np.random.default_rng(index)
         ids = random.integers(0, VOCAB, size=3 + 2 * (index % 6)).astype(np.int32)
-        made.append(Prompt(index, ids, "", "", {}))
-    return made
+        result.append(Prompt(index, ids, "", "", {}))
+    return result
 
 
 def generate(
     pool: EnginePool,
-    asked: Sequence[Prompt],
+    requested: Sequence[Prompt],
     step: int,
     resync: Callable[[Sequence[int]], None] | None = None,
     completions: int | None = None,
@@ -244,7 +244,7 @@ def generate(
 
     try:
         size = pool._recipe.algorithm.group_size if completions is None else completions
-        return stream.sample(asked, Sampling(size, step, temperature), resumes)[0]
+        return stream.sample(requested, Sampling(size, step, temperature), resumes)[0]
     finally:
         stream.close()
 

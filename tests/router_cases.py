@@ -25,11 +25,11 @@ def another_choice(shape: ModelShape, batch: Batch, seed: int = 5) -> Routing:
     assert shape.experts is not None
     generator = np.random.default_rng(seed)
     layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
-    found: Routing = {}
+    routing: Routing = {}
     for sample, length in enumerate(batch.lengths):
         scores = generator.random((length - 1, layers, shape.experts.count))
-        found[sample] = scores.argsort(-1)[..., : shape.experts.per_token].astype(np.uint8)
-    return found
+        routing[sample] = scores.argsort(-1)[..., : shape.experts.per_token].astype(np.uint8)
+    return routing
 
 
 def with_routing(batch: Batch, routing: Routing) -> Batch:

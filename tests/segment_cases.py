@@ -29,10 +29,10 @@ def cut(sample: Sample, spans: Sequence[Span]) -> list[Sample]:
     whole, pieces = sample.completion, []
     for begin, start, stop in spans:
         part = slice(begin, stop)
-        own = whole.own & (np.arange(len(whole.own)) >= start)
-        assert own[part].any(), "a segment has a token to train"
+        trained = whole.own & (np.arange(len(whole.own)) >= start)
+        assert trained[part].any(), "a segment has a token to train"
         completion = Completion(
-            whole.token_ids[part], whole.logprobs[part], whole.finish_reason, whole.versions[part], own=own[part]
+            whole.token_ids[part], whole.logprobs[part], whole.finish_reason, whole.versions[part], own=trained[part]
         )
         prompt = np.concatenate([sample.prompt_ids, whole.token_ids[:begin]])
         pieces.append(replace(sample, prompt_ids=prompt, completion=completion))
@@ -44,15 +44,16 @@ def cut_batch(batch: Batch, spans: Sequence[Sequence[Span]]) -> Batch:
     pieces = [cut(batch.samples[number], of) for number, of in enumerate(spans)]
     samples = [piece for of in pieces for piece in of]
     rollouts = np.repeat(np.arange(len(spans)), [len(of) for of in pieces])
-    own = [int(sample.completion.own.sum()) for sample in samples]
+    own_lengths = [int(sample.completion.own.sum()) for sample in samples]
     numbers: dict[bytes, int] = {}
     # The own tokens stay in their order.
     fields: dict[str, Sequence[torch.Tensor]] = {
-        name: list(torch.cat([*rows]).split(own)) for name, rows in batch.fields.items()
+        name: list(torch.cat([*rows]).split(own_lengths)) for name, rows in batch.fields.items()
     }
     return replace(
         batch, prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples]),
-        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]), own_lengths=np.array(own),
+        completion_lengths=np.array([len(sample.completion.token_ids) for sample in samples]),
+        own_lengths=np.array(own_lengths),
         groups=batch.groups[rollouts], rewards=batch.rewards[rollouts], valid=batch.valid[rollouts],
         truncated=None if batch.truncated is None else batch.truncated[rollouts],
         baselines=None if batch.baselines is None else batch.baselines[rollouts], samples=dict(enumerate(samples)),

@@ -46,15 +46,15 @@ def check_trained(segments: Sequence[Segment], sampled: Sequence[Completion]) ->
     for segment in segments:
         completion = segment.completion
         assert completion.own.any(), "a segment that trains nothing"
-        own = zip(*(array[completion.own].tolist() for array in vars_of(completion)), strict=True)
-        for token, logprob, version in own:
+        trained_tokens = zip(*(array[completion.own].tolist() for array in vars_of(completion)), strict=True)
+        for token, logprob, version in trained_tokens:
             assert logprob not in trained, "a token is trained twice"
             trained[logprob] = (token, version)
         assert not completion.logprobs[~completion.own].any()
-    told: dict[float, tuple[int, int]] = {}
+    expected: dict[float, tuple[int, int]] = {}
     for completion in sampled:
-        told |= {p: (t, v) for t, p, v in zip(*(array.tolist() for array in vars_of(completion)), strict=True)}
-    assert trained == told
+        expected |= {p: (t, v) for t, p, v in zip(*(array.tolist() for array in vars_of(completion)), strict=True)}
+    assert trained == expected
 
 
 def vars_of(completion: Completion) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

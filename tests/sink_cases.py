@@ -24,9 +24,9 @@ def tensorboard_points(folder: Path, key: str) -> list[tuple[int, float]]:
     """Steps and values of a scalar as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return [(event.step, round(event.value, 4)) for event in found.Scalars(key)]
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [(event.step, round(event.value, 4)) for event in accumulator.Scalars(key)]
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
@@ -62,17 +62,17 @@ def wait_for(is_so: Callable[..., bool]) -> None:
 
 def wait_for_wandb(folder: Path, starts: int) -> None:
     """Until its own process has written the end of so many offline runs: that takes longer than to finish one."""
-    wait_for(lambda: [one.WhichOneof("record_type") for one in wandb_records(folder)].count("exit") == starts)
+    wait_for(lambda: [record.WhichOneof("record_type") for record in wandb_records(folder)].count("exit") == starts)
 
 
 def wandb_points(folder: Path, key: str) -> list[tuple[int, float]]:
     """Steps and values of a figure in those runs' history."""
-    found = []
+    points = []
     for record in wandb_records(folder):
         items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         if key in items:
-            found.append((record.history.step.num, items[key]))
-    return found
+            points.append((record.history.step.num, items[key]))
+    return points
 
 
 def mlflow_points(folder: Path, run: str, key: str) -> list[tuple[int, float]]:

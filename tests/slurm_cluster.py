@@ -36,8 +36,8 @@ class SlurmCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        self.environment = {**kept, "SLURM_CONF": str(folder / "slurm.conf")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        self.environment = {**inherited, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(
         self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None
@@ -195,6 +195,6 @@ def _until(folder: Path, name: str, condition: Callable[[], bool]) -> None:
     """Poll; raises AssertionError with what every daemon said when it takes long."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        said = "\n".join(re.sub(r"^", f"{log.name}: ", log.read_text()[-2000:], flags=re.M) for log in folder.glob("*.out"))
-        assert time.monotonic() < deadline, f"{name} is not up after {DEADLINE_S:g} s\n{said}"
+        logs = "\n".join(re.sub(r"^", f"{log.name}: ", log.read_text()[-2000:], flags=re.M) for log in folder.glob("*.out"))
+        assert time.monotonic() < deadline, f"{name} is not up after {DEADLINE_S:g} s\n{logs}"
         time.sleep(0.1)

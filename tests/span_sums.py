@@ -23,7 +23,7 @@ class Sums(NamedTuple):
 
 def sums_of(run: Path) -> list[Sums]:
     """The ranks' sums from their files alone."""
-    found = []
+    sums = []
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
         lines = [line for line in map(json.loads, path.read_text().splitlines()) if "step" in line]
         assert len(lines) > 1, f"{path}: of the last step no other clock says how long it was"
@@ -31,8 +31,8 @@ def sums_of(run: Path) -> list[Sums]:
         outside = 0.0
         for line in lines[:-1]:
             outside += _add(line, spans)
-        found.append(Sums(lines[-1]["start"] - lines[0]["start"], spans, outside))
-    return found
+        sums.append(Sums(lines[-1]["start"] - lines[0]["start"], spans, outside))
+    return sums
 
 
 def _add(line: dict, spans: dict[str, float]) -> float:
@@ -41,12 +41,12 @@ def _add(line: dict, spans: dict[str, float]) -> float:
     outside = line["seconds"]
     for name, depth, _, lasted in line["events"]:  # in the order of their ends
         inside += [0.0] * (depth + 2 - len(inside))
-        own = lasted - inside[depth + 1]
-        assert own >= -SCALE * READING_S, f"{name}: its spans are longer than it is"
+        self_time = lasted - inside[depth + 1]
+        assert self_time >= -SCALE * READING_S, f"{name}: its spans are longer than it is"
         inside[depth + 1] = 0.0
         inside[depth] += lasted
         key = name if depth else UNACCOUNTED
-        spans[key] = spans.get(key, 0.0) + own / SCALE
+        spans[key] = spans.get(key, 0.0) + self_time / SCALE
         if depth == 0:
             outside -= lasted / SCALE
     return outside
@@ -55,9 +55,9 @@ def _add(line: dict, spans: dict[str, float]) -> float:
 def check_spans(run: Path, ranks: int) -> None:
     """The spans of each rank sum to its wall time within one part in a hundred, with what lies outside of phases, and that
     alone is no more than as much."""
-    found = sums_of(run)
-    assert len(found) == ranks
-    for rank, sums in enumerate(found):
+    by_rank = sums_of(run)
+    assert len(by_rank) == ranks
+    for rank, sums in enumerate(by_rank):
         total = sum(sums.spans.values()) + sums.outside
         assert abs(total - sums.wall) <= MOST_SHARE * sums.wall + READING_S, f"rank {rank}: {total} s of {sums.wall} s"
         assert -READING_S <= sums.outside <= MOST_SHARE * sums.wall, f"rank {rank}: {sums.outside} s are in no phase"

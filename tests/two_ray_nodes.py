@@ -58,8 +58,8 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
         patch.setattr("ray._private.utils.compute_version_info", lambda: ("1.9.0", "3.9.2"))
         with pytest.raises(ClusterError, match=r"Ray: 2\..* Ray: 1.9.0 .*ray stop"):
             join_cluster(cluster.address)
-    found = nodes.ray_nodes(cluster.address)
-    assert [node["Resources"].get(f"megarl_node_{number}") for number, node in enumerate(found)] == [1, 1]
+    cluster_nodes = nodes.ray_nodes(cluster.address)
+    assert [node["Resources"].get(f"megarl_node_{number}") for number, node in enumerate(cluster_nodes)] == [1, 1]
 
     class Placed(Engine):  # a class of this function, which Ray sends along
         def __init__(self, settings: Any) -> None:
@@ -71,7 +71,7 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
             name=f"engine {node}", index=node, teacher="", layout=RolloutLayout(), place=EnginePlace(node, (0,))
         )
         engine = EngineHandle(settings, DEADLINE_S, 4)
-        assert engine.get(engine.begin_start(), "start") == found[node]["NodeID"]
+        assert engine.get(engine.begin_start(), "start") == cluster_nodes[node]["NodeID"]
     _watch(1)
     cluster.remove_node(second)
     wait_for(lambda: 1 not in numbered_nodes())  # its daemons are gone, and the head hears of it

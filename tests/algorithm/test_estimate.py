@@ -35,9 +35,9 @@ LENGTHS = [3, 1, 2, 4, 1, 2, 0, 2]  # one completion is empty
 COEFFICIENT = 0.1
 PENALTIES = [[0.1 * (at + 1) * (-1) ** token for token in range(length)] for at, length in enumerate(LENGTHS)]
 VALUES = [[0.3 * at - 0.2 * token for token in range(length)] for at, length in enumerate(LENGTHS)]
-REFERENCE = [[one + 0.4 * at - 0.7 * token for token, one in enumerate(each)] for at, each in enumerate(VALUES)]
+REFERENCE = [[value + 0.4 * at - 0.7 * token for token, value in enumerate(each)] for at, each in enumerate(VALUES)]
 BASELINES = [0.5, 0.5, 0.5, -1.0, -1.0, 0.0, 2.0, 2.0]  # one of each group
-MEMBERS = {one: [at for at, group in enumerate(GROUPS) if group == one and VALID[at]] for one in GROUPS}
+MEMBERS = {group_id: [at for at, group in enumerate(GROUPS) if group == group_id and VALID[at]] for group_id in GROUPS}
 
 
 def scored(scores: bool = False) -> StepRewards:
@@ -71,7 +71,7 @@ def relative(sample: int, deviation: bool = False, leave_one_out: bool = False) 
 def whitened(tokens: list[list[float]]) -> list[list[float]]:
     flat = [token for sample, each in enumerate(tokens) for token in each if VALID[sample]]
     mean, scale = statistics.mean(flat), math.sqrt(statistics.variance(flat) + 1e-8)
-    return [[(one - mean) / scale for one in each] if VALID[at] else each for at, each in enumerate(tokens)]
+    return [[(value - mean) / scale for value in each] if VALID[at] else each for at, each in enumerate(tokens)]
 
 
 def spread(of: Callable[[int], float]) -> list[list[float]]:
@@ -79,7 +79,7 @@ def spread(of: Callable[[int], float]) -> list[list[float]]:
 
 
 def rewards_to_go() -> list[list[float]]:
-    scores = [[-COEFFICIENT * one for one in each] for each in PENALTIES]
+    scores = [[-COEFFICIENT * penalty for penalty in each] for each in PENALTIES]
     for sample, each in enumerate(scores):
         if each:
             each[-1] += REWARDS[sample] if VALID[sample] else 0.0
@@ -87,27 +87,27 @@ def rewards_to_go() -> list[list[float]]:
 
 
 def generalized(discount: float, smoothing: float) -> list[list[float]]:
-    found = []
+    advantages = []
     for sample, (penalties, values) in enumerate(zip(PENALTIES, VALUES, strict=True)):
-        rewards = [-COEFFICIENT * one for one in penalties]
+        rewards = [-COEFFICIENT * penalty for penalty in penalties]
         if rewards:
             rewards[-1] += REWARDS[sample] if VALID[sample] else 0.0
         following = [*values[1:], 0.0][: len(values)]
         delta = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
-        found.append([
+        advantages.append([
             sum((discount * smoothing) ** (later - token) * delta[later] for later in range(token, len(delta)))
             for token in range(len(delta))
         ])  # fmt: skip
-    return found
+    return advantages
 
 
 def slopes(scores: list[float], scale: float) -> list[float]:
     """Of the pairs (0, 1), (2, 3), ..., of which the last one is not whole."""
-    found = []
+    gradients = []
     for chosen in range(0, len(scores), 2):
         slope = 2 * scale / (1 + math.exp(scores[chosen] - scores[chosen + 1])) * VALID[chosen] * VALID[chosen + 1]
-        found += [slope, -slope]
-    return found
+        gradients += [slope, -slope]
+    return gradients
 
 
 def implicit_rewards() -> list[float]:
@@ -116,14 +116,14 @@ def implicit_rewards() -> list[float]:
 
 
 EXPECTED: dict[str, tuple[dict[str, Any], Callable[[], list[list[float]]]]] = {
-    "grpo": ({}, lambda: spread(lambda one: relative(one, deviation=True))), "dr_grpo": ({}, lambda: spread(relative)),
-    "rloo": ({}, lambda: spread(lambda one: relative(one, leave_one_out=True))),
+    "grpo": ({}, lambda: spread(lambda sample: relative(sample, deviation=True))), "dr_grpo": ({}, lambda: spread(relative)),
+    "rloo": ({}, lambda: spread(lambda sample: relative(sample, leave_one_out=True))),
     "reinforce_plus_plus": ({}, lambda: whitened(rewards_to_go())),
     "reinforce_plus_plus_baseline": ({}, lambda: whitened(spread(relative))),
-    "remax": ({}, lambda: [[one - BASELINES[at] for one in each] for at, each in enumerate(rewards_to_go())]),
+    "remax": ({}, lambda: [[reward - BASELINES[at] for reward in each] for at, each in enumerate(rewards_to_go())]),
     "gae": ({"gae": GaeSection(discount=0.9, smoothing=0.8, whiten=False)}, lambda: generalized(0.9, 0.8)),
     "none": ({}, lambda: spread(lambda _: 0.0)), "supervised": ({}, lambda: spread(lambda _: 1.0)),
-    "dpo": ({"dpo": DpoSection(beta=0.3)}, lambda: spread(lambda one: slopes(implicit_rewards(), 0.3)[one])),
+    "dpo": ({"dpo": DpoSection(beta=0.3)}, lambda: spread(lambda sample: slopes(implicit_rewards(), 0.3)[sample])),
     "bradley_terry": ({}, lambda: [[slope] for slope in slopes(REWARDS, 1.0)]),
 }  # fmt: skip
 
@@ -136,39 +136,39 @@ def test_every_advantage_has_its_formula() -> None:
 def test_the_advantages_are_those_of_the_formula(name: str) -> None:
     options, formula = EXPECTED[name]
     settings = AlgorithmSection(advantage=name, group_size=2, **options)
-    found = estimate(scored(name == "bradley_terry"), COEFFICIENT, settings)
+    result = estimate(scored(name == "bradley_terry"), COEFFICIENT, settings)
     wanted = formula()
     for sample, valid in enumerate(VALID):
         if valid:
-            assert found.advantages[sample].tolist() == pytest.approx(wanted[sample], abs=1e-9), (name, sample)
+            assert result.advantages[sample].tolist() == pytest.approx(wanted[sample], abs=1e-9), (name, sample)
 
 
 @pytest.mark.parametrize("deviation", [True, False])
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_groups_are_compared_as_the_recipe_says(deviation: bool, leave_one_out: bool) -> None:
     group = GroupSection(deviation=deviation, leave_one_out=leave_one_out)
-    found = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage="grpo", group_size=2, group=group))
+    result = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage="grpo", group_size=2, group=group))
     wanted = [relative(sample, deviation, leave_one_out) for sample in range(len(REWARDS))]
-    for tokens, one in zip(found.advantages, wanted, strict=True):
-        assert tokens.tolist() == pytest.approx([one] * len(tokens), abs=1e-9)
+    for tokens, expected in zip(result.advantages, wanted, strict=True):
+        assert tokens.tolist() == pytest.approx([expected] * len(tokens), abs=1e-9)
 
 
 def test_returns_are_what_values_should_have_been_and_explained_variance_says_how_near_they_are() -> None:
     settings = AlgorithmSection(advantage="gae", group_size=1, gae=GaeSection(discount=0.9, smoothing=0.8, whiten=True))
     given = scored()
-    found = estimate(given, COEFFICIENT, settings)
-    assert found.returns is not None
+    result = estimate(given, COEFFICIENT, settings)
+    assert result.returns is not None
     plain, white = generalized(0.9, 0.8), whitened(generalized(0.9, 0.8))
     for sample in (at for at, ok in enumerate(VALID) if ok):
-        assert found.advantages[sample].tolist() == pytest.approx(white[sample], abs=1e-9)
-    for sample, returns in enumerate(found.returns):
+        assert result.advantages[sample].tolist() == pytest.approx(white[sample], abs=1e-9)
+    for sample, returns in enumerate(result.returns):
         assert returns.tolist() == pytest.approx([a + v for a, v in zip(plain[sample], VALUES[sample], strict=True)])
-    kept = [at for at, valid in enumerate(VALID) if valid]
-    errors = [one for at in kept for one in plain[at]]
-    targets = [one for at in kept for one in found.returns[at].tolist()]
+    valid_samples = [at for at, valid in enumerate(VALID) if valid]
+    errors = [error for at in valid_samples for error in plain[at]]
+    targets = [target for at in valid_samples for target in result.returns[at].tolist()]
     expected = 1 - statistics.pvariance(errors) / statistics.pvariance(targets)
-    assert explained_variance(given.results["values"], found.returns, given.valid) == pytest.approx(expected)
-    assert explained_variance(found.returns, found.returns, given.valid) == 1.0
+    assert explained_variance(given.results["values"], result.returns, given.valid) == pytest.approx(expected)
+    assert explained_variance(result.returns, result.returns, given.valid) == 1.0
     flat = [torch.zeros(length) for length in LENGTHS]
     assert explained_variance(flat, flat, given.valid) == 0.0
 
@@ -191,12 +191,12 @@ def broken(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> 
 def test_an_advantage_of_the_user() -> None:
     settings = AlgorithmSection(advantage=f"{__name__}:doubled", group_size=2)
     check_advantage(settings)
-    found = estimate(scored(), COEFFICIENT, settings)
-    for at, tokens in enumerate(found.advantages):
+    result = estimate(scored(), COEFFICIENT, settings)
+    for at, tokens in enumerate(result.advantages):
         assert tokens.tolist() == pytest.approx([2 * score(at) if VALID[at] else 0.0] * len(tokens))
-    found = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:less_the_sum", group_size=2))
+    result = estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:less_the_sum", group_size=2))
     total = sum(score(at) for at, ok in enumerate(VALID) if ok)  # what is not valid comes as 0
-    assert float(found.advantages[0][0]) == pytest.approx(score(0) - total, abs=1e-9)
+    assert float(result.advantages[0][0]) == pytest.approx(score(0) - total, abs=1e-9)
     with pytest.raises(ValueError, match="algorithm.advantage = .*:broken gave .* not finite"):
         estimate(scored(), COEFFICIENT, AlgorithmSection(advantage=f"{__name__}:broken", group_size=2))
     with pytest.raises(RecipeError, match="algorithm.advantage = .* is not decorated"):
@@ -235,8 +235,8 @@ def test_whitening_one_token_or_equal_tokens_stays_finite() -> None:
 
 
 def test_the_overlong_penalty_grows_over_the_buffer() -> None:
-    found = overlong_penalties(torch.tensor([1, 60, 80, 90, 100]), longest=100, buffer=20, penalty=0.5)
-    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.5])
+    penalties = overlong_penalties(torch.tensor([1, 60, 80, 90, 100]), longest=100, buffer=20, penalty=0.5)
+    assert penalties.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.5])
     assert overlong_penalties(torch.tensor([100]), 100, 0, 1.0).tolist() == [0.0]
 
 

@@ -30,15 +30,15 @@ members = st.tuples(st.sampled_from([0.0, 0.25, 1.0, math.nan]), st.booleans())
 
 @given(st.integers(1, 4).flatmap(lambda size: st.lists(st.lists(members, min_size=size, max_size=size), min_size=1)))
 def test_a_group_has_a_signal_where_members_that_count_differ(groups: list[list[tuple[float, bool]]]) -> None:
-    kept = [[(reward, ok and not math.isnan(reward)) for reward, ok in group] for group in groups]
-    rewards = torch.tensor([[reward for reward, _ in group] for group in kept])
-    counted = torch.tensor([[ok for _, ok in group] for group in kept])
-    found = informative_groups(rewards, counted).tolist()
-    assert found == [len({reward for reward, ok in group if ok}) > 1 for group in kept]
+    scored_groups = [[(reward, ok and not math.isnan(reward)) for reward, ok in group] for group in groups]
+    rewards = torch.tensor([[reward for reward, _ in group] for group in scored_groups])
+    counted = torch.tensor([[ok for _, ok in group] for group in scored_groups])
+    informative = informative_groups(rewards, counted).tolist()
+    assert informative == [len({reward for reward, ok in group if ok}) > 1 for group in scored_groups]
     # What it is about: a group without one has no gradient, and a group with one has.
-    ids = torch.arange(len(kept)).repeat_interleave(len(kept[0]))
+    ids = torch.arange(len(scored_groups)).repeat_interleave(len(scored_groups[0]))
     advantages = group_advantages(rewards.flatten(), ids, counted.flatten()).reshape(rewards.shape)
-    assert found == [bool(one.any()) for one in advantages]
+    assert informative == [bool(row.any()) for row in advantages]
 
 
 SIZE, WANTED = 2, 3
@@ -137,7 +137,7 @@ def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> N
     assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 1, "of a group that was dropped"
     assert sorted(scored.task_sequences) == [1, 1, 5, 5], "of two rounds"
     fetched = rollouts.payload.fetch([5, 0, 2])
-    assert {s: one.completion.token_ids.tolist() for s, one in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
+    assert {s: rollout.completion.token_ids.tolist() for s, rollout in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
     assert [group.group for group in rollouts.payload.groups] == [1, 3, 4], "nobody asks for other tokens"  # type: ignore[attr-defined]
     assert taken.metrics == {
         "rollout/rounds": 2, "rollout/extra_prompts": 3, "rollout/uninformative_groups": 2, "rollout/surplus_groups": 1,

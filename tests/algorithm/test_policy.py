@@ -130,8 +130,8 @@ def test_the_gradient_of_gspo_is_that_of_the_sequence_form(options: dict[str, fl
             ratio = logs.mean().exp()
             bounded = ratio.clamp(1 - options["low"], 1 + options["high"])
             expected = expected - torch.minimum(ratio * advantage, bounded * advantage)
-    (found,), (wanted,) = torch.autograd.grad(total, start), torch.autograd.grad(expected, start)
-    torch.testing.assert_close(found, wanted)
+    (gradient,), (wanted,) = torch.autograd.grad(total, start), torch.autograd.grad(expected, start)
+    torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize("given", [tokens, wild_tokens])
@@ -297,12 +297,12 @@ def test_kl_estimators_by_hand():
     # Equal, near and far: reference less policy is 0, -1, 1, -15, 15, -30, 30; k3 takes 20 for the last.
     logprobs = torch.tensor([-0.5, 0.0, -1.0, -0.1, -15.1, -0.1, -30.1], dtype=torch.float64)
     reference = torch.tensor([-0.5, -1.0, 0.0, -15.1, -0.1, -30.1, -0.1], dtype=torch.float64)
-    found = {estimator: kl(logprobs, reference, estimator).tolist() for estimator in ("k1", "k2", "k3", "absolute")}
-    assert found["k1"] == pytest.approx([0.0, 1.0, -1.0, 15.0, -15.0, 30.0, -30.0], abs=1e-9)
-    assert found["k2"] == pytest.approx([0.0, 0.5, 0.5, 112.5, 112.5, 450.0, 450.0], abs=1e-9)
+    estimates = {estimator: kl(logprobs, reference, estimator).tolist() for estimator in ("k1", "k2", "k3", "absolute")}
+    assert estimates["k1"] == pytest.approx([0.0, 1.0, -1.0, 15.0, -15.0, 30.0, -30.0], abs=1e-9)
+    assert estimates["k2"] == pytest.approx([0.0, 0.5, 0.5, 112.5, 112.5, 450.0, 450.0], abs=1e-9)
     far = [math.exp(-15) + 14, math.exp(15) - 16, math.exp(-30) + 29, math.exp(20) - 21]
-    assert found["k3"] == pytest.approx([0.0, math.exp(-1), math.e - 2, *far], rel=1e-9)
-    assert found["absolute"] == pytest.approx([0.0, 1.0, 1.0, 15.0, 15.0, 30.0, 30.0], abs=1e-9)
+    assert estimates["k3"] == pytest.approx([0.0, math.exp(-1), math.e - 2, *far], rel=1e-9)
+    assert estimates["absolute"] == pytest.approx([0.0, 1.0, 1.0, 15.0, 15.0, 30.0, 30.0], abs=1e-9)
     with pytest.raises(ValueError, match="algorithm.kl.estimator is 'k4'"):
         kl(logprobs, reference, "k4")
 
@@ -339,16 +339,16 @@ def test_an_aggregate_is_the_mean_that_its_name_says(sequences, aggregation):
     generator = torch.Generator().manual_seed(sum(lengths))
     losses = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
     weights = loss_weights(torch.tensor(lengths), torch.tensor(valid), aggregation, LONGEST).tolist()
-    found = sum(weight * float(one.sum()) for weight, one in zip(weights, losses, strict=True))
-    kept = [one for one, ok in zip(losses, valid, strict=True) if ok and len(one)]
-    if not kept:
-        assert found == 0.0
+    aggregate = sum(weight * float(loss.sum()) for weight, loss in zip(weights, losses, strict=True))
+    counted_losses = [loss for loss, ok in zip(losses, valid, strict=True) if ok and len(loss)]
+    if not counted_losses:
+        assert aggregate == 0.0
         return
-    sums = torch.stack([one.sum() for one in kept])
+    sums = torch.stack([loss.sum() for loss in counted_losses])
     expected = {
-        "token_mean": torch.cat(kept).mean(),
-        "sequence_mean": torch.stack([one.mean() for one in kept]).mean(),
+        "token_mean": torch.cat(counted_losses).mean(),
+        "sequence_mean": torch.stack([loss.mean() for loss in counted_losses]).mean(),
         "sequence_sum": sums.mean(),
         "fixed_length": (sums / LONGEST).mean(),
     }[aggregation]
-    assert found == pytest.approx(float(expected), rel=1e-6, abs=1e-6)
+    assert aggregate == pytest.approx(float(expected), rel=1e-6, abs=1e-6)

@@ -149,9 +149,9 @@ def test_apptainer_runs_each_node(cluster: SlurmCluster, tmp_path: Path) -> None
     path = f"{stand_in.parent}:{os.environ['PATH']}"
     job = Job(cluster, tmp_path, MULTI_NODE, "0", PATH=path, **environment)
     assert job.ended()["JobState"] == "COMPLETED"
-    request, *_, said = job.node(1).splitlines()
+    request, *_, last_line = job.node(1).splitlines()
     assert request.startswith(f"exec --nv --pwd {tmp_path} --bind {tmp_path},{job.logs},/models /images/megarl.sif bash -c")
-    assert said.startswith("node 1 of 2")
+    assert last_line.startswith("node 1 of 2")
 
 
 def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -125,11 +125,11 @@ def test_a_new_start_keeps_metrics_without_a_checkpoint_and_refuses_another_reci
     assert run.check(recipe, Resume.IF_SAVED) is None and not run.can_go_on
     with pytest.raises(RunDirectoryError, match="no complete checkpoint"):
         run.check(recipe, Resume.ALWAYS)
-    kept = run.prepare(recipe, None)
+    old_metrics = run.prepare(recipe, None)
     assert (
-        kept is not None
-        and kept.name == "metrics.1.jsonl"
-        and kept.read_text() == '{"step": 1}\n'
+        old_metrics is not None
+        and old_metrics.name == "metrics.1.jsonl"
+        and old_metrics.read_text() == '{"step": 1}\n'
         and not run.metrics.exists()
     )
     (run.checkpoints / "step-000002").mkdir(parents=True)
@@ -211,7 +211,7 @@ def _train_until(recipe, resume, step, phase):
                 yield
 
     request = Asked()
-    kept = signal.signal(TERM, request.note)
+    previous_handler = signal.signal(TERM, request.note)
     try:
         with (
             patch.object(preemption, "ASKED", request),
@@ -222,7 +222,7 @@ def _train_until(recipe, resume, step, phase):
     except Preempted as left:
         return str(left)
     finally:
-        signal.signal(TERM, kept)
+        signal.signal(TERM, previous_handler)
     return None
 
 

@@ -98,16 +98,16 @@ def stay(rank: int, handle: Any) -> None:
 
 def in_network(network: Network, make: Callable[[], Any]) -> Any:
     """Call `make` in a thread that has entered a network, and return the result."""
-    made: queue.Queue[Any] = queue.Queue()
+    results: queue.Queue[Any] = queue.Queue()
 
     def run() -> None:
         network.enter()
-        made.put(make())
+        results.put(make())
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return made.get_nowait()
+    return results.get_nowait()
 
 
 @pytest.mark.hang

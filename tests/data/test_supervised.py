@@ -132,8 +132,8 @@ def test_of_a_pair_only_what_differs_is_trained(tmp_path, whole):
 
 def test_rows_that_are_too_long_or_train_nothing_are_left_out_and_named(tmp_path):
     rows = [{"messages": SHORT}, {"messages": LONG}, {"messages": SHORT[:1]}]
-    found, stream = examples(tmp_path, byte_tokenizer(CHATML), rows, max_tokens=80, on_bad_row="skip")
-    assert len(found) == 1 and (stream.num_dropped, stream.num_bad_rows) == (1, 1)
+    sequences, stream = examples(tmp_path, byte_tokenizer(CHATML), rows, max_tokens=80, on_bad_row="skip")
+    assert len(sequences) == 1 and (stream.num_dropped, stream.num_bad_rows) == (1, 1)
     with pytest.raises(ValueError, match=r"rows.jsonl, line 3: field 'messages': no token is trained.*on_bad_row: skip"):
         examples(tmp_path, byte_tokenizer(CHATML), rows)
     with pytest.raises(ValueError, match=r"data.max_tokens is 80.*on_long_prompt: skip"):

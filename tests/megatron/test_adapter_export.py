@@ -63,11 +63,11 @@ def test_both_exports_are_what_was_trained(tmp_path):
     adapted = _logprobs(_apply(load(directory, dtype=torch.float32), tmp_path / "adapter"))
     assert (merged - adapted).abs().max() <= 1e-5
     targets = torch.from_numpy(
-        np.concatenate([one.completion.token_ids for one in small_batch(131).samples.values()]).astype(np.int64)
+        np.concatenate([sample.completion.token_ids for sample in small_batch(131).samples.values()]).astype(np.int64)
     )
-    found = merged.gather(1, targets[:, None]).squeeze(1).numpy()
-    np.testing.assert_allclose(found, trained.adapted, atol=1e-4)
-    assert np.abs(found - trained.base).max() > 1e-3
+    logprobs = merged.gather(1, targets[:, None]).squeeze(1).numpy()
+    np.testing.assert_allclose(logprobs, trained.adapted, atol=1e-4)
+    assert np.abs(logprobs - trained.base).max() > 1e-3
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path):

@@ -29,7 +29,7 @@ class _Groups:
 def packing_of(lengths, continues=()):
     """What the engine tells attention of sequences end to end."""
     parts = parts_of([0, *accumulate(lengths)], continues)
-    bounds = (torch.tensor(one, dtype=torch.int32) for one in (parts.query_bounds, parts.key_bounds))
+    bounds = (torch.tensor(offsets, dtype=torch.int32) for offsets in (parts.query_bounds, parts.key_bounds))
     return Packing(parts=parts, query_bounds=next(bounds), key_bounds=next(bounds))
 
 
@@ -68,11 +68,11 @@ def plain(query, key, value, window, scale=0.3):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
 
 
-def assert_alike(found, expected, parts):
+def assert_alike(output, expected, parts):
     """Also what the parts get as their gradients."""
-    assert_close(found, expected.flatten(1))
-    weights = torch.randn_like(found)
-    assert_close(*(torch.autograd.grad((one.flatten(1) * weights).sum(), parts) for one in (found, expected)))
+    assert_close(output, expected.flatten(1))
+    weights = torch.randn_like(output)
+    assert_close(*(torch.autograd.grad((result.flatten(1) * weights).sum(), parts) for result in (output, expected)))
 
 
 def random_parts(rows, length, value_dim=6):
@@ -86,9 +86,9 @@ def random_parts(rows, length, value_dim=6):
 def test_sequences_end_to_end(kernel, window, value_dim):
     lengths = (3, 2 * BLOCK + 7, 1, BLOCK)
     parts = random_parts(sum(lengths), sum(lengths), value_dim)
-    found = attention(window)(*parts, packed_seq_params=packing_of(lengths))
+    output = attention(window)(*parts, packed_seq_params=packing_of(lengths))
     rows = zip(*(part.split(lengths) for part in parts), strict=True)
-    assert_alike(found, torch.cat([plain(query, key, value, window) for query, key, value in rows]), parts)
+    assert_alike(output, torch.cat([plain(query, key, value, window) for query, key, value in rows]), parts)
 
 
 @pytest.mark.parametrize("window", [0, 5, 300])
@@ -129,15 +129,15 @@ def test_only_the_end_of_a_sequence_without_a_window_copies_its_mask(window, cop
 
 def kept_bytes(forward):
     """Bytes that autograd keeps until the backward pass."""
-    kept = {}
+    saved_bytes = {}
 
     def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward()
-    return sum(kept.values())
+    return sum(saved_bytes.values())
 
 
 def test_narrow_values_do_not_write_out_the_square():
@@ -152,13 +152,13 @@ def test_completions_continue_one_prompt(kernel, window):
     """As if each had the prompt for itself, and the prompt gets the gradient of all of them."""
     bounds, continues = (0, 7, 10, 14, 15), ((0, 0), (0, 7), (0, 7), (0, 0))
     parts = random_parts(15, 15)
-    found = attention(window)(*parts, packed_seq_params=packing_of([7, 3, 4, 1], continues))
+    output = attention(window)(*parts, packed_seq_params=packing_of([7, 3, 4, 1], continues))
     alone = []
     for (start, stop), (first, last) in zip(pairwise(bounds), continues, strict=True):
         query, key, value = parts
         keys, values = (torch.cat([part[first:last], part[start:stop]]) for part in (key, value))
         alone.append(plain(query[start:stop], keys, values, window))
-    assert_alike(found, torch.cat(alone), parts)
+    assert_alike(output, torch.cat(alone), parts)
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -175,17 +175,17 @@ def test_context_ranks_together_compute_whole_sequences(kernel, monkeypatch, win
             return context
 
     outputs = torch.zeros(sum(lengths), 24, dtype=torch.float64)
-    for rank, own in enumerate(slots):
-        gathered = iter([torch.cat([part[one] for one in slots]) for part in whole[1:]])
+    for rank, indices in enumerate(slots):
+        gathered = iter([torch.cat([part[rank_slots] for rank_slots in slots]) for part in whole[1:]])
         monkeypatch.setattr(
             engine_attention, "gather_from_sequence_parallel_region", lambda rows, group, parts=gathered: next(parts)
         )
         parts = parts_of(starts, (), context, rank)
-        bounds = [torch.tensor(one, dtype=torch.int32) for one in (parts.query_bounds, parts.key_bounds)]
+        bounds = [torch.tensor(offsets, dtype=torch.int32) for offsets in (parts.query_bounds, parts.key_bounds)]
         module = attention(window)
         module.context_group = Group()
         packing = Packing(parts=parts, query_bounds=bounds[0], key_bounds=bounds[1])
-        outputs = outputs.index_copy(0, own, module(*(part[own] for part in whole), packed_seq_params=packing))
+        outputs = outputs.index_copy(0, indices, module(*(part[indices] for part in whole), packed_seq_params=packing))
     rows = zip(*(part.split(lengths) for part in whole), strict=True)
     assert_alike(outputs, torch.cat([plain(query, key, value, window) for query, key, value in rows]), whole)
 
@@ -208,10 +208,10 @@ def test_the_varlen_kernel_of_torch_takes_the_call(monkeypatch, window, value_di
         sizes = ((15, 4, 192), (15, 2, 192), (15, 2, value_dim))
         parts = [torch.empty(*size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
         packing = packing_of([7, 3, 4, 1], ((0, 0), (0, 7), (0, 7), (0, 0)))
-        found = attention(window)(*parts, packed_seq_params=packing)
-        gradients = torch.autograd.grad(found.sum(), parts)
-    assert found.shape == (15, 4 * value_dim)
-    assert [one.shape for one in gradients] == [torch.Size(size) for size in sizes]
+        output = attention(window)(*parts, packed_seq_params=packing)
+        gradients = torch.autograd.grad(output.sum(), parts)
+    assert output.shape == (15, 4 * value_dim)
+    assert [gradient.shape for gradient in gradients] == [torch.Size(size) for size in sizes]
 
 
 def test_without_heads_that_share_keys_each_gets_its_own(monkeypatch):

@@ -55,8 +55,8 @@ def test_resume_is_exact_and_may_change_the_layouts(tmp_path, family, layouts, o
     rest = whole[2 * len(layouts) :]  # of each role, behind the second update
     assert len(rest) == 3 * len(layouts) and resumed == rest
     for changed in others:
-        found = run_ranks(train_with_checkpoints, changed["actor"].ranks, directory, changed, folder, 5, None, True)[0]
-        for line, expected in zip(found, rest, strict=True):
+        lines = run_ranks(train_with_checkpoints, changed["actor"].ranks, directory, changed, folder, 5, None, True)[0]
+        for line, expected in zip(lines, rest, strict=True):
             assert line[:2] == expected[:2]
             assert line[2:] == pytest.approx(expected[2:], rel=1e-4)
 
@@ -75,11 +75,11 @@ def present_roles(directory, folder):
     place = start(Layout())
     offloaded = Feature(memory={"offload": "all"})
     roles = {role: build(directory, place, offloaded, role) for role in ("actor", "critic")}
-    found = []
+    present = []
 
     def watched(call):
         def watch(*arguments):
-            found.append([role for role, engine in roles.items() if engine.offload.is_present(training=True)])
+            present.append([role for role, engine in roles.items() if engine.offload.is_present(training=True)])
             return call(*arguments)
 
         return watch
@@ -91,7 +91,7 @@ def present_roles(directory, folder):
     ):
         path = checkpoint.save_checkpoint(folder, 1, roles, {})
         checkpoint.load_checkpoint(path, roles)
-    return found
+    return present
 
 
 def test_offloaded_roles_come_to_the_device_one_after_the_other(tmp_path):
@@ -116,13 +116,13 @@ def saved_states(directory):
     batch = small_batch(actor.shape.vocab)
     actor.update(batch, cut(batch, layout), objective_of("actor", 100))
     whole = optimizer_shards(actor)
-    parts, asked = (
+    parts, requested = (
         [part for part in shards if ".exp_avg." in part.key] for shards in (whole, optimizer_shards(actor, True))
     )
     counts = (
         sum(int((part.data != 0).sum()) for part in parts),
         sum(part.data.numel() for part in parts if not any(part.replica_id)),
-        sum(part.data.numel() for part in asked),
+        sum(part.data.numel() for part in requested),
         sum(part.data.numel() for part in parts),
     )
     sent, reduce = [], checkpoint.dist.reduce
@@ -133,7 +133,7 @@ def saved_states(directory):
 
     with mock.patch.object(checkpoint, "_PIECE_BYTES", 1000), mock.patch.object(checkpoint.dist, "reduce", watched):
         pieces = optimizer_shards(actor)
-    same = [one.key == other.key and one.data.equal(other.data) for one, other in zip(whole, pieces, strict=True)]
+    same = [shard.key == other.key and shard.data.equal(other.data) for shard, other in zip(whole, pieces, strict=True)]
     return counts, max(sent), all(same), sum(bool(part.data.any()) for part in pieces)
 
 
@@ -142,6 +142,6 @@ def test_a_rank_saves_its_share_of_the_moments_in_bounded_pieces_and_loads_what_
     ranks = run_ranks(saved_states, 2, str(save_tiny_model(tmp_path / "model", tied=True)))
     total = ranks[0][0][-1]
     assert sum(written for (_, written, _, _), *_ in ranks) == total
-    for (held, written, asked, _), most, same, filled in ranks:
-        assert held <= written < 0.7 * total and asked < 0.8 * total
+    for (held, written, requested, _), most, same, filled in ranks:
+        assert held <= written < 0.7 * total and requested < 0.8 * total
         assert 900 < most <= 1000 and same and filled > 10

@@ -38,13 +38,13 @@ def test_blocks_give_what_whole_distributions_give(tensor: int, main_grad: bool)
     likeliest = [replace(case, top_k=5, precision=torch.float32) for case in whole]
     ranks = run_ranks(run, tensor, [*whole, *likeliest], tensor, main_grad)
     for number, case in enumerate([*whole, *likeliest]):
-        found, expected = [rank[number] for rank in ranks], case.expected()
+        results, expected = [rank[number] for rank in ranks], case.expected()
         tolerance = 1e-9 if case.top_k is None else 2e-6
-        gradient = np.concatenate([one.pop("weight") for one in found])
+        gradient = np.concatenate([result.pop("weight") for result in results])
         np.testing.assert_allclose(gradient, expected.pop("weight"), atol=tolerance, err_msg=str(case))
-        for one in found:
+        for result in results:
             for name, value in expected.items():
-                np.testing.assert_allclose(one[name], value, atol=tolerance, err_msg=f"{name} of {case}")
+                np.testing.assert_allclose(result[name], value, atol=tolerance, err_msg=f"{name} of {case}")
 
 
 def test_distributions_that_share_no_token_have_a_finite_divergence() -> None:
@@ -66,8 +66,8 @@ def test_divergences_are_those_of_trl() -> None:
 
     betas = {"forward_kl": 0.0, "reverse_kl": 1.0, "jensen_shannon": 0.3}
     cases = [Case(kind, mixture=0.3, temperature=0.7, precision=torch.float32) for kind in betas]
-    (found,) = run_ranks(run, 1, cases, 1, False)
-    for case, ours in zip(cases, found, strict=True):
+    (results,) = run_ranks(run, 1, cases, 1, False)
+    for case, ours in zip(cases, results, strict=True):
         hidden, weight, rows, teacher, slope = case.inputs()
         hidden.requires_grad_(), weight.requires_grad_()
         logits = hidden @ weight[: case.vocab].t(), rows @ teacher[: case.vocab].t()

@@ -27,7 +27,7 @@ def _expert_ranks():
     """What megatron-core and the layout say of this rank, for each cut."""
     from megatron.core import parallel_state
 
-    found = []
+    results = []
     for layout, place in start_places(CUTS).items():
         with place.active():
             theirs = (
@@ -36,13 +36,13 @@ def _expert_ranks():
                 parallel_state.get_expert_data_parallel_rank(),
             )
             holders = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
-        found.append((theirs, layout.expert_coordinates(place.rank), holders))
-    return found
+        results.append((theirs, layout.expert_coordinates(place.rank), holders))
+    return results
 
 
 def test_the_layout_and_megatron_agree_on_who_holds_which_experts():
-    for rank, found in enumerate(run_ranks(_expert_ranks, 4)):
-        for layout, (theirs, ours, holders) in zip(CUTS, found, strict=True):
+    for rank, results in enumerate(run_ranks(_expert_ranks, 4)):
+        for layout, (theirs, ours, holders) in zip(CUTS, results, strict=True):
             assert theirs == ours, (layout, rank)
             assert len(holders) == layout.expert_data, (layout, rank)
             parts = {layout.expert_coordinates(other)[:2] for other in holders}
@@ -62,7 +62,7 @@ def test_chosen_experts_have_the_weights_that_the_model_gives_them(tmp_path, nor
     shape = replace(shape, experts=settings)
     config = transformer_config(shape, Layout(), "fp32")
     logits = torch.randn(50, settings.count, generator=torch.Generator().manual_seed(0)) * 3
-    found, chosen = topk_routing_with_score_function(
+    probabilities, chosen = topk_routing_with_score_function(
         logits,
         config.moe_router_topk,
         use_pre_softmax=config.moe_router_pre_softmax,
@@ -72,5 +72,5 @@ def test_chosen_experts_have_the_weights_that_the_model_gives_them(tmp_path, nor
     weights, experts = logits.softmax(-1).topk(settings.per_token)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    torch.testing.assert_close(found, torch.zeros_like(logits).scatter(1, experts, weights))
+    torch.testing.assert_close(probabilities, torch.zeros_like(logits).scatter(1, experts, weights))
     assert (chosen.sum(1) == settings.per_token).all()

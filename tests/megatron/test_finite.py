@@ -74,7 +74,7 @@ def update_through(
     updates, states = [], [state(trained)]
     for kind in kinds:
         weight = trained.models[-1].decoder.final_layernorm.weight if place.rank == layout.ranks - 1 else torch.zeros(1)
-        kept = weight.detach()[:1].clone()
+        original = weight.detach()[:1].clone()
         if kind == BAD_WEIGHT:
             weight.data[:1] = math.nan
         wrong = kind in (BAD_LOSS, BAD_GRADIENT)
@@ -82,9 +82,9 @@ def update_through(
         with wrong_layer(trained) if kind == BAD_LAYER and place.pipeline_rank == 0 else nullcontext():
             updates.append(trained.update(batch, mini_batch, objective))
         if kind == BAD_WEIGHT:
-            said = trained.broken_weights()
-            assert said == f"rank {layout.ranks - 1}: decoder.final_layernorm.weight", said
-            weight.data[:1] = kept
+            message = trained.broken_weights()
+            assert message == f"rank {layout.ranks - 1}: decoder.final_layernorm.weight", message
+            weight.data[:1] = original
         assert trained.broken_weights() is None
         states.append(state(trained))
     return updates, states, float(trained.optimizer.get_loss_scale())
@@ -108,11 +108,11 @@ def test_an_update_with_a_number_that_is_not_finite_leaves_no_trace(layout: Layo
         assert states[6] == undisturbed[2] and updates[5] == good[1]
         assert [update.refused for update in updates] == [update.refused for update in through[0][0]], "on every rank"
     loss, gradient, layer, weight = (update.refused or "" for update in through[0][0][1:5])
-    found = re.match(r"rank \d: the loss of (samples [\d, ]+) is inf", loss)
-    assert found is not None and str(WRONG_SAMPLE) in re.findall(r"\d+", found[1]), loss
+    match = re.match(r"rank \d: the loss of (samples [\d, ]+) is inf", loss)
+    assert match is not None and str(WRONG_SAMPLE) in re.findall(r"\d+", match[1]), loss
     for message in (gradient, layer):
         assert message.startswith("gradients are not finite: rank ") and "decoder.layers.0." in message
-        assert f": {found[1]}" in message.split("; since")[1]
+        assert f": {match[1]}" in message.split("; since")[1]
     assert "the loss of samples" in weight and "is nan" in weight
 
 

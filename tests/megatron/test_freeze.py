@@ -35,13 +35,13 @@ def test_the_same_under_every_layout_and_after_a_resume(tmp_path: Path, layout: 
         Feature(freeze=FIRST_HALF, checkpoint=folder),
         Feature(freeze=FIRST_HALF, memory={"recompute": "full", "offload": "all"}),
     ]
-    for found in run_ranks(train_with, layout.ranks, directory, layout, [*plain, *more]):
-        assert found[2] == found[0], "a resumed run is another"
-        assert found[3] == found[0], "recompute or offload lost a gradient"
-        for lines, expected in zip(found[:2], whole, strict=True):
-            for line, one in zip(lines, expected, strict=True):
-                assert line.loss == pytest.approx(one.loss, rel=1e-4)
-                assert line.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    for results in run_ranks(train_with, layout.ranks, directory, layout, [*plain, *more]):
+        assert results[2] == results[0], "a resumed run is another"
+        assert results[3] == results[0], "recompute or offload lost a gradient"
+        for lines, expected in zip(results[:2], whole, strict=True):
+            for line, expected_line in zip(lines, expected, strict=True):
+                assert line.loss == pytest.approx(expected_line.loss, rel=1e-4)
+                assert line.grad_norm == pytest.approx(expected_line.grad_norm, rel=1e-4)
 
 
 def changed_parameters(directory: str, freeze: dict[str, Any]) -> tuple[set[str], set[str]]:
@@ -50,13 +50,13 @@ def changed_parameters(directory: str, freeze: dict[str, Any]) -> tuple[set[str]
 
     place = start(Layout())
     trained = build(directory, place, Feature(freeze=freeze))
-    before = {name: digest([one]) for name, one in trained.shards().items()}
+    before = {name: digest([shard]) for name, shard in trained.shards().items()}
     batch = small_batch(trained.shape.vocab)
     for _ in range(2):  # the warm-up's first update is small
         trained.update(batch, cut(batch, place.layout), objective_of("actor", 100))
-    after = {name: digest([one]) for name, one in trained.shards().items()}
+    after = {name: digest([shard]) for name, shard in trained.shards().items()}
     named = dict(trained.models[0].named_parameters())
-    without = {name for name, one in named.items() if not hasattr(one, "main_grad")}
+    without = {name for name, parameter in named.items() if not hasattr(parameter, "main_grad")}
     return {name for name in after if after[name] != before[name]}, without
 
 

@@ -105,5 +105,5 @@ def test_scores_equal_hugging_face(tmp_path, family):
     if family == "qwen3":
         layouts += [Layout(tensor=2, pipeline=2), Layout(tensor=2, sequence_parallel=True), Layout(context=2)]
     for layout in layouts:
-        for found in run_ranks(scores_of, layout.ranks, str(directory), layout, 64):
-            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=str(layout))
+        for scores in run_ranks(scores_of, layout.ranks, str(directory), layout, 64):
+            np.testing.assert_allclose(scores, expected, atol=1e-4, err_msg=str(layout))

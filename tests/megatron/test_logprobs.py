@@ -54,13 +54,13 @@ class Case:
         hidden, weight, targets, slopes = self.inputs()
         hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
         logs = (hidden @ weight[: self.vocab].t() / self.temperature).log_softmax(-1)
-        found = {"logprobs": logs.gather(-1, targets[:, None])[:, 0], "entropy": -(logs.exp() * logs).sum(-1)}
-        loss = (slopes[0] * found["logprobs"]).sum()
+        outputs = {"logprobs": logs.gather(-1, targets[:, None])[:, 0], "entropy": -(logs.exp() * logs).sum(-1)}
+        loss = (slopes[0] * outputs["logprobs"]).sum()
         if self.entropy and self.bonus:
-            loss = loss + (slopes[1] * found["entropy"]).sum()
+            loss = loss + (slopes[1] * outputs["entropy"]).sum()
         loss.backward()
         assert hidden.grad is not None and weight.grad is not None
-        arrays = {name: value.detach().numpy() for name, value in found.items() if name == "logprobs" or self.entropy}
+        arrays = {name: value.detach().numpy() for name, value in outputs.items() if name == "logprobs" or self.entropy}
         return arrays | {"hidden": hidden.grad.numpy(), "weight": weight.grad.numpy()}
 
 
@@ -70,11 +70,11 @@ def run_head(cases: list[Case], main_grad: bool = False) -> list[dict[str, np.nd
     With `main_grad` the weight has a buffer as megatron-core's parameters have, full of ones.
     """
     place = start(Layout(tensor=cases[0].tensor))
-    found = []
+    results = []
     for case in cases:
         with patch.multiple(blocks, CPU_BLOCK_BYTES=case.block_bytes, BLOCK_ROWS=case.block_rows):
-            found.append(_run(case, place, main_grad))
-    return found
+            results.append(_run(case, place, main_grad))
+    return results
 
 
 def _run(case: Case, place: Place, main_grad: bool) -> dict[str, np.ndarray]:
@@ -116,27 +116,27 @@ def test_blocks_give_what_whole_logits_give(tensor: int, main_grad: bool) -> Non
     cases = _cases(tensor)
     ranks = run_ranks(run_head, tensor, cases, main_grad)
     for number, case in enumerate(cases):
-        found, expected = [rank[number] for rank in ranks], case.expected()
-        gradient = np.concatenate([one.pop("weight") for one in found])
+        results, expected = [rank[number] for rank in ranks], case.expected()
+        gradient = np.concatenate([result.pop("weight") for result in results])
         np.testing.assert_allclose(gradient, expected.pop("weight"), atol=2e-5)
         assert not gradient[case.vocab :].any()
-        for one in found:
-            assert one.keys() == expected.keys()
+        for result in results:
+            assert result.keys() == expected.keys()
             for name, value in expected.items():
-                np.testing.assert_allclose(one[name], value, atol=2e-5, err_msg=f"{name} of {case}")
+                np.testing.assert_allclose(result[name], value, atol=2e-5, err_msg=f"{name} of {case}")
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_a_short_precision_rounds_the_logits_and_nothing_behind_them(precision: torch.dtype) -> None:
     case = Case(40, 1000, 1024, precision=precision, block_bytes=SMALL, block_rows=17)
-    (found,) = run_ranks(run_head, 1, [case], True)[0]
+    (outputs,) = run_ranks(run_head, 1, [case], True)[0]
     hidden, weight, targets, _ = case.inputs()
     logs = (hidden @ weight[: case.vocab].t()).float().log_softmax(-1)
-    np.testing.assert_allclose(found["logprobs"], logs.gather(-1, targets[:, None])[:, 0], atol=1e-6)
-    np.testing.assert_allclose(found["entropy"], -(logs.exp() * logs).sum(-1), atol=2e-6)
+    np.testing.assert_allclose(outputs["logprobs"], logs.gather(-1, targets[:, None])[:, 0], atol=1e-6)
+    np.testing.assert_allclose(outputs["entropy"], -(logs.exp() * logs).sum(-1), atol=2e-6)
     expected = case.expected()
     for name in ("hidden", "weight"):
-        error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
+        error = np.linalg.norm(outputs[name] - expected[name]) / np.linalg.norm(expected[name])
         assert error < 0.02, f"gradient of {name}: {error}"
 
 
@@ -201,8 +201,8 @@ COMPILED = [Case(13, 1000, 1024, temperature=1.3, block_bytes=4 * 64 * 5, block_
 
 def run_counted(cases: list[Case]) -> tuple[list[dict[str, np.ndarray]], int]:
     """What `run_head` returns, and how many graphs torch has compiled for it."""
-    found = run_head(cases)
-    return found, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    results = run_head(cases)
+    return results, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def test_the_compiled_head_gives_what_the_plain_one_gives() -> None:

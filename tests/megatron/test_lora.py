@@ -19,12 +19,12 @@ STEPS = 3
 LAYOUTS = [Layout(data=2), Layout(context=2)]  # VIRTUAL has the other axes
 
 
-def _assert_same(found, expected, where):
-    for step, (one, other) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
-        assert one[:3] == pytest.approx(other[:3], rel=1e-4), (where, step)
-        np.testing.assert_allclose(one[3], other[3], rtol=1e-4, atol=1e-4, err_msg=f"{where} {step}")
-    np.testing.assert_allclose(found.adapted, expected.adapted, rtol=1e-4, atol=1e-4, err_msg=str(where))
-    np.testing.assert_allclose(found.base, expected.base, rtol=1e-4, atol=1e-4, err_msg=str(where))
+def _assert_same(result, expected, where):
+    for step, (line, other) in enumerate(zip(result.metrics, expected.metrics, strict=True)):
+        assert line[:3] == pytest.approx(other[:3], rel=1e-4), (where, step)
+        np.testing.assert_allclose(line[3], other[3], rtol=1e-4, atol=1e-4, err_msg=f"{where} {step}")
+    np.testing.assert_allclose(result.adapted, expected.adapted, rtol=1e-4, atol=1e-4, err_msg=str(where))
+    np.testing.assert_allclose(result.base, expected.base, rtol=1e-4, atol=1e-4, err_msg=str(where))
 
 
 VIRTUAL = Layout(tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=True)
@@ -42,9 +42,9 @@ def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied,
     assert reference.base_gradients == 0
     for layout in layouts:
         ranks = run_ranks(train_lora, layout.ranks, directory, layout, STEPS, 40)
-        for found in ranks:
-            _assert_same(found, reference, layout)
-            assert found.base_gradients == 0
+        for result in ranks:
+            _assert_same(result, reference, layout)
+            assert result.base_gradients == 0
 
 
 @pytest.mark.golden
@@ -52,21 +52,21 @@ def test_updates_equal_lora_by_hand(tmp_path):
     from transformers import AutoModelForCausalLM
 
     directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
-    (found,) = run_ranks(train_lora, 1, directory, Layout(), STEPS, 400)
+    (result,) = run_ranks(train_lora, 1, directory, Layout(), STEPS, 400)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    trained = hand_made_lora(model, found.initial, LORA)
-    assert sum(one.numel() for one in trained) == found.num_trained
+    trained = hand_made_lora(model, result.initial, LORA)
+    assert sum(parameter.numel() for parameter in trained) == result.num_trained
     optimizer = torch.optim.AdamW(trained, eps=EPSILON, weight_decay=0.0)
     batch = small_batch(model.config.vocab_size)
     num_tokens = int(batch.completion_lengths.sum())
-    for loss, norm, learning_rate, logprobs in found.metrics:
+    for loss, norm, learning_rate, logprobs in result.metrics:
         rows, total = [], torch.zeros(())
         for sample in batch.samples.values():
             log_softmax = completion_logits(model, sample).log_softmax(-1)
-            own = log_softmax.gather(1, torch.from_numpy(sample.completion.token_ids).long()[:, None]).squeeze(1)
+            target_logprobs = log_softmax.gather(1, torch.from_numpy(sample.completion.token_ids).long()[:, None]).squeeze(1)
             entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-            rows.append(own.detach())
-            total = total - (own + 0.1 * entropy).sum() / num_tokens
+            rows.append(target_logprobs.detach())
+            total = total - (target_logprobs + 0.1 * entropy).sum() / num_tokens
         np.testing.assert_allclose(logprobs, torch.cat(rows).numpy(), rtol=1e-4, atol=1e-4)
         assert loss == pytest.approx(float(total.detach()), rel=1e-4)
         optimizer.zero_grad()
@@ -81,11 +81,11 @@ def test_some_targets_alone(tmp_path):
     directory = str(save_tiny_model(tmp_path, "llama"))
     lora = LoraSection(rank=2, alpha=1.0, targets=("proj",))
     ranks = run_ranks(train_lora, 2, directory, Layout(pipeline=2), 1, 400, None, None, False, lora)
-    assert [sorted(found.initial) for found in ranks] == [
-        [f"decoder.layers.{layer}.self_attention.linear_proj" for layer in own] for own in ((0, 1), (2, 3))
+    assert [sorted(result.initial) for result in ranks] == [
+        [f"decoder.layers.{layer}.self_attention.linear_proj" for layer in layers] for layers in ((0, 1), (2, 3))
     ]
     # Two layers of 4 heads of 12: A [2, 48] and B [32, 2].
-    assert [found.num_trained for found in ranks] == [2 * (2 * 48 + 32 * 2)] * 2
+    assert [result.num_trained for result in ranks] == [2 * (2 * 48 + 32 * 2)] * 2
 
 
 def test_recompute_loses_no_gradient_of_an_adapter(tmp_path):
@@ -107,14 +107,14 @@ def test_resume_of_adapters_is_exact_and_may_change_the_layout(tmp_path, layout)
     whole = run_ranks(train_lora, layout.ranks, directory, layout, 5, 40, folder, 2)[0]
     resumed = run_ranks(train_lora, layout.ranks, directory, layout, 5, 40, folder, None, True)[0]
     assert len(resumed.metrics) == 3  # a shared Adam counter shows at the second
-    for one, other in zip(resumed.metrics, whole.metrics[2:], strict=True):
-        assert one[:3] == other[:3]
-        np.testing.assert_array_equal(one[3], other[3])
+    for line, other in zip(resumed.metrics, whole.metrics[2:], strict=True):
+        assert line[:3] == other[:3]
+        np.testing.assert_array_equal(line[3], other[3])
     np.testing.assert_array_equal(resumed.adapted, whole.adapted)
     changed = run_ranks(train_lora, 2, directory, Layout(tensor=2), 5, 40, folder, None, True)[0]
-    for one, other in zip(changed.metrics, whole.metrics[2:], strict=True):
-        assert one[:3] == pytest.approx(other[:3], rel=1e-4)
-        np.testing.assert_allclose(one[3], other[3], rtol=1e-4, atol=1e-4)
+    for line, other in zip(changed.metrics, whole.metrics[2:], strict=True):
+        assert line[:3] == pytest.approx(other[:3], rel=1e-4)
+        np.testing.assert_allclose(line[3], other[3], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

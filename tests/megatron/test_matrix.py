@@ -91,25 +91,25 @@ def reference(tmp_path_factory):
 def measured(directory: Path, layouts: dict[str, Layout], max_tokens: int) -> dict[str, list[UpdateMetrics]]:
     """What the first rank measured; every rank agrees on the gradient norms."""
     (ranks,) = {layout.ranks for layout in layouts.values()}
-    found = run_ranks(train, ranks, str(directory), layouts, STEPS, max_tokens)
-    for other in found[1:]:
+    results = run_ranks(train, ranks, str(directory), layouts, STEPS, max_tokens)
+    for other in results[1:]:
         for role in layouts:
-            assert [one.grad_norm for one in other[role]] == [one.grad_norm for one in found[0][role]]
-    return found[0]
+            assert [update.grad_norm for update in other[role]] == [update.grad_norm for update in results[0][role]]
+    return results[0]
 
 
-def differences(found: dict[str, list[UpdateMetrics]], expected: dict[str, list[UpdateMetrics]]) -> dict[str, float]:
+def differences(actual: dict[str, list[UpdateMetrics]], expected: dict[str, list[UpdateMetrics]]) -> dict[str, float]:
     """The largest relative difference of each column, over roles and steps; per-token metrics are related to their root
     mean square, as single ones may be near 0."""
     largest = dict.fromkeys(COLUMNS, 0.0)
     for role in expected:
-        for one, other in zip(found[role], expected[role], strict=True):
+        for update, other in zip(actual[role], expected[role], strict=True):
             of_step = {
-                "loss": abs(one.loss - other.loss) / abs(other.loss),
-                "grad norm": abs(one.grad_norm - other.grad_norm) / other.grad_norm,
+                "loss": abs(update.loss - other.loss) / abs(other.loss),
+                "grad norm": abs(update.grad_norm - other.grad_norm) / other.grad_norm,
             }
             for column, figure in other.outputs.items():
-                of_step[column] = float(np.abs(one.outputs[column] - figure).max() / np.sqrt(np.mean(figure**2)))
+                of_step[column] = float(np.abs(update.outputs[column] - figure).max() / np.sqrt(np.mean(figure**2)))
             for column, difference in of_step.items():
                 largest[column] = max(largest[column], difference)
     return largest

@@ -36,8 +36,8 @@ EVERYTHING = Feature(memory={"recompute": "full", "offload_activations": True, "
 def test_every_feature_gives_the_same_numbers(tmp_path: Path, layout: Layout) -> None:
     directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
     features = [PLAIN, SELECTIVE, OPTIMIZER, EVERYTHING, ACTIVATIONS]
-    for found in run_ranks(train_with, layout.ranks, directory, layout, features):
-        plain, *exact, activations = found
+    for results in run_ranks(train_with, layout.ranks, directory, layout, features):
+        plain, *exact, activations = results
         assert plain[0].loss > plain[-1].loss, "the updates move the weights"
         for feature, other in zip(features[1:], exact, strict=False):
             assert other == plain, feature
@@ -80,36 +80,36 @@ def storages_between_phases(directory: str, precision: str) -> dict[str, list[in
         gradients = [buffer.grad_data for chunk in trained.chunks for buffer in chunk.buffers]
         inner = trained.optimizer.chained_optimizers[0].optimizer
         states = [parameter.data for group in inner.param_groups for parameter in group["params"]]
-        states += [one for state in inner.state.values() for name, one in state.items() if name != "step"]
-        return [sum(one.nbytes() for one in storages_of(part)) for part in (weights, gradients, states)]
+        states += [tensor for state in inner.state.values() for name, tensor in state.items() if name != "step"]
+        return [sum(storage.nbytes() for storage in storages_of(part)) for part in (weights, gradients, states)]
 
-    found = {"built": sizes()}
+    sizes_by_phase = {"built": sizes()}
     with trained.present(training=True):
         trained.update(batch, mini_batch, objective_of("actor", 100))
-        found["update"] = sizes()
-    found["between"] = sizes()
+        sizes_by_phase["update"] = sizes()
+    sizes_by_phase["between"] = sizes()
     with trained.present():
-        found["forward"] = sizes()
+        sizes_by_phase["forward"] = sizes()
     with pytest.raises(AssertionError, match="weights are offloaded"):
         trained.forward(batch, mini_batch)
     with trained.present(), pytest.raises(AssertionError, match="optimizer is offloaded"):
         trained.update(batch, mini_batch, objective_of("actor", 100))
     with trained.present(training=True):
-        found["again"] = sizes()
-    return found
+        sizes_by_phase["again"] = sizes()
+    return sizes_by_phase
 
 
 @pytest.mark.layout
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_away_takes_no_memory_of_the_device(tmp_path: Path, precision: str) -> None:
     directory = str(save_tiny_model(tmp_path, "qwen3"))
-    (found,) = run_ranks(storages_between_phases, 1, directory, precision)
-    assert found["built"] == found["between"] == [0, 0, 0]
-    assert all(size > 0 for size in found["update"]) and found["again"] == found["update"]
+    (sizes,) = run_ranks(storages_between_phases, 1, directory, precision)
+    assert sizes["built"] == sizes["between"] == [0, 0, 0]
+    assert all(size > 0 for size in sizes["update"]) and sizes["again"] == sizes["update"]
     # fp32 main parameters are the weights themselves.
-    states = found["forward"][2] if precision == "fp32" else 0
-    assert found["forward"] == [found["update"][0], 0, states]
-    assert states < found["update"][2]
+    states = sizes["forward"][2] if precision == "fp32" else 0
+    assert sizes["forward"] == [sizes["update"][0], 0, states]
+    assert states < sizes["update"][2]
 
 
 def test_views_see_what_comes_back() -> None:
@@ -130,25 +130,25 @@ def test_views_see_what_comes_back() -> None:
 
 def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stream of the copies to the device: after the copy to the host, and after what the computation had freed."""
-    said: list[str] = []
+    events: list[str] = []
 
     class Stream(cuda_stub.Stream):
         def __init__(self, name: str) -> None:
             self.name = name
 
         def wait_stream(self, stream: Any) -> None:
-            said.append(f"{self.name} waits for {stream.name}")
+            events.append(f"{self.name} waits for {stream.name}")
 
         def wait_event(self, event: Any) -> None:
-            said.append(f"{self.name} waits for {event}")
+            events.append(f"{self.name} waits for {event}")
 
         def record_event(self, event: Any = None) -> Any:
-            return f"{len(said)} steps of {self.name}"
+            return f"{len(events)} steps of {self.name}"
 
     class Copy(torch.Tensor):
         def copy_(self, *args: Any, **kwargs: Any) -> Any:
             assert kwargs["non_blocking"]
-            said.append("copy")
+            events.append("copy")
             return super().copy_(args[0])
 
     monkeypatch.setattr(transfers, "stream_of", lambda device, direction: Stream(direction))
@@ -156,5 +156,5 @@ def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "stream", cuda_stub.stream)
     monkeypatch.setattr(torch, "empty_like", lambda copy, **_: torch.zeros(copy.shape).as_subclass(Copy))
     tensor, complete = transfers.start_to_device(torch.arange(3.0), torch.device("cpu"), "its copy to the host")
-    assert said == ["in waits for computation", "in waits for its copy to the host", "copy"]
+    assert events == ["in waits for computation", "in waits for its copy to the host", "copy"]
     assert complete == "3 steps of in" and tensor.tolist() == [0, 1, 2]

@@ -82,9 +82,9 @@ def test_policy_loss_with_entropy_and_kl_in_the_loss(batch, cut):
     divergence = torch.exp(reference - logprobs) - 1 - (reference - logprobs)
     expected = ((surrogate - 0.1 * entropy + 0.5 * divergence) * COUNTED).sum() / COUNTED.sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    (found,) = torch.autograd.grad(loss, logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     (wanted,) = torch.autograd.grad(expected, logprobs)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -94,10 +94,10 @@ def test_without_an_actor_logprob_phase_the_ratio_is_one(batch, cut):
     settings = AlgorithmSection(advantage="grpo", group_size=2)
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "sequence_mean"))
     loss = _run(objective, batch, {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}, cut)
-    (found,) = torch.autograd.grad(loss, logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     # The gradient of REINFORCE: minus advantage, averaged over each of the two valid sequences, then over both.
     shares = torch.cat([torch.full((completion,), 1 / completion / 2) for _, completion in LENGTHS])
-    torch.testing.assert_close(found, -torch.cat(batch.fields["advantages"]) * shares * COUNTED)
+    torch.testing.assert_close(gradient, -torch.cat(batch.fields["advantages"]) * shares * COUNTED)
 
 
 def test_ratio_drift_is_the_distance_of_the_ratio_from_one(batch):
@@ -177,10 +177,10 @@ def test_under_staleness_the_gradient_is_that_of_the_decoupled_objective(batch, 
     losses = decoupled(logprobs.double(), proximal, rollout.double(), advantages, lengths, mismatch)
     expected = (losses * COUNTED).sum() / COUNTED.sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    (found,) = torch.autograd.grad(loss, logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     (wanted,) = torch.autograd.grad(expected, logprobs)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-    assert found.any()
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+    assert gradient.any()
 
 
 def sampled_by(batch, rollout, versions, **more):
@@ -203,11 +203,11 @@ def test_a_masked_sequence_is_in_no_figure(batch, cut):
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
     logprobs, entropy = torch.linspace(-0.4, 0.9, TOKENS), torch.linspace(0.1, 2.0, TOKENS)
 
-    def found() -> dict[str, float]:
+    def metrics() -> dict[str, float]:
         each = [sums for _, sums in _each(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)]
         return {name: sum(sums[name].item() for sums in each) for name in each[0] if not name.endswith("_max")}
 
-    before = found()
+    before = metrics()
     old, reference = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs"))
     d = logprobs - old
     for name, values in (
@@ -217,4 +217,4 @@ def test_a_masked_sequence_is_in_no_figure(batch, cut):
         assert before[name] == pytest.approx((values * COUNTED).sum().item(), rel=1e-5), name
     (masked,) = torch.nonzero(COUNTED == 0).flatten().tolist()
     logprobs[masked], entropy[masked] = -9.0, 7.0
-    assert found() == pytest.approx(before, rel=1e-6), "whatever its numbers are"
+    assert metrics() == pytest.approx(before, rel=1e-6), "whatever its numbers are"

@@ -35,7 +35,7 @@ def _plan(layout, samples=None, **schedule):
     cut = Schedule("actor_update", mini_batch=len(LENGTHS), **schedule)
     (mini_batch,) = plan_phase(cut, lengths, layout, seed=0).mini_batches
     renamed = tuple(
-        tuple(replace(one, samples=tuple(samples[place] for place in one.samples)) for one in rank)
+        tuple(replace(micro_batch, samples=tuple(samples[place] for place in micro_batch.samples)) for micro_batch in rank)
         for rank in mini_batch.micro_batches
     )
     return replace(mini_batch, samples=tuple(samples), micro_batches=renamed)
@@ -79,13 +79,13 @@ def test_random_plans_give_one_loss_and_gradient(tmp_path, layout):
 
 def test_transformer_engine_is_told_a_length_that_no_padded_sequence_exceeds() -> None:
     """Under context parallelism a sequence of the recipe's longest length is padded beyond it."""
-    told = {}
+    max_seqlens = {}
     for longest in (1001, 1004):
         role = SimpleNamespace(_has_own_attention=False, _max_sequence_tokens=1001)
         bounds = torch.tensor([0, longest], dtype=torch.int32)
         micro: Any = SimpleNamespace(continues=(), bounds=bounds, longest=longest)
-        told[longest] = Role._packing(role, micro).max_seqlen_q  # type: ignore[arg-type]
-    assert told == {1001: 1001, 1004: 1004}
+        max_seqlens[longest] = Role._packing(role, micro).max_seqlen_q  # type: ignore[arg-type]
+    assert max_seqlens == {1001: 1001, 1004: 1004}
 
 
 SIZE = 4
@@ -118,8 +118,8 @@ def run_grouped(directory, layout, role, share, cut):
     update = trained.update(batch, mini_batch, objective_of(role, int(batch.completion_lengths.sum())))
     compare(mini_batch, place.data_rank, update.executed)
     numbers = results.get("values" if role == "critic" else "logprobs", {})
-    found = {sample: part.numpy() for sample, part in numbers.items()}
-    return found, total_loss(update, place), update.grad_norm, sum(shape.tokens for shape in executed)
+    per_sample = {sample: part.numpy() for sample, part in numbers.items()}
+    return per_sample, total_loss(update, place), update.grad_norm, sum(shape.tokens for shape in executed)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def run_grouped(directory, layout, role, share, cut):
 def test_sharing_changes_no_number(tmp_path, family, role, layout, cut):
     directory = str(save_tiny_model(tmp_path, family, tied=True))
     alone, shared = (run_ranks(run_grouped, layout.ranks, directory, layout, role, share, cut) for share in (False, True))
-    numbers = [{sample: part for found, *_ in ranks for sample, part in found.items()} for ranks in (alone, shared)]
+    numbers = [{sample: part for results, *_ in ranks for sample, part in results.items()} for ranks in (alone, shared)]
     assert numbers[0].keys() == numbers[1].keys() == set(range(len(GROUPED)))
     for sample, expected in numbers[0].items():
         np.testing.assert_allclose(numbers[1][sample], expected, atol=2e-5)
@@ -148,9 +148,9 @@ def test_groups_stay_whole_where_they_fit():
     batch = grouped_batch(50)
     total = sum(map(sum, GROUPED)) - (SIZE - 1) * sum(GROUP_PROMPTS[::SIZE])
     (rank,) = plan(batch, Layout(), True, max_tokens=total).micro_batches
-    assert [(one.sharing, one.tokens) for one in rank] == [((SIZE,) * 4, total)]
+    assert [(micro_batch.sharing, micro_batch.tokens) for micro_batch in rank] == [((SIZE,) * 4, total)]
     small = plan(batch, Layout(), True, max_tokens=max(map(sum, GROUPED))).micro_batches[0]
-    assert all(one.slots <= max(map(sum, GROUPED)) for one in small)
+    assert all(micro_batch.slots <= max(map(sum, GROUPED)) for micro_batch in small)
 
 
 def test_a_masked_sample_of_a_group_takes_no_prompt_along():

@@ -88,12 +88,12 @@ def test_every_rank_runs_a_multiple_of_what_its_kernels_take(layout: Layout) -> 
     batch = random_batch(100, [(3 + index % 5, 2 + (index * 7) % 11) for index in range(16)])
     mini_batch = planned(batch, layout, max_tokens=512)
     share = layout.context * (layout.tensor if layout.sequence_parallel else 1)
-    for micro in (one for rank in mini_batch.micro_batches for one in rank):
+    for micro in (micro_batch for rank in mini_batch.micro_batches for micro_batch in rank):
         assert micro.slots <= 512 and micro.slots % (share * layout.token_multiple) == 0
         for context_rank in range(layout.context):
             packed = pack(batch, micro, torch.device("cpu"), layout, context_rank)
             assert packed.input_ids.shape[1] == micro.slots // layout.context
-    assert np.concatenate([one.samples for rank in mini_batch.micro_batches for one in rank]).size == 16
+    assert np.concatenate([micro_batch.samples for rank in mini_batch.micro_batches for micro_batch in rank]).size == 16
 
 
 def test_a_stage_keeps_no_content_of_what_it_sent():

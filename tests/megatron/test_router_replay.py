@@ -38,11 +38,11 @@ def alone(directory):
 
 @pytest.mark.layout
 def test_replaying_the_own_choice_changes_no_bit(directory):
-    (found,) = run_ranks(router_cases.replay_own, 1, directory)
-    (expected,), (replayed,), (unrecorded,), metrics = found
-    for one in (replayed, unrecorded):
-        assert (one.loss, one.grad_norm) == (expected.loss, expected.grad_norm)
-        assert all(np.array_equal(one.outputs[name], column) for name, column in expected.outputs.items())
+    (results,) = run_ranks(router_cases.replay_own, 1, directory)
+    (expected,), (replayed,), (unrecorded,), metrics = results
+    for update in (replayed, unrecorded):
+        assert (update.loss, update.grad_norm) == (expected.loss, expected.grad_norm)
+        assert all(np.array_equal(update.outputs[name], column) for name, column in expected.outputs.items())
     assert metrics["mismatch/routing_share"] == 0.0
     lengths = small_batch(ModelShape.from_directory(directory).vocab).lengths
     assert metrics["actor/router_replay_share"] == pytest.approx(1 - len(lengths) / lengths.sum())
@@ -51,11 +51,11 @@ def test_replaying_the_own_choice_changes_no_bit(directory):
 @pytest.mark.parametrize("layout,memory", LAYOUTS)
 @pytest.mark.layout
 def test_every_layout_replays_the_same_choice(directory, alone, layout, memory):
-    found = run_ranks(router_cases.replay, layout.ranks, directory, layout, 40, memory)
+    results = run_ranks(router_cases.replay, layout.ranks, directory, layout, 40, memory)
     expected, shares = alone
-    off = differences({"actor": found[0][0]}, {"actor": expected})
+    off = differences({"actor": results[0][0]}, {"actor": expected})
     assert max(off.values()) <= TOLERANCE, off
-    for _, metrics in found:
+    for _, metrics in results:
         assert metrics == pytest.approx(shares, abs=0.01)  # a router at a border may choose otherwise
 
 
@@ -70,8 +70,8 @@ def test_another_choice_gives_what_transformers_computes_with_it(directory, alon
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     loss, logprobs, own_logprobs = torch.zeros(()), [], []
     for sample, (prompt, length) in enumerate(zip(batch.prompt_lengths, batch.lengths, strict=True)):
-        one = batch.samples[sample]
-        tokens = torch.from_numpy(np.concatenate([one.prompt_ids, one.completion.token_ids])).long().unsqueeze(0)
+        sequence = batch.samples[sample]
+        tokens = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.completion.token_ids])).long().unsqueeze(0)
         rows = []
         for forced in (None, routing[sample]):
             for column, gate in enumerate(gates):

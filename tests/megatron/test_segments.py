@@ -45,10 +45,10 @@ def rollouts_of(seed: int, lengths: list[int], vocab: int = VOCAB) -> Batch:
     )
     for number, sample in batch.samples.items():
         count = len(sample.completion.token_ids)
-        own = generator.random(count) < 0.7
-        own[-1] = True
-        logprobs = np.where(own, generator.normal(-np.log(vocab), 0.5, count), 0.0).astype(np.float32)
-        batch.samples[number] = replace(sample, completion=replace(sample.completion, own=own, logprobs=logprobs))
+        own_mask = generator.random(count) < 0.7
+        own_mask[-1] = True
+        logprobs = np.where(own_mask, generator.normal(-np.log(vocab), 0.5, count), 0.0).astype(np.float32)
+        batch.samples[number] = replace(sample, completion=replace(sample.completion, own=own_mask, logprobs=logprobs))
     own_lengths = np.array([int(sample.completion.own.sum()) for sample in batch.samples.values()])
     valid = generator.random(len(lengths)) < 0.8
     valid[0] = True
@@ -79,25 +79,27 @@ def planned(batch: Batch, schedule: Schedule, layout: Layout) -> Plan:
 
 def gradients(settings: AlgorithmSection, batch: Batch, schedule: Schedule, layout: Layout) -> list[torch.Tensor]:
     """Of each update, that of the loss by each own token's log-probability, entropy and value, in the batch's order."""
-    batch, found = learned(settings, batch), list[torch.Tensor]()
-    own = batch.own_lengths.tolist()
+    batch, result = learned(settings, batch), list[torch.Tensor]()
+    own_lengths = batch.own_lengths.tolist()
     # What the networks would give now; a function of the token's place alone.
     columns = {"logprobs": (-np.log(VOCAB), 0.1), "entropy": (1.0, 0.3), "values": (0.0, 0.5)}
-    tokens = torch.arange(sum(own), dtype=torch.float32)
+    tokens = torch.arange(sum(own_lengths), dtype=torch.float32)
     for mini_batch in planned(batch, schedule, layout).mini_batches:
         weights = token_weights(batch, mini_batch, settings.aggregation, LONGEST)
         outputs = {
             name: (mean + spread * torch.sin(tokens * 1.7)).requires_grad_() for name, (mean, spread) in columns.items()
         }
         loss = torch.zeros(())
-        for micro in (one for rank in mini_batch.micro_batches for one in rank if one.samples):
+        for micro in (micro_batch for rank in mini_batch.micro_batches for micro_batch in rank if micro_batch.samples):
             packed = pack(batch, micro, torch.device("cpu"), layout)
-            here = {name: torch.cat([column.split(own)[s] for s in micro.samples]) for name, column in outputs.items()}
+            here = {
+                name: torch.cat([column.split(own_lengths)[s] for s in micro.samples]) for name, column in outputs.items()
+            }
             loss = loss + PolicyObjective(settings, batch, weights)(packed, here)[0]
             if settings.value_loss is not None:
                 loss = loss + ValueObjective(settings, batch, weights)(packed, here)[0]
-        found += torch.autograd.grad(loss, list(outputs.values()), allow_unused=True, materialize_grads=True)
-    return found
+        result += torch.autograd.grad(loss, list(outputs.values()), allow_unused=True, materialize_grads=True)
+    return result
 
 
 @st.composite
@@ -132,10 +134,10 @@ def test_no_cut_of_a_history_changes_a_gradient(
         share_prompts=shares,
         together=MOST if algorithm.has_rollout_terms else 1,
     )
-    wanted, found = (gradients(algorithm, batch, schedule, Layout(data=data)) for batch in (whole, parts))
-    assert any(one.abs().max() > 0 for one in wanted)
-    for one, other in zip(wanted, found, strict=True):
-        torch.testing.assert_close(other, one, rtol=2e-4, atol=1e-6)
+    wanted, actual = (gradients(algorithm, batch, schedule, Layout(data=data)) for batch in (whole, parts))
+    assert any(gradient.abs().max() > 0 for gradient in wanted)
+    for expected, other in zip(wanted, actual, strict=True):
+        torch.testing.assert_close(other, expected, rtol=2e-4, atol=1e-6)
 
 
 # Rollouts of one segment, of two and of three; the last one's third segment sees its second one's tokens as observations.
@@ -166,16 +168,16 @@ def trained(directory: str, layout: Layout, algorithm: dict[str, Any], cut: dict
     forward = planned(batch, Schedule("actor_logprob", max_tokens=16), layout).mini_batches[0]
     (mini_batch,) = planned(batch, Schedule("actor_update", mini_batch=len(LENGTHS), **cut), layout).mini_batches
     with actor.present(training=True):
-        found, executed = actor.forward(batch, forward)
+        outputs, executed = actor.forward(batch, forward)
         compare(forward, place.data_rank, executed)
         weights = token_weights(batch, mini_batch, settings.aggregation, LONGEST)
         update = actor.update(batch, mini_batch, PolicyObjective(settings, batch, weights))
         compare(mini_batch, place.data_rank, update.executed)
     return {
-        "logprobs": {sample: one.numpy() for sample, one in found.get("logprobs", {}).items()},
+        "logprobs": {sample: logprobs.numpy() for sample, logprobs in outputs.get("logprobs", {}).items()},
         "loss": total_loss(update, place),
         "grad_norm": update.grad_norm,
-        "empty": sum(not one.samples for rank in mini_batch.micro_batches for one in rank),
+        "empty": sum(not micro_batch.samples for rank in mini_batch.micro_batches for micro_batch in rank),
     }
 
 
@@ -197,7 +199,7 @@ def test_megatron_takes_the_same_update_from_segments(
     directory = str(save_tiny_model(tmp_path, family, tied=False, layers=4))
     whole, parts = (run_ranks(trained, layout.ranks, directory, layout, algorithm, cut, split) for split in (False, True))
     logprobs = [
-        np.concatenate([one for _, one in sorted({s: of for rank in ranks for s, of in rank["logprobs"].items()}.items())])
+        np.concatenate([part for _, part in sorted({s: of for rank in ranks for s, of in rank["logprobs"].items()}.items())])
         for ranks in (whole, parts)
     ]
     np.testing.assert_allclose(logprobs[1], logprobs[0], atol=2e-5)

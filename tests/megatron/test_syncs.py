@@ -37,7 +37,7 @@ class _Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, packet = kwargs or {}, func.overloadpacket
         by_mask = packet in (torch.ops.aten.index, torch.ops.aten.index_put_, torch.ops.aten.index_put) and any(
-            one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         counted = packet is torch.ops.aten.repeat_interleave and kwargs.get("output_size") is None
         if packet in READS or by_mask or counted:
@@ -54,12 +54,12 @@ class _Copies(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        moves = name == "to" and any(isinstance(one, str | torch.device) for one in (*args[1:], kwargs.get("device")))
+        moves = name == "to" and any(isinstance(value, str | torch.device) for value in (*args[1:], kwargs.get("device")))
         listed = name == "__getitem__" and isinstance(args[1], list)
         # A tensor that is one already lies on the device.
         given = bool(args) and isinstance(args[0], torch.Tensor)
-        made = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None and not given
-        if name in METHODS or moves or listed or made:
+        creates = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None and not given
+        if name in METHODS or moves or listed or creates:
             self.seen[_place(name)] += 1
         return func(*args, **kwargs)
 
@@ -98,7 +98,7 @@ def waits(directory, role, layout, options, algorithm, share):
             trained.forward(batch, mini_batch)
         with _Copies(counts[-1][1]), _Shapes(counts[-1][1]):
             trained.update(batch, mini_batch, objective)
-    return [many - one for many, one in zip(counts[2], counts[1], strict=True)]
+    return [many - single for many, single in zip(counts[2], counts[1], strict=True)]
 
 
 GRPO = {
@@ -122,5 +122,5 @@ def test_the_host_waits_for_no_micro_batch(tmp_path, family, role, layout, optio
     """Neither in megarl's own code nor in megatron-core's model; its experts and its pipeline ask for sizes."""
     directory = str(save_tiny_model(tmp_path, family))
     for more in run_ranks(waits, layout.ranks, directory, role, layout, options, algorithm, share)[0]:
-        own = {place: count for place, count in more.items() if "/moe/" not in place[1]}
-        assert not own, own
+        waits_outside_experts = {place: count for place, count in more.items() if "/moe/" not in place[1]}
+        assert not waits_outside_experts, waits_outside_experts

@@ -71,8 +71,8 @@ def test_an_update_equals_brute_force(
         teachers = {"experts": teachers["experts"]}
     algorithms = [settings_of(**loss) for loss in LOSSES]
     for learned in run_ranks(learn, layouts[0].ranks, student, teachers, layouts, max_tokens, algorithms):
-        for loss, found, wanted in zip(LOSSES, learned, brute_force(tuple(teachers)), strict=True):
-            assert found == pytest.approx(wanted, rel=2e-5), loss
+        for loss, actual, wanted in zip(LOSSES, learned, brute_force(tuple(teachers)), strict=True):
+            assert actual == pytest.approx(wanted, rel=2e-5), loss
 
 
 def test_a_teacher_runs_whole_rollouts_in_a_number_that_its_layout_can_run() -> None:

@@ -35,8 +35,8 @@ def test_both_layer_specs_give_one_model(directories: dict[str, Path]) -> None:
         command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    for family, specs in zip(directories, found, strict=True):
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    for family, specs in zip(directories, results, strict=True):
         local, fused = specs["local"], specs["transformer_engine"]
         assert fused["logprobs"] == pytest.approx(local["logprobs"], abs=1e-5), family
         for update, expected in zip(fused["updates"], local["updates"], strict=True):

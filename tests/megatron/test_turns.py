@@ -33,21 +33,23 @@ SETTINGS = AlgorithmSection.model_validate({
 })  # fmt: skip
 
 
-def batch_of(vocab: int, own: list[str]) -> Batch:
+def batch_of(vocab: int, own_marks: list[str]) -> Batch:
     """Random tokens, and random log-probabilities of the engine near a uniform policy's; what observations have there is
     wrong on purpose."""
     batch = random_batch(vocab, LENGTHS)
     generator = np.random.default_rng(4)
-    for index, marks in enumerate(own):
+    for index, marks in enumerate(own_marks):
         mask = np.array([mark == "1" for mark in marks])
         logprobs = np.where(mask, -np.log(vocab) + 0.1 * generator.standard_normal(len(mask)), -1e3).astype(np.float32)
         given = batch.samples[index].completion
-        made = Completion(given.token_ids, logprobs, "stop", given.versions, own=mask)
-        batch.samples[index] = replace(batch.samples[index], completion=made)
-    own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own))])
+        completion = Completion(given.token_ids, logprobs, "stop", given.versions, own=mask)
+        batch.samples[index] = replace(batch.samples[index], completion=completion)
+    own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own_marks))])
     batch = replace(batch, own_lengths=own_lengths)
-    advantages = torch.linspace(-1.0, 1.5, len(own))
-    batch.fields["advantages"] = [one.expand(int(n)) for one, n in zip(advantages, batch.own_lengths, strict=True)]
+    advantages = torch.linspace(-1.0, 1.5, len(own_marks))
+    batch.fields["advantages"] = [
+        advantage.expand(int(n)) for advantage, n in zip(advantages, batch.own_lengths, strict=True)
+    ]
     return batch
 
 
@@ -58,10 +60,10 @@ def trained(directory: str, layout: Layout) -> dict[str, Any]:
     batch = batch_of(actor.shape.vocab, OWN)
     mini_batch = planned(batch, layout, max_tokens=24)
     with actor.present(training=True):
-        found, _ = actor.forward(batch, mini_batch)
+        outputs, _ = actor.forward(batch, mini_batch)
         weights = token_weights(batch, mini_batch, SETTINGS.aggregation)
         update = actor.update(batch, mini_batch, PolicyObjective(SETTINGS, batch, weights))
-    logprobs = {sample: one.numpy() for sample, one in found["logprobs"].items()}
+    logprobs = {sample: tensor.numpy() for sample, tensor in outputs["logprobs"].items()}
     return {"logprobs": logprobs, "sums": update.sums, "grad_norm": update.grad_norm}
 
 
@@ -77,16 +79,16 @@ def test_loss_gradient_and_metrics_are_those_of_own_tokens_by_brute_force(tmp_pa
     for index, sample in batch.samples.items():
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
         rows = torch.log_softmax(model(ids[None]).logits[0], -1)
-        said = [len(sample.prompt_ids) + at for at, mark in enumerate(OWN[index]) if mark == "1"]
-        logprobs = torch.stack([rows[at - 1, ids[at]] for at in said])
-        entropy = torch.stack([-(rows[at - 1].exp() * rows[at - 1]).sum() for at in said])
-        rollout = torch.tensor([sample.completion.logprobs[at - len(sample.prompt_ids)] for at in said])
+        own_positions = [len(sample.prompt_ids) + at for at, mark in enumerate(OWN[index]) if mark == "1"]
+        logprobs = torch.stack([rows[at - 1, ids[at]] for at in own_positions])
+        entropy = torch.stack([-(rows[at - 1].exp() * rows[at - 1]).sum() for at in own_positions])
+        rollout = torch.tensor([sample.completion.logprobs[at - len(sample.prompt_ids)] for at in own_positions])
         ratio = (logprobs.detach() - rollout).sum().exp().clamp(max=CAP)
         advantage = batch.fields["advantages"][index][0]
-        loss = loss + ((-advantage * ratio * logprobs - COEFFICIENT * entropy).sum() / len(said)) / len(OWN)
+        loss = loss + ((-advantage * ratio * logprobs - COEFFICIENT * entropy).sum() / len(own_positions)) / len(OWN)
         wanted[index] = logprobs.detach().numpy()
         gap += float((logprobs.detach() - rollout).abs().sum())
-        entropies, tokens = entropies + float(entropy.detach().sum()), tokens + len(said)
+        entropies, tokens = entropies + float(entropy.detach().sum()), tokens + len(own_positions)
     loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in model.parameters() if weight.grad is not None]).norm()
     assert tokens < sum(completion for _, completion in LENGTHS), "some tokens are observations"
@@ -116,13 +118,13 @@ def stale_batch(vocab: int) -> Batch:
     generator = np.random.default_rng(4)
     logprobs = []
     for index, marks in enumerate(VERSIONS):
-        own = np.array([mark != "." for mark in marks])
+        own_mask = np.array([mark != "." for mark in marks])
         versions = np.array([VERSION if mark == "." else int(mark) for mark in marks])
-        behavior = np.where(own, generator.uniform(-2.0, -1.0, len(own)), 0.0).astype(np.float32)
+        behavior = np.where(own_mask, generator.uniform(-2.0, -1.0, len(own_mask)), 0.0).astype(np.float32)
         given = batch.samples[index].completion
-        completion = Completion(given.token_ids, behavior, "stop", versions, own=own)
+        completion = Completion(given.token_ids, behavior, "stop", versions, own=own_mask)
         batch.samples[index] = replace(batch.samples[index], completion=completion)
-        logprobs.append(torch.from_numpy(generator.uniform(-2.0, -1.0, int(own.sum())).astype(np.float32)))
+        logprobs.append(torch.from_numpy(generator.uniform(-2.0, -1.0, int(own_mask.sum())).astype(np.float32)))
     own_lengths = np.array([len(proximal) for proximal in logprobs])
     advantages = [torch.full((length,), 0.5) for length in own_lengths.tolist()]
     valid = np.arange(len(STALE_LENGTHS)) != MASKED

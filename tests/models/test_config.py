@@ -70,8 +70,8 @@ def test_a_weight_sync_does_not_send_the_routers_bias():
 
     shape = ModelShape.from_config(DEEPSEEK)
     sent = set(sync_plan(shape, Layout(data=2, expert=2), RolloutLayout()).names)
-    kept = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
-    assert checkpoint_sizes(shape).keys() - sent == kept
+    router_biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+    assert checkpoint_sizes(shape).keys() - sent == router_biases
 
 
 DENSE = SIZES | {
@@ -169,9 +169,9 @@ def test_a_model_that_engines_and_trainer_would_compute_differently_is_refused(f
 
 
 def test_gemmas_old_and_new_keys_together_mean_the_same_as_in_transformers():
-    both = COMPLETE["gemma3_text"] | {
+    config = COMPLETE["gemma3_text"] | {
         "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}},
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }
-    shape = ModelShape.from_config(both)
+    shape = ModelShape.from_config(config)
     assert (shape.rope_theta, dict(shape.rope_scaling)["factor"], shape.local_rope_theta) == (1e6, 8.0, 1e3)

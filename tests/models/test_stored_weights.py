@@ -230,14 +230,14 @@ def test_an_export_copies_all_files_except_weights(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": CHAT, "tool_use": "TOOLS " + CHAT}
     tokenizer.save_pretrained(source)
-    kept = ["config.json", "generation_config.json", "tokenizer.model", "LICENSE", "own.py", "1_Pooling/config.json"]
+    copied = ["config.json", "generation_config.json", "tokenizer.model", "LICENSE", "own.py", "1_Pooling/config.json"]
     left = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "onnx/model.onnx",
             "original/consolidated.00.pth", ".git/config", "adapter_config.json"]  # fmt: skip
-    for name in kept + left:
+    for name in copied + left:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(content(name))
     target.mkdir()
     copy_model_files(source, target)
-    assert all((target / name).read_text() == content(name) for name in kept)
+    assert all((target / name).read_text() == content(name) for name in copied)
     assert not any((target / name).exists() for name in left)
     assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template

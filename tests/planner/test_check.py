@@ -128,10 +128,10 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
     assert result.stderr == ""
     legal, illegal = document["recipes"]
     assert (legal["recipe"], legal["legal"], legal["name"]) == (str(file), True, "qwen")
-    assert not illegal["legal"] and {one["key"] for one in illegal["violations"]} >= {"run", "model"}
-    found = forecast_of(file, ["phases.actor_update.epochs=2"], lengths="uniform")
-    assert list(legal["phases"]) == [phase.phase for phase in found.phases]
-    for phase in found.phases:
+    assert not illegal["legal"] and {violation["key"] for violation in illegal["violations"]} >= {"run", "model"}
+    predicted = forecast_of(file, ["phases.actor_update.epochs=2"], lengths="uniform")
+    assert list(legal["phases"]) == [phase.phase for phase in predicted.phases]
+    for phase in predicted.phases:
         entry = legal["phases"][phase.phase]
         assert entry["efficiency"] == pytest.approx(phase.quality.efficiency)
         assert entry["schedule"]["max_tokens"] == 8192 and entry["layout"]["tensor"] == 4
@@ -139,9 +139,9 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
         for name, held in (("memory", phase.memory), ("worst_memory", phase.worst_memory)):
             parts: dict[str, Any] = dict(entry[name])
             assert parts.pop("total") == sum(parts.values()) == held.total
-            assert parts["engine"] == 0 < found.job.engine_bytes and parts["weights"] == held.weights
-    assert legal["device"]["peak_bytes"] == found.device_peak and legal["device"]["fits"] == found.fits
-    assert {one["key"] for one in legal["suggestions"]} >= {
+            assert parts["engine"] == 0 < predicted.job.engine_bytes and parts["weights"] == held.weights
+    assert legal["device"]["peak_bytes"] == predicted.device_peak and legal["device"]["fits"] == predicted.fits
+    assert {suggestion["key"] for suggestion in legal["suggestions"]} >= {
         "actor.layout",
         "rollout.tensor",
         "phases.actor_update.micro_batch",
@@ -168,7 +168,7 @@ def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path
         assert result.exit_code == 2 and rule in result.output and "suggested:" in result.output
         (entry,) = json.loads(check(file, automatic, *stated, "--suggest", "--json").stdout)["recipes"]
         assert not entry["legal"] and entry["violations"][0]["value"] == "'auto'"
-        chosen = [f"{one['key']}={json.dumps(one['value'])}" for one in entry["suggestions"]]
+        chosen = [f"{suggestion['key']}={json.dumps(suggestion['value'])}" for suggestion in entry["suggestions"]]
         assert forecast_of(file, [automatic, *stated, *chosen]).fits
         # Another fault is not hidden behind suggestions.
         assert "suggested:" not in check(file, automatic, *stated, "run.steps=0", "--suggest").output
@@ -200,20 +200,20 @@ def test_a_recipe_for_a_cluster_fits_it(file: Path) -> None:
     recipe = yaml.safe_load(file.read_text())
     named = re.search(r"-(\d+)gpus$", file.stem)
     assert named is not None and int(named[1]) == recipe["trainer"]["ranks"]
-    found = document_of(file, devices_per_node=GPUS_OF_A_NODE)
-    assert found["device"]["fits"] is True, found["device"]
-    assert 0 < found["device"]["engine_share"] <= found["device"]["safe_memory_utilization"]
-    assert found["placement"]["trainer_nodes"] == recipe["trainer"]["ranks"] // GPUS_OF_A_NODE, found["placement"]
-    assert f"not checked: weights and tokenizer of model.path = {recipe['model']['path']}" in found["not_checked"]
-    assert sum(NOT_RUN in line for line in found["not_checked"]) == 1
+    document = document_of(file, devices_per_node=GPUS_OF_A_NODE)
+    assert document["device"]["fits"] is True, document["device"]
+    assert 0 < document["device"]["engine_share"] <= document["device"]["safe_memory_utilization"]
+    assert document["placement"]["trainer_nodes"] == recipe["trainer"]["ranks"] // GPUS_OF_A_NODE, document["placement"]
+    assert f"not checked: weights and tokenizer of model.path = {recipe['model']['path']}" in document["not_checked"]
+    assert sum(NOT_RUN in line for line in document["not_checked"]) == 1
     # fp32 gradients of bf16 weights, and no second copy of them.
-    worst = found["device"]["worst_memory"]["actor_update"]
+    worst = document["device"]["worst_memory"]["actor_update"]
     assert 1.9 < worst["gradients"] / worst["weights"] < 2.2
-    host = found["placement"]["host_memory"]["total"]
+    host = document["placement"]["host_memory"]["total"]
     assert 0 < host < recipe["device"]["host_memory_gib"] * 2**30
     with pytest.raises(PlacementError, match=r"device.host_memory_gib = 100: a node takes up to .* GiB .*or a larger host"):
         find_placement(load_recipe(file, ["device.host_memory_gib=100"]), GPUS_OF_A_NODE, None)
-    imbalance = {phase: plan["imbalance"] for phase, plan in found["phases"].items()}
+    imbalance = {phase: plan["imbalance"] for phase, plan in document["phases"].items()}
     assert max(imbalance.values()) <= 1.01, imbalance
 
 
@@ -224,8 +224,8 @@ def test_a_recipe_for_cpus_fits_a_laptop(file: Path, monkeypatch: pytest.MonkeyP
     # The policy that a teacher is exported from stands for it.
     teachers = yaml.safe_load(file.read_text()).get("teachers", {})
     changes = [f"teachers.{name}.path=models/tiny-qwen3" for name in teachers]
-    found = document_of(file, ["device={memory_gib: 8, kind: cpu}", *changes])
-    assert found["device"]["fits"] is True, found["device"]
+    document = document_of(file, ["device={memory_gib: 8, kind: cpu}", *changes])
+    assert document["device"]["fits"] is True, document["device"]
 
 
 def test_there_is_one_for_each_algorithm_and_size_that_matters() -> None:

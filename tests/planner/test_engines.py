@@ -80,10 +80,10 @@ def test_the_fullest_device_of_each_phase(one: PlannedEngines, offload: str, tot
     assert engine_room(job, list(TRAINER.values())) == room
 
 
-def peaks(found: Forecast) -> tuple[int, int]:
+def peaks(predicted: Forecast) -> tuple[int, int]:
     """The trainer's and one worker's, each alone on a device."""
-    assert found.job.engines is not None
-    return max(phase.worst_memory.total for phase in found.phases), found.job.engines.memory.total
+    assert predicted.job.engines is not None
+    return max(phase.worst_memory.total for phase in predicted.phases), predicted.job.engines.memory.total
 
 
 def test_a_recipe_s_placement_says_what_adds_up(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ UPDATES = (
 
 def count(directory: str) -> list[tuple[int, int]]:
     """Operations of a forward phase and of an update by torch's counter, under each of UPDATES."""
-    place, found = start(Layout()), []
+    place, counts = start(Layout()), []
     for role, savings, frozen, lora, _ in UPDATES:
         trained = engine(directory, place, role, lr=1e-3, memory=savings, frozen=frozen, lora=lora)
         batch = random_batch(trained.shape.vocab, LENGTHS)
@@ -70,8 +70,8 @@ def count(directory: str) -> list[tuple[int, int]]:
                 trained.forward(batch, mini_batch)
             with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
                 trained.update(batch, mini_batch, objective_of(role, 1))
-        found.append((forward.get_total_flops(), update.get_total_flops()))
-    return found
+        counts.append((forward.get_total_flops(), update.get_total_flops()))
+    return counts
 
 
 def test_operations_are_those_of_the_engine(tmp_path: Path) -> None:

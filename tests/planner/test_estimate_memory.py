@@ -109,8 +109,8 @@ def test_weights_are_those_a_rank_loads(role: PlannedRole, data: st.DataObject) 
     stage = data.draw(st.integers(0, layout.pipeline - 1))
     tensor_rank = data.draw(st.integers(0, layout.tensor - 1))
     loaded = sum(
-        (one.row1 - one.row0) * (one.col1 - one.col0)
-        for one in rank_boxes(role.shape, layout, layout.rank(tensor_rank, stage), critic=role.has_value_head)
+        (box.row1 - box.row0) * (box.col1 - box.col0)
+        for box in rank_boxes(role.shape, layout, layout.rank(tensor_rank, stage), critic=role.has_value_head)
     )
     rows = padded_vocab(role.shape, layout.tensor) // layout.tensor
     padding = rows - min(max(role.shape.vocab - tensor_rank * rows, 0), rows)
@@ -175,13 +175,16 @@ def test_activations_that_come_back_early_are_counted_on_a_gpu(monkeypatch: pyte
     """As many bytes as they may take, and never more than there are."""
     role = planned_role("critic", SHAPE, Layout(), "bf16", True, memory=MemorySection(offload_activations=True))
 
-    def found(on_cpu: bool, early: int) -> int:
+    def activation_bytes(on_cpu: bool, early: int) -> int:
         monkeypatch.setattr(activations, "PREFETCH_BYTES", early)
         return working(replace(role, on_cpu=on_cpu), 0, load(True, 1000)).activations
 
     host = peak([role], role, load(True, 1000)).host
-    assert found(False, 5000) - found(False, 0) == 5000 and found(False, 1 << 40) - found(False, 0) == host > 5000
-    assert found(True, 5000) == found(True, 0)
+    assert (
+        activation_bytes(False, 5000) - activation_bytes(False, 0) == 5000
+        and activation_bytes(False, 1 << 40) - activation_bytes(False, 0) == host > 5000
+    )
+    assert activation_bytes(True, 5000) == activation_bytes(True, 0)
 
 
 def test_only_gloo_copies_the_gradients_to_reduce_them() -> None:
@@ -203,14 +206,14 @@ def test_the_fullest_rank_is_found_across_layouts() -> None:
     actor = planned_role("actor", SHAPE, Layout(2, 2, 1), "bf16", True)
     critic = planned_role("critic", SHAPE, Layout(1, 2, 2), "bf16", True)
     reference = planned_role("reference", SHAPE, Layout(1, 1, 4), "bf16", False)
-    found = peak([actor, critic, reference], critic, load(True, 500))
+    fullest = peak([actor, critic, reference], critic, load(True, 500))
     by_rank = []
     for rank in range(4):
         total = working(critic, critic.layout.coordinates(rank)[1], load(True, 500)).total
         for role in (actor, critic, reference):
             total += resident(role, role.layout.coordinates(rank)[1]).total
         by_rank.append(total)
-    assert found.total == max(by_rank) > min(by_rank)
+    assert fullest.total == max(by_rank) > min(by_rank)
 
 
 @pytest.mark.parametrize("kind", ["update", "logprob"])

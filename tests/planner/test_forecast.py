@@ -35,14 +35,14 @@ limits = st.builds(
 
 @given(st.sampled_from(DISTRIBUTIONS), limits, st.integers(0, 9))
 def test_drawn_lengths_keep_the_limits_and_share_a_prompt_in_each_group(kind: str, bounds: BatchLimits, seed: int) -> None:
-    found = find_lengths(kind, bounds, seed)
-    assert len(found.prompts) == len(found.completions) == bounds.num_sequences
-    assert all(bounds.max_prompt / 2 <= prompt <= bounds.max_prompt for prompt in found.prompts)
-    assert all(1 <= completion <= bounds.max_completion for completion in found.completions)
-    assert found.totals == tuple(map(sum, zip(found.prompts, found.completions, strict=True)))
+    drawn = find_lengths(kind, bounds, seed)
+    assert len(drawn.prompts) == len(drawn.completions) == bounds.num_sequences
+    assert all(bounds.max_prompt / 2 <= prompt <= bounds.max_prompt for prompt in drawn.prompts)
+    assert all(1 <= completion <= bounds.max_completion for completion in drawn.completions)
+    assert drawn.totals == tuple(map(sum, zip(drawn.prompts, drawn.completions, strict=True)))
     for start in range(0, bounds.num_sequences, bounds.group_size):
-        assert len(set(found.prompts[start : start + bounds.group_size])) == 1
-    assert find_lengths(kind, bounds, seed) == found
+        assert len(set(drawn.prompts[start : start + bounds.group_size])) == 1
+    assert find_lengths(kind, bounds, seed) == drawn
 
 
 def test_another_seed_draws_other_lengths() -> None:
@@ -66,11 +66,11 @@ def test_a_run_gives_lengths_with_its_mean_quantiles(tmp_path: Path) -> None:
     first = quantiles(0, 20, 40, 80, 120, 180, 230, 280) | {"rollout/prompt_length_mean": 40.0}
     second = quantiles(2, 20, 60, 120, 180, 220, 270, 300) | {"rollout/prompt_length_mean": 45.0}
     means = (1, 20, 50, 100, 150, 200, 250, 290)
-    found = find_lengths(write_run(tmp_path / "run", first, second), BatchLimits(8000, 8, 100, 300), 1, read_metrics)
-    assert set(found.prompts) == {42}
-    assert min(found.completions) >= 1 and max(found.completions) <= 290
+    drawn = find_lengths(write_run(tmp_path / "run", first, second), BatchLimits(8000, 8, 100, 300), 1, read_metrics)
+    assert set(drawn.prompts) == {42}
+    assert min(drawn.completions) >= 1 and max(drawn.completions) <= 290
     for percent, mean in zip(QUANTILES[1:-1], means[1:-1], strict=True):
-        share = sum(one <= mean for one in found.completions) / len(found.completions)
+        share = sum(completion <= mean for completion in drawn.completions) / len(drawn.completions)
         assert abs(share - percent / 100) < 0.02, (percent, share)
 
 
@@ -78,10 +78,10 @@ def test_a_run_on_data_gives_whole_lengths_to_recipes_of_its_kind(tmp_path: Path
     values = (10, 20, 40, 80, 120, 180, 230, 280)
     lengths = {f"data/length_p{percent:02d}": float(value) for percent, value in zip(QUANTILES, values, strict=True)}
     run = write_run(tmp_path / "run", lengths)
-    found = find_lengths(run, BatchLimits(8000, 1, 1, 299), 1, read_metrics)
-    assert min(found.totals) >= 10 and max(found.totals) <= 280
+    drawn = find_lengths(run, BatchLimits(8000, 1, 1, 299), 1, read_metrics)
+    assert min(drawn.totals) >= 10 and max(drawn.totals) <= 280
     for percent, value in zip(QUANTILES[1:-1], values[1:-1], strict=True):
-        assert abs(sum(one <= value for one in found.totals) / 8000 - percent / 100) < 0.02, percent
+        assert abs(sum(total <= value for total in drawn.totals) / 8000 - percent / 100) < 0.02, percent
     with pytest.raises(ValueError, match="no lengths of prompts and completions; give a run of run.kind: rl"):
         find_lengths(run, LIMITS, 1, read_metrics)
     of_rollouts = write_run(tmp_path / "rollouts", {key.replace("data/", "rollout/completion_"): 9.0 for key in lengths})
@@ -111,18 +111,18 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_small(tmp_path)
 
 
-def by_phase(found: Forecast) -> dict[str, Any]:
-    return {phase.phase: phase for phase in found.phases}
+def by_phase(predicted: Forecast) -> dict[str, Any]:
+    return {phase.phase: phase for phase in predicted.phases}
 
 
 def test_every_engine_phase_that_runs_is_forecast_from_its_own_plan(small: Path) -> None:
     recipe = load_recipe(small)
     job = job_of(recipe, "long-tail", seed=5)
-    found = forecast(job)
-    assert [phase.phase for phase in found.phases] == [
+    predicted = forecast(job)
+    assert [phase.phase for phase in predicted.phases] == [
         "actor_logprob", "reference_logprob", "critic_value", "critic_update", "actor_update"
     ]  # fmt: skip
-    for phase in found.phases:
+    for phase in predicted.phases:
         cost = sequence_cost(phase.role.shape)
         groups = [sample // 2 for sample in range(16)]
         plan = plan_phase(recipe.schedule(phase.phase), job.lengths.totals, phase.role.layout, 5, cost, groups)
@@ -156,18 +156,18 @@ def test_buckets_of_a_weight_sync_are_taken_from_the_device(tmp_path: Path, over
 
 
 def test_operations_count_every_sequence_and_epoch(small: Path) -> None:
-    found = by_phase(forecast_of(small))
+    phases = by_phase(forecast_of(small))
     twice = by_phase(forecast_of(small, ["phases.actor_update.epochs=2"]))
     job = job_of(load_recipe(small))
     pairs = list(zip(job.lengths.totals, job.lengths.completions, strict=True))
     shape = job.role("actor_update").shape
     once = sum(forward_flops(shape, length, head) for length, head in pairs)
-    assert found["reference_logprob"].flops == pytest.approx(once)
+    assert phases["reference_logprob"].flops == pytest.approx(once)
     head = 2 * shape.hidden * shape.vocab * sum(job.lengths.completions)  # blocks of logits are made twice
-    assert found["actor_update"].flops == pytest.approx(3 * once + head)
+    assert phases["actor_update"].flops == pytest.approx(3 * once + head)
     assert twice["actor_update"].flops == pytest.approx(6 * once + 2 * head)
     values = sum(forward_flops(shape, length, head, critic=True) for length, head in pairs)
-    assert found["critic_update"].flops == pytest.approx(3 * values) and values < once
+    assert phases["critic_update"].flops == pytest.approx(3 * values) and values < once
 
 
 def test_time_is_operations_over_what_the_plan_leaves_of_the_rate(small: Path) -> None:
@@ -281,9 +281,9 @@ def test_the_largest_cap_is_the_largest_that_fits(tensor: int, tmp_path: Path) -
 
 
 def test_without_a_device_nothing_is_said_of_it(small: Path) -> None:
-    found = forecast_of(small)
-    assert (found.fits, found.safe_utilization) == (None, None)
-    assert {phase.largest_cap for phase in found.phases} == {None} and {phase.seconds for phase in found.phases} == {None}
+    result = forecast_of(small)
+    assert (result.fits, result.safe_utilization) == (None, None)
+    assert {phase.largest_cap for phase in result.phases} == {None} and {phase.seconds for phase in result.phases} == {None}
 
 
 def test_auto_takes_the_cap_that_the_forecast_says_fits(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def of(ranks: int, placement: str = "colocated", *edits: tuple[str, Any], **roll
     return recipe(Path("model"), ("trainer.ranks", ranks), *edits, placement=placement, **rollout)
 
 
-def places(*found: tuple[int, Sequence[int]]) -> tuple[EnginePlace, ...]:
-    return tuple(EnginePlace(node, tuple(devices)) for node, devices in found)
+def places(*engines: tuple[int, Sequence[int]]) -> tuple[EnginePlace, ...]:
+    return tuple(EnginePlace(node, tuple(devices)) for node, devices in engines)
 
 
 PLACED: dict[str, tuple[Recipe, Cluster, tuple[EnginePlace, ...]]] = {
@@ -122,8 +122,8 @@ REFUSED: dict[str, tuple[Recipe, Cluster, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_with_the_numbers(name: str) -> None:
-    wanted, cluster, said = REFUSED[name]
-    with pytest.raises(PlacementError, match=said):
+    wanted, cluster, message = REFUSED[name]
+    with pytest.raises(PlacementError, match=message):
         place_engines(wanted, cluster)
 
 
@@ -145,13 +145,13 @@ def test_what_is_needed_is_enough_and_nobody_shares_a_device() -> None:
             assert re.search("do not fit a node|room for", str(error))
             continue
         cluster = Cluster(needed.trainer_nodes + needed.rollout_nodes, devices, needed.ranks_per_node)
-        found = place_engines(wanted, cluster)
-        used = [(place.node, device) for place in found for device in place.devices]
+        engine_places = place_engines(wanted, cluster)
+        used = [(place.node, device) for place in engine_places for device in place.devices]
         assert len(used) == len(set(used)) == engines * tensor and max(device for _, device in used) < devices
         trainers = {divmod(rank, needed.ranks_per_node) for rank in range(ranks)}
         assert placement == "colocated" or not trainers & set(used)
-        assert placement == "separate" or {place.node for place in found} <= {node for node, _ in trainers}
-        counts = [sum(place.node == node for place in found) for node in {place.node for place in found}]
+        assert placement == "separate" or {place.node for place in engine_places} <= {node for node, _ in trainers}
+        counts = [sum(place.node == node for place in engine_places) for node in {place.node for place in engine_places}]
         assert max(counts) - min(counts) <= 1
         placed += 1
     assert placed > 300
@@ -182,7 +182,7 @@ def test_the_placement_in_words(name: str, tmp_path: Path) -> None:
 
 def test_the_size_of_a_node_where_nobody_says_it(tmp_path: Path) -> None:
     file = write_qwen(tmp_path)
-    on_gpus, on_cpus, unstated = (load_recipe(file, one) for one in ([], ["device.kind=cpu"], ["device=null"]))
+    on_gpus, on_cpus, unstated = (load_recipe(file, overrides) for overrides in ([], ["device.kind=cpu"], ["device=null"]))
     sizes = [node_size(recipe, None, None, gpus).devices for recipe in (on_gpus, on_cpus, unstated) for gpus in (0, 4)]
     assert sizes == [8, 8, 0, 0, 0, 4]
     assert node_size(on_cpus, 2, None, 4).devices == 2
@@ -196,13 +196,13 @@ def test_the_command_prints_the_placement_or_refuses(tmp_path: Path) -> None:
         return done.exit_code, " ".join(done.stdout.split()), " ".join(done.stderr.split())
 
     for options in ([], ["--plan", "--lengths", "uniform"]):
-        status, said, _ = check(*options, "--devices-per-node", "4")
-        assert status == 0 and "placement: 2 nodes of 4 GPUs (--devices-per-node = 4)" in said
+        status, output, _ = check(*options, "--devices-per-node", "4")
+        assert status == 0 and "placement: 2 nodes of 4 GPUs (--devices-per-node = 4)" in output
         status, _, refusal = check(*options, "--devices-per-node", "2")
         assert status == 2 and "on nodes of 2 GPUs (--devices-per-node = 2): " in refusal
         assert "4 workers do not fit a node of 2 devices" in refusal
-    status, said, _ = check("--json", "--devices-per-node", "4")
-    (entry,) = json.loads(said)["recipes"]
+    status, output, _ = check("--json", "--devices-per-node", "4")
+    (entry,) = json.loads(output)["recipes"]
     assert status == 0 and entry["placement"].pop("host_memory")["total"] > 0
     assert entry["placement"] == {
         "devices_per_node": 4, "ranks_per_node": 4, "trainer_nodes": 2, "rollout_nodes": 0,
@@ -227,9 +227,9 @@ def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
 
     def held(*overrides: str) -> dict[str, int]:
         recipe = load_recipe(file, ["reference.memory.offload=none", *overrides])
-        found = find_placement(recipe, 8, None).host
-        assert found is not None
-        return found
+        host_memory = find_placement(recipe, 8, None).host
+        assert host_memory is not None
+        return host_memory
 
     stay, optimizer, away = held(), held("actor.memory.offload=optimizer"), held("actor.memory.offload=all")
     assert stay["offloaded"] == stay["activations"] == 0
@@ -246,9 +246,9 @@ def test_the_host_holds_what_roles_put_there(tmp_path: Path) -> None:
 def test_on_cpus_the_host_holds_the_ranks_and_the_engines(tmp_path: Path) -> None:
     recipe = load_recipe(write_qwen(tmp_path), ["device.kind=cpu"])
     job = job_of(recipe)
-    found = find_placement(recipe, None, None).host
-    assert found is not None and job.engines is not None
+    host_memory = find_placement(recipe, None, None).host
+    assert host_memory is not None and job.engines is not None
     trainer = 8 * max(worst_memory(job, schedule).total for schedule in job.schedules)
-    assert found["devices"] == trainer + 8 * job.engines.memory.total
+    assert host_memory["devices"] == trainer + 8 * job.engines.memory.total
     with pytest.raises(PlacementError, match=r"device.host_memory_gib = 64: a node takes up to .*devices"):
         find_placement(load_recipe(write_qwen(tmp_path), ["device.kind=cpu", "device.host_memory_gib=64"]), None, None)

@@ -38,23 +38,24 @@ def suggestions_of(file: Path, overrides: list[str]) -> list[Suggestion]:
 
 def as_overrides(suggestions: list[Suggestion]) -> list[str]:
     return [
-        f"{one.key}={yaml.safe_dump(one.value, default_flow_style=True).removesuffix('...').strip()}" for one in suggestions
+        f"{suggestion.key}={yaml.safe_dump(suggestion.value, default_flow_style=True).removesuffix('...').strip()}"
+        for suggestion in suggestions
     ]
 
 
 def by_key(suggestions: list[Suggestion]) -> dict[str, Any]:
-    return {one.key: one.value for one in suggestions}
+    return {suggestion.key: suggestion.value for suggestion in suggestions}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_suggested_is_legal_and_fits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = write_qwen(tmp_path)
-    found = suggestions_of(file, CASES[name])
-    assert all(one.reason for one in found)
-    taken = forecast_of(file, [*CASES[name], *as_overrides(found)])
+    suggested = suggestions_of(file, CASES[name])
+    assert all(suggestion.reason for suggestion in suggested)
+    taken = forecast_of(file, [*CASES[name], *as_overrides(suggested)])
     assert taken.fits, taken.device_peak
-    recipe = load_recipe(file, [*CASES[name], *as_overrides(found)])
+    recipe = load_recipe(file, [*CASES[name], *as_overrides(suggested)])
     for phase in taken.phases:
         layout = phase.role.layout
         assert layout.tensor <= NODE_RANKS
@@ -62,26 +63,26 @@ def test_what_is_suggested_is_legal_and_fits(name: str, tmp_path: Path, monkeypa
         assert cap is not None and recipe.max_sequence_tokens <= cap <= (phase.largest_cap or 0)
     engines = taken.job.engines
     if engines is None:
-        assert not any(one.key.startswith("rollout.") for one in found)
+        assert not any(suggestion.key.startswith("rollout.") for suggestion in suggested)
         return
     assert engines.count * engines.layout.workers <= recipe.trainer.ranks
     assert engines.utilization is not None and taken.safe_utilization is not None
     assert engines.memory.total / (taken.job.device_bytes or 0) <= engines.utilization <= taken.safe_utilization + 1e-9
     # Suggestions are where the search ends: asked again, it has nothing else to say.
-    again = suggestions_of(file, [*CASES[name], *as_overrides(found)])
-    assert by_key(again) == {key: value for key, value in by_key(found).items() if value is not None}
+    again = suggestions_of(file, [*CASES[name], *as_overrides(suggested)])
+    assert by_key(again) == {key: value for key, value in by_key(suggested).items() if value is not None}
 
 
 def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
     """What people run: no pipeline, two or four tensor ranks for the actor, small engines with a cache that serves them."""
-    found = by_key(suggestions_of(write_qwen(tmp_path), []))
-    assert found["actor.layout"]["pipeline"] == 1 and found["actor.layout"]["tensor"] in (2, 4)
-    assert found["actor.layout"]["sequence_parallel"] is True
-    assert found["rollout.tensor"] == 1 and found["rollout.engines"] == 8
-    assert 0.2 < found["rollout.memory_utilization"] < 0.6
+    values = by_key(suggestions_of(write_qwen(tmp_path), []))
+    assert values["actor.layout"]["pipeline"] == 1 and values["actor.layout"]["tensor"] in (2, 4)
+    assert values["actor.layout"]["sequence_parallel"] is True
+    assert values["rollout.tensor"] == 1 and values["rollout.engines"] == 8
+    assert 0.2 < values["rollout.memory_utilization"] < 0.6
     # Of the 16 concurrent sequences at least 8 at their longest: 28 layers x 4 groups x 128 x 2 x 2 bytes a token.
-    assert found["rollout.kv_cache_bytes"] >= 8 * 5120 * 57344
-    assert found["phases.actor_logprob.micro_batch"] == found["phases.actor_update.micro_batch"]
+    assert values["rollout.kv_cache_bytes"] >= 8 * 5120 * 57344
+    assert values["phases.actor_logprob.micro_batch"] == values["phases.actor_update.micro_batch"]
 
 
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
@@ -92,10 +93,10 @@ def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
         except NothingFits:
             assert last == 64
             continue
-        found = by_key(suggested)
+        values = by_key(suggested)
         assert forecast_of(file, [f"device.memory_gib={memory_gib}", *as_overrides(suggested)]).fits
-        layout = found["actor.layout"]
-        cut = layout["tensor"] * layout["pipeline"] * found["rollout.tensor"]
+        layout = values["actor.layout"]
+        cut = layout["tensor"] * layout["pipeline"] * values["rollout.tensor"]
         assert cut <= last
         last = cut
     assert last == 1
@@ -110,16 +111,16 @@ def test_where_no_layout_fits_memory_is_saved_by_the_mildest_setting(tmp_path: P
         suggested = suggestions_of(file, stated)
         assert forecast_of(file, [*stated, *as_overrides(suggested)]).fits
         prefix = "actor.memory."
-        found = {key.removeprefix(prefix): value for key, value in by_key(suggested).items() if key.startswith(prefix)}
-        assert found == settings
+        memory = {key.removeprefix(prefix): value for key, value in by_key(suggested).items() if key.startswith(prefix)}
+        assert memory == settings
 
 
 def test_the_printed_keys_are_the_suggestions(tmp_path: Path) -> None:
-    found = suggestions_of(write_qwen(tmp_path), [])
-    lines = suggestion_lines(found)
+    suggestions = suggestions_of(write_qwen(tmp_path), [])
+    lines = suggestion_lines(suggestions)
     pasted = [shlex.split(line, comments=True) for line in lines]
-    assert [word for (word,) in pasted] == [f"{one.key}={json.dumps(one.value)}" for one in found]
-    assert all(line.endswith(f"  # {one.reason}") for line, one in zip(lines, found, strict=True))
+    assert [word for (word,) in pasted] == [f"{suggestion.key}={json.dumps(suggestion.value)}" for suggestion in suggestions]
+    assert all(line.endswith(f"  # {suggestion.reason}") for line, suggestion in zip(lines, suggestions, strict=True))
     load_recipe(write_qwen(tmp_path), [word for (word,) in pasted])
 
 

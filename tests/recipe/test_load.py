@@ -100,7 +100,7 @@ def test_each_phase_has_the_schedule_of_its_own_section(folder: Path) -> None:
     assert recipe.schedule("critic_value").mini_batch is None
     for phase in phases:
         changed = load_recipe(file, [*overrides, f"phases.{phase}.micro_batch={{sequences: 1}}"])
-        different = [one for one in phases if changed.schedule(one) != recipe.schedule(one)]
+        different = [other for other in phases if changed.schedule(other) != recipe.schedule(other)]
         assert different == [phase]
 
 
@@ -141,7 +141,7 @@ def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder
         try:
             recipe = load_recipe(write(folder, edited(automatic, device, ("rollout.replay", str(folder)))))
         except RecipeError as error:
-            assert [one.key for one in error.violations] == ["phases.actor_update.micro_batch.max_tokens"]
+            assert [violation.key for violation in error.violations] == ["phases.actor_update.micro_batch.max_tokens"]
             return None
         text = recipe_yaml(recipe)
         assert "max_tokens: auto" not in text
@@ -151,11 +151,11 @@ def test_an_automatic_cap_becomes_a_number_that_the_resolved_recipe_shows(folder
         return recipe.schedule("actor_update").max_tokens
 
     caps = [cap(1e-3 * 1.4**step) for step in range(13)]
-    found = [one for one in caps if one is not None]
+    fitting = [max_tokens for max_tokens in caps if max_tokens is not None]
     longest = load_recipe(write(folder, edited())).max_sequence_tokens
-    assert caps[0] is None and caps == [None] * (len(caps) - len(found)) + found
-    assert found == sorted(found) and len(set(found)) >= 3
-    assert longest <= found[0] and found[-1] == 8 * longest
+    assert caps[0] is None and caps == [None] * (len(caps) - len(fitting)) + fitting
+    assert fitting == sorted(fitting) and len(set(fitting)) >= 3
+    assert longest <= fitting[0] and fitting[-1] == 8 * longest
 
 
 def test_a_hub_name_is_fetched_only_where_asked(folder: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_nearest_count_is_one_that_the_virtual_pipeline_runs(name: str, fold
     file = write(folder, BROKEN[name][0])
     with pytest.raises(RecipeError) as caught:
         load_recipe(file)
-    recipe = load_recipe(file, [f"{one.key}={one.nearest}" for one in caught.value.violations])
+    recipe = load_recipe(file, [f"{violation.key}={violation.nearest}" for violation in caught.value.violations])
     for phase in (phase for phase in ENGINE_PHASES if recipe.runs(phase)):
         lengths = [recipe.max_sequence_tokens] * recipe.num_sequences
         layout = recipe.layout(role_of(phase))
@@ -207,7 +207,7 @@ COMMIT = "0" * 40
 class Hub(BaseHTTPRequestHandler):
     """A hub with one model, someone/model, by the addresses that `huggingface_hub` asks for."""
 
-    asked: list[str] = []
+    requested: list[str] = []
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -226,7 +226,7 @@ class Hub(BaseHTTPRequestHandler):
                 ).encode()
         elif path.startswith("/someone/model/resolve/"):
             name = path.rsplit("/", 1)[-1]
-            self.asked.append(name)
+            self.requested.append(name)
             content = FILES.get(name)
         self.send_response(404 if content is None else 200)
         content = content or b""
@@ -257,11 +257,11 @@ def check(folder: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_config_is_fetched_and_the_weights_are_not(tmp_path: Path, hub: str) -> None:
-    Hub.asked.clear()
+    Hub.requested.clear()
     result = check(tmp_path, hub)
     assert result.returncode == 0, result.stderr
     assert "not checked: weights and tokenizer of model.path = someone/model" in result.stdout
-    assert set(Hub.asked) == {"config.json", "tokenizer_config.json"}
+    assert set(Hub.requested) == {"config.json", "tokenizer_config.json"}
 
 
 def test_without_a_network_one_command_is_named(tmp_path: Path) -> None:

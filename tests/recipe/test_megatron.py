@@ -78,8 +78,8 @@ def test_a_start_refuses_what_needs_transformer_engine(folder: Path) -> None:
     recipe = load_recipe(write(folder, edited(*edits)))
     with pytest.raises(RecipeError) as caught:
         check_models(recipe)
-    (found,) = [one for one in caught.value.violations if one.key == "actor.memory.recompute_modules"]
-    assert "Transformer Engine's layers alone" in found.rule and found.nearest == "[core_attn]"
+    (refusal,) = [violation for violation in caught.value.violations if violation.key == "actor.memory.recompute_modules"]
+    assert "Transformer Engine's layers alone" in refusal.rule and refusal.nearest == "[core_attn]"
 
 
 def test_legal_options_and_recompute_pass(folder: Path) -> None:

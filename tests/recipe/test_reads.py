@@ -71,20 +71,20 @@ def _accesses(files: dict[str, Path], of_recipe: set[str]) -> dict[str, list[Acc
             for owner in _instances(type_map.get(access.expr)):
                 if owner.type.module_name in of_recipe:
                     by_line.setdefault(access.line, []).append((access.column, (owner.type.name, access.name)))
-    found: dict[str, list[Access]] = {}
+    accesses: dict[str, list[Access]] = {}
     for name, text in texts.items():
-        found[name] = [
+        accesses[name] = [
             (line, member)
             for line in range(1, text.count("\n") + 2)
             for column, member in by_line.get(offsets[name] + line, [])
             if (line, column, member[1]) not in _written(text)
         ]
-    return found
+    return accesses
 
 
-def _instances(found: types.Type | None) -> list[types.Instance]:
+def _instances(expression_type: types.Type | None) -> list[types.Instance]:
     """The classes an expression can be an instance of."""
-    proper = types.get_proper_type(found)
+    proper = types.get_proper_type(expression_type)
     if isinstance(proper, types.UnionType):
         return [instance for item in proper.items for instance in _instances(item)]
     if isinstance(proper, types.TypeVarType):
@@ -128,8 +128,8 @@ def all_keys(section: type[Section], chosen_by_kind: bool = False) -> set[Member
         inner = sections_of(field.annotation)
         if name != "kind" or chosen_by_kind or len(typing.get_args(field.annotation)) > 1:
             keys.add((section.__name__, name))
-        for one in inner:
-            keys |= all_keys(one, chosen_by_kind=len(inner) > 1)
+        for subsection in inner:
+            keys |= all_keys(subsection, chosen_by_kind=len(inner) > 1)
     return keys
 
 

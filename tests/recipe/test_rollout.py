@@ -42,7 +42,7 @@ def test_a_layout_is_legal_where_the_plan_and_vllm_take_it(name: str) -> None:
     shape = SHAPES[name]
     for tensor, pipeline, data, dealt in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4), (False, True)):
         layout = RolloutLayout(tensor, pipeline, data, dealt)
-        found = list(engines_fit_model(recipe(MODEL, **asdict(layout)), shape))
+        violations = list(engines_fit_model(recipe(MODEL, **asdict(layout)), shape))
         try:
             check_layout(shape, layout)
             legal = True
@@ -50,8 +50,10 @@ def test_a_layout_is_legal_where_the_plan_and_vllm_take_it(name: str) -> None:
             legal = False
         legal &= not (shape.experts is None and data > 1)  # more engines do the same
         legal &= not (name.startswith("the first") and pipeline > 1)  # [0], [1], [2] or [0, 1], [2]
-        assert legal == (not found), (layout, found)
-        assert all(one.key in ("rollout." + key for key in asdict(layout)) and one.nearest for one in found)
+        assert legal == (not violations), (layout, violations)
+        assert all(
+            violation.key in ("rollout." + key for key in asdict(layout)) and violation.nearest for violation in violations
+        )
 
 
 BROKEN: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -90,16 +92,16 @@ def test_a_layout_that_cannot_run_is_named_with_a_way_out(name: str, folder: Pat
 def test_engines_that_sleep_have_what_they_keep_on_every_stage(kind: str) -> None:
     """Experts in the last of three layers alone, and their bias, which no sync sends."""
     shape = ModelShape.from_config(DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2})
-    made = recipe(MODEL, ("device", {"memory_gib": 80, "kind": kind}), pipeline=2)
-    found = [f"{one.key} {one.rule}" for one in engines_fit_model(made, shape)]
+    two_stages = recipe(MODEL, ("device", {"memory_gib": 80, "kind": kind}), pipeline=2)
+    faults = [f"{violation.key} {violation.rule}" for violation in engines_fit_model(two_stages, shape)]
     refused = "rollout.pipeline leaves a stage with layers 0 to 1, none with experts, where vLLM does not sleep"
-    assert found == ([refused] if kind == "gpu" else [])
+    assert faults == ([refused] if kind == "gpu" else [])
 
 
 def test_recorded_experts_need_all_layers_and_tokens_in_one_place() -> None:
     assert not list(rollout_rules(recipe(MODEL, pipeline=2, data=2)))
     recorded = recipe(MODEL, ("actor.router_replay", True), pipeline=2, data=2)
-    assert {one.key for one in rollout_rules(recorded)} == {"rollout.pipeline", "rollout.data"}
+    assert {violation.key for violation in rollout_rules(recorded)} == {"rollout.pipeline", "rollout.data"}
 
 
 def test_a_stage_caches_its_own_layers_and_sends_its_own_rows() -> None:
@@ -111,7 +113,7 @@ def test_a_stage_caches_its_own_layers_and_sends_its_own_rows() -> None:
     wide = recipe(MODEL, tensor=4, pipeline=3)
     tight = recipe(MODEL, ("weight_sync.bucket_bytes", 64 * 4 + 255), tensor=4, pipeline=3)
     assert not list(weight_sync_fits_model(wide, SHAPES["dense"]))
-    assert [one.nearest for one in weight_sync_fits_model(tight, SHAPES["dense"])] == [str(64 * 4 + 256)]
+    assert [violation.nearest for violation in weight_sync_fits_model(tight, SHAPES["dense"])] == [str(64 * 4 + 256)]
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
@@ -123,20 +125,22 @@ def test_weights_that_are_made_while_they_are_sent_cannot_be_mapped(
         edits = ("actor.lora", lora), ("weight_sync.transport", transport)
         violations = list(weight_sync_rules(recipe(MODEL, *edits, quantization=quantization, precision="bf16")))
         is_refused = transport == "mapped" and (quantization is not None or lora is not None)
-        assert [(one.key, one.nearest) for one in violations] == [("weight_sync.transport", "auto or group")] * is_refused
+        assert [(violation.key, violation.nearest) for violation in violations] == [
+            ("weight_sync.transport", "auto or group")
+        ] * is_refused
 
 
 def test_checkpoint_mode_takes_no_dealt_experts() -> None:
     for mode, dealt, refused in (("checkpoint", True, True), ("checkpoint", False, False), ("reshard", True, False)):
-        one = recipe(MODEL, ("weight_sync.mode", mode), tensor=2, expert_parallel=dealt)
-        assert bool(list(weight_sync_rules(one))) == refused
+        checked = recipe(MODEL, ("weight_sync.mode", mode), tensor=2, expert_parallel=dealt)
+        assert bool(list(weight_sync_rules(checked))) == refused
 
 
 def test_a_family_without_a_table_of_vllm_takes_whole_tensors_alone(folder: Path) -> None:
     load_recipe(write(folder, edited()))
     with without_vllm_table("qwen3"):
-        ((key, said),) = refusals().items()
-        assert key == "weight_sync.mode" and "qwen3" in said and said.endswith(" checkpoint")
+        ((key, rule),) = refusals().items()
+        assert key == "weight_sync.mode" and "qwen3" in rule and rule.endswith(" checkpoint")
         load_recipe(write(folder, edited(("weight_sync", {"mode": "checkpoint"}))))
         with pytest.raises(ValueError, match=r"where vLLM holds input_layernorm\.weight; weight_sync\.mode: checkpoint"):
             vllm_boxes(ModelShape.from_config(CONFIG), RolloutLayout())
@@ -188,7 +192,7 @@ def test_a_check_asks_the_recipe_s_device_and_a_start_asks_its_machine(name: str
     for device in ("device=null", "device={memory_gib: 80, kind: gpu}"):
         with pytest.raises(RecipeError) as at_start:
             check_models(load_recipe(file, [device]))
-        assert {one.key for one in at_start.value.violations} - {"model.path"} == {refused} - {None}
+        assert {violation.key for violation in at_start.value.violations} - {"model.path"} == {refused} - {None}
     on_cpus = "device={memory_gib: 80, kind: cpu}"
     if refused is None:
         load_recipe(file, [on_cpus])
@@ -264,9 +268,9 @@ def fp8_recipe(*edits: tuple[str, Any], **changes: Any) -> Recipe:
     )
 
 
-def messages(made: Recipe, config: dict[str, Any]) -> list[str]:
-    found = [*rollout_rules(made), *weight_sync_fits_model(made, ModelShape.from_config(config))]
-    return [f"{one.key}: {one.rule}; {one.nearest}" for one in found]
+def messages(checked: Recipe, config: dict[str, Any]) -> list[str]:
+    violations = [*rollout_rules(checked), *weight_sync_fits_model(checked, ModelShape.from_config(config))]
+    return [f"{violation.key}: {violation.rule}; {violation.nearest}" for violation in violations]
 
 
 def test_blocks_that_stay_whole_are_legal() -> None:
@@ -292,8 +296,8 @@ def test_blocks_that_stay_whole_are_legal() -> None:
     ],
 )
 def test_what_blocks_do_not_go_with_is_named(changes: dict[str, Any], config: dict[str, Any], text: str) -> None:
-    (found,) = messages(fp8_recipe(**changes), BLOCKS | config)
-    assert re.search(text, found), found
+    (message,) = messages(fp8_recipe(**changes), BLOCKS | config)
+    assert re.search(text, message), message
 
 
 def test_adapters_that_travel_alone_have_a_rank_that_vllm_takes() -> None:
@@ -305,10 +309,12 @@ def test_adapters_that_travel_alone_have_a_rank_that_vllm_takes() -> None:
         ("merged", 513, None, []),
         ("adapter", 513, ".", []),
     ):
-        made = recipe(MODEL, ("actor.lora", {"rank": rank, "alpha": 1.0, "targets": ["proj"], "send": send}), replay=replay)
-        assert [one.nearest for one in adapters_fit_model(made, shape)] == refused, (send, rank)
+        checked = recipe(
+            MODEL, ("actor.lora", {"rank": rank, "alpha": 1.0, "targets": ["proj"], "send": send}), replay=replay
+        )
+        assert [violation.nearest for violation in adapters_fit_model(checked, shape)] == refused, (send, rank)
 
 
 def test_whole_tensors_are_not_quantised() -> None:
-    (said,) = messages(fp8_recipe(("weight_sync.mode", "checkpoint")), BLOCKS)
-    assert "weight_sync.mode checkpoint" in said
+    (message,) = messages(fp8_recipe(("weight_sync.mode", "checkpoint")), BLOCKS)
+    assert "weight_sync.mode checkpoint" in message

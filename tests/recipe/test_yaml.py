@@ -31,11 +31,11 @@ several: {<<: [*third, *first], path: d}
 
 
 def test_a_merge_of_a_merge_is_read_as_other_tools_read_it() -> None:
-    found = parse_yaml(MERGES)
-    assert found == yaml.safe_load(MERGES)
-    assert found["sections"]["deep"] == {"kind": "jsonl", "path": "c", "weight": 1}
-    assert found["other"] == {"kind": "jsonl", "path": "b", "weight": 2}
-    assert found["several"] == {"kind": "jsonl", "path": "d", "weight": 1}
+    parsed = parse_yaml(MERGES)
+    assert parsed == yaml.safe_load(MERGES)
+    assert parsed["sections"]["deep"] == {"kind": "jsonl", "path": "c", "weight": 1}
+    assert parsed["other"] == {"kind": "jsonl", "path": "b", "weight": 2}
+    assert parsed["several"] == {"kind": "jsonl", "path": "d", "weight": 1}
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_what_no_tool_should_read_is_refused_with_its_place(tmp_path: Path, text
      ("true", True), ("1.2.3", "1.2.3"), ("e5", "e5"), ("null", None)],
 )  # fmt: skip
 def test_a_scalar_means_what_people_mean_and_never_what_yaml_1_1_makes_of_it(text: str, value: object) -> None:
-    found = parse_yaml(f"run: {{name: {text}}}")["run"]["name"]
-    assert found == value and type(found) is type(value)
+    parsed = parse_yaml(f"run: {{name: {text}}}")["run"]["name"]
+    assert parsed == value and type(parsed) is type(value)
 
 
 @given(st.one_of(st.text(), st.from_regex(r"[-+]?[0-9._:eExob]{1,8}", fullmatch=True)))
@@ -121,7 +121,7 @@ def paths(data: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         items = list(data.items())
     elif isinstance(data, list):
         items = list(enumerate(data))
-    return [found for key, value in items for found in [(*above, key), *paths(value, (*above, key))]]
+    return [key_path for key, value in items for key_path in [(*above, key), *paths(value, (*above, key))]]
 
 
 dotted_keys = st.sampled_from([".".join(map(str, path)) for path in paths(PPO)])

@@ -90,9 +90,9 @@ class Schedule:
             self.book.append(Entry(number))
             if self.random.random() < self.slow_share:
                 self.slow.add(number)
-        kept = sum(entry.status != "removed" for entry in self.book)
+        num_admitted = sum(entry.status != "removed" for entry in self.book)
         most_replaced = (self.max_rounds - 1) * self.per_step
-        assert kept <= (self.version + 1 + self.staleness) * self.per_step + most_replaced
+        assert num_admitted <= (self.version + 1 + self.staleness) * self.per_step + most_replaced
 
     def advance(self, with_slow: bool = False) -> bool:
         """Let some group be sent to an engine, sampled, or scored; return whether there was one."""

@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn, capped: bool) -> Case:
     groups = [sample // group_size for sample in range(count)]
     generator.shuffle(groups)
     step = layout.micro_batch_multiple * layout.sequence_multiple
-    shortest = [min(length for length, own in zip(lengths, groups, strict=True) if own == group) for group in groups]
+    shortest = [min(length for length, other in zip(lengths, groups, strict=True) if other == group) for group in groups]
     prompts = [random.Random(group).randint(1, most) for group, most in zip(groups, shortest, strict=True)]
     shared = layout.context == 1 and draw(st.booleans())
     schedule = Schedule(
@@ -92,9 +92,11 @@ def check_plan(case: Case, plan: Plan) -> None:
     """All laws of one plan."""
     assert plan.phase == case.schedule.phase and plan.layout == case.layout
     per_epoch = len(case.lengths) // (case.schedule.mini_batch or len(case.lengths))
-    assert [one.epoch for one in plan.mini_batches] == [e for e in range(case.schedule.epochs) for _ in range(per_epoch)]
+    assert [mini_batch.epoch for mini_batch in plan.mini_batches] == [
+        e for e in range(case.schedule.epochs) for _ in range(per_epoch)
+    ]
     for epoch in range(case.schedule.epochs):
-        samples = [sample for one in plan.mini_batches if one.epoch == epoch for sample in one.samples]
+        samples = [sample for mini_batch in plan.mini_batches if mini_batch.epoch == epoch for sample in mini_batch.samples]
         assert sorted(samples) == list(range(len(case.lengths)))  # every sample once
     for mini_batch in plan.mini_batches:
         check_order(case, mini_batch)
@@ -108,7 +110,7 @@ def check_order(case: Case, mini_batch: MiniBatch) -> None:
     assert len(mini_batch.samples) == size
     if size == len(case.lengths):
         assert mini_batch.samples == tuple(range(size))  # a single mini-batch keeps batch order
-    ran = tuple(sample for rank in mini_batch.micro_batches for one in rank for sample in one.samples)
+    ran = tuple(sample for rank in mini_batch.micro_batches for micro_batch in rank for sample in micro_batch.samples)
     assert mini_batch.order == ran and sorted(ran) == sorted(mini_batch.samples)
     if case.schedule.sequences is not None and not case.schedule.share_prompts:
         assert ran == mini_batch.samples
@@ -117,11 +119,11 @@ def check_order(case: Case, mini_batch: MiniBatch) -> None:
 def check_counts(case: Case, mini_batch: MiniBatch) -> None:
     count = mini_batch.num_micro_batches
     assert [len(rank) for rank in mini_batch.micro_batches] == [count] * case.layout.data
-    assert all(one.samples for rank in mini_batch.micro_batches for one in rank)
+    assert all(micro_batch.samples for rank in mini_batch.micro_batches for micro_batch in rank)
     if case.layout.virtual_pipeline > 1:
         assert count % case.layout.pipeline == 0  # what the interleaved schedule runs
     assert count <= worst_case_micro_batches(case.schedule, len(case.lengths), case.layout, case.longest)
-    sizes = [[len(one.samples) for one in rank] for rank in mini_batch.micro_batches]
+    sizes = [[len(micro_batch.samples) for micro_batch in rank] for rank in mini_batch.micro_batches]
     if case.schedule.sequences is not None:
         assert all(size == case.schedule.sequences for rank in sizes for size in rank[:-1])
         assert all(rank[-1] <= case.schedule.sequences for rank in sizes)
@@ -132,29 +134,29 @@ def check_slots(case: Case, mini_batch: MiniBatch) -> None:
     layout = case.layout
     chunks = 2 * layout.context * (layout.tensor if layout.sequence_parallel else 1) if layout.context > 1 else 1
     shares = layout.tensor * layout.context if layout.sequence_parallel else 1
-    for one in (one for rank in mini_batch.micro_batches for one in rank):
-        spared = check_sharing(case, one)
-        assert one.tokens == sum(case.lengths[sample] for sample in one.samples) - spared
-        filled = sum(case.lengths[sample] + -case.lengths[sample] % chunks for sample in one.samples)
+    for micro_batch in (micro_batch for rank in mini_batch.micro_batches for micro_batch in rank):
+        spared = check_sharing(case, micro_batch)
+        assert micro_batch.tokens == sum(case.lengths[sample] for sample in micro_batch.samples) - spared
+        filled = sum(case.lengths[sample] + -case.lengths[sample] % chunks for sample in micro_batch.samples)
         filled -= spared
-        assert one.slots == filled + -filled % shares
+        assert micro_batch.slots == filled + -filled % shares
         if case.schedule.max_tokens is not None:
-            assert one.slots <= case.schedule.max_tokens
+            assert micro_batch.slots <= case.schedule.max_tokens
 
 
-def check_sharing(case: Case, one: MicroBatch) -> int:
+def check_sharing(case: Case, micro_batch: MicroBatch) -> int:
     """The samples of a group lie side by side and share their prompt. Returns the tokens that this leaves out."""
     if not case.schedule.share_prompts:
-        assert one.sharing == ()
+        assert micro_batch.sharing == ()
         return 0
     assert case.groups is not None and case.prompts is not None
-    held = [case.groups[sample] for sample in one.samples]
+    held = [case.groups[sample] for sample in micro_batch.samples]
     firsts = [number for number in range(len(held)) if number == 0 or held[number - 1] != held[number]]
     assert len(firsts) == len(set(held))
-    assert one.sharing == tuple(held.count(held[first]) for first in firsts)
-    prompts = [case.prompts[sample] for sample in one.samples]
+    assert micro_batch.sharing == tuple(held.count(held[first]) for first in firsts)
+    prompts = [case.prompts[sample] for sample in micro_batch.samples]
     spared = sum(prompts) - sum(prompts[first] for first in firsts)
-    assert sum(one.spared(case.prompts)) == spared
+    assert sum(micro_batch.spared(case.prompts)) == spared
     return spared
 
 
@@ -251,14 +253,14 @@ def test_a_tight_cap_is_packed_over_all_ranks() -> None:
     """By the lightest rank the ranks get 80, 80 and 80 and 28 is left; cut first, three micro-batches of 90 fit."""
     lengths = [50, 40, 50, 40, 30, 30, 28, 1, 1]
     plan = plan_phase(Schedule("critic_value", max_tokens=90), lengths, Layout(data=3), 0)
-    assert [[one.tokens for one in rank] for rank in plan.mini_batches[0].micro_batches] == [[90], [90], [90]]
+    assert [[micro.tokens for micro in rank] for rank in plan.mini_batches[0].micro_batches] == [[90], [90], [90]]
 
 
 def test_ranks_take_as_many_sequences_as_balance_needs() -> None:
     """Eight ranks, one long sequence: equal counts would leave its rank with eight, three times the mean."""
     lengths = [700] + [100] * 63
     plan = plan_phase(Schedule("critic_value", max_tokens=1000), lengths, Layout(data=8), 0)
-    totals = [sum(one.tokens for one in rank) for rank in plan.mini_batches[0].micro_batches]
+    totals = [sum(micro_batch.tokens for micro_batch in rank) for rank in plan.mini_batches[0].micro_batches]
     assert max(totals) <= 900 and sum(totals) / 8 == 875
 
 
@@ -266,22 +268,24 @@ def test_epochs_and_phases_have_orders_of_their_own() -> None:
     lengths, layout = [3] * 64, Layout(data=2)
     schedule = Schedule("actor_update", sequences=4, mini_batch=16, epochs=2)
     plan = plan_phase(schedule, lengths, layout, seed=1)
-    first, second = ([one.samples for one in plan.mini_batches if one.epoch == epoch] for epoch in (0, 1))
+    first, second = (
+        [mini_batch.samples for mini_batch in plan.mini_batches if mini_batch.epoch == epoch] for epoch in (0, 1)
+    )
     assert first != second
     for other in (
         plan_phase(schedule, lengths, layout, seed=2),
         plan_phase(replace(schedule, phase="x"), lengths, layout, 1),
     ):
-        assert [one.samples for one in other.mini_batches if one.epoch == 0] != first
+        assert [mini_batch.samples for mini_batch in other.mini_batches if mini_batch.epoch == 0] != first
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
     """A resumed run must draw the orders of the run it continues, also in another process or Python."""
     schedule = Schedule("actor_update", sequences=1, mini_batch=4)
     plan = plan_phase(schedule, [1] * 8, Layout(), seed=1)
-    assert [one.samples for one in plan.mini_batches] == [(6, 4, 2, 0), (3, 5, 7, 1)]
+    assert [mini_batch.samples for mini_batch in plan.mini_batches] == [(6, 4, 2, 0), (3, 5, 7, 1)]
     paired = plan_phase(schedule, [1] * 8, Layout(), seed=1, groups=[7, 7, 0, 0, 5, 5, 3, 3])
-    assert [one.samples for one in paired.mini_batches] == PAIRED
+    assert [mini_batch.samples for mini_batch in paired.mini_batches] == PAIRED
 
 
 PAIRED = [(4, 5, 2, 3), (6, 7, 0, 1)]
@@ -300,7 +304,7 @@ def test_groups_that_cannot_stay_whole_are_drawn_as_samples(groups: list[int]) -
 )
 def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], beside: tuple[int, int]) -> None:
     """Whatever completions, of a token or more, a micro-batch has behind whatever prompts."""
-    sizes, lengths = [len(held) for _, held in groups], [prompt + one for prompt, held in groups for one in held]
+    sizes, lengths = [len(held) for _, held in groups], [prompt + length for prompt, held in groups for length in held]
     slots = sum(prompt + sum(held) for prompt, held in groups)
     rows = MicroBatch(tuple(range(len(lengths))), slots, slots, tuple(sizes)).rows_behind_prompts(lengths)
     assert rows == sum(lengths)
@@ -333,9 +337,9 @@ class Segmented:
     def prefixes(self) -> list[int]:
         """First segments have the prompts of their groups, later ones their own."""
         groups = self.case.groups or range(len(self.segments))
-        own = iter(range(10_000, 20_000))
+        later_prefixes = iter(range(10_000, 20_000))
         return [
-            groups[rollout] if number == 0 else next(own)
+            groups[rollout] if number == 0 else next(later_prefixes)
             for rollout, lengths in enumerate(self.segments)
             for number, _ in enumerate(lengths)
         ]
@@ -388,7 +392,7 @@ def test_every_law_holds_with_segments(batch: Segmented) -> None:
     plan = batch.plan()  # whatever the number of segments: a recipe that was checked never fails here
     size = case.schedule.mini_batch or len(batch.segments)
     for epoch in range(case.schedule.epochs):
-        samples = [sample for one in plan.mini_batches if one.epoch == epoch for sample in one.samples]
+        samples = [sample for mini_batch in plan.mini_batches if mini_batch.epoch == epoch for sample in mini_batch.samples]
         assert sorted(samples) == list(range(len(batch.lengths))), "every sequence once"
     for mini_batch in plan.mini_batches:
         held = {batch.rollouts[sample] for sample in mini_batch.samples}
@@ -408,39 +412,39 @@ def check_micro_batches(batch: Segmented, mini_batch: MiniBatch) -> None:
     assert count <= worst_case_micro_batches(case.schedule, len(batch.segments), case.layout, case.longest, MOST)
     assert sorted(mini_batch.order) == sorted(mini_batch.samples)
     for rank in mini_batch.micro_batches:
-        assert any(one.samples for one in rank), "no rank runs padding alone"
-        for one in rank:
-            check_micro_batch(batch, one, has_segments)
+        assert any(micro_batch.samples for micro_batch in rank), "no rank runs padding alone"
+        for micro_batch in rank:
+            check_micro_batch(batch, micro_batch, has_segments)
             if case.schedule.together > 1:
-                inside = {rollouts[sample] for sample in one.samples}
-                assert sum(len(batch.segments[rollout]) for rollout in inside) == len(one.samples)
+                inside = {rollouts[sample] for sample in micro_batch.samples}
+                assert sum(len(batch.segments[rollout]) for rollout in inside) == len(micro_batch.samples)
 
 
-def check_micro_batch(batch: Segmented, one: MicroBatch, has_segments: bool) -> None:
+def check_micro_batch(batch: Segmented, micro_batch: MicroBatch, has_segments: bool) -> None:
     schedule, layout = batch.case.schedule, batch.case.layout
-    if not one.samples:
-        assert has_segments and one == MicroBatch((), 0, in_micro_batch(1, layout))
+    if not micro_batch.samples:
+        assert has_segments and micro_batch == MicroBatch((), 0, in_micro_batch(1, layout))
         return
     spared = 0
     if schedule.share_prompts:
-        runs = list(accumulate(one.sharing, initial=0))
-        prefixes = [batch.prefixes[sample] for sample in one.samples]
+        runs = list(accumulate(micro_batch.sharing, initial=0))
+        prefixes = [batch.prefixes[sample] for sample in micro_batch.samples]
         assert all(len(set(prefixes[start:stop])) == 1 for start, stop in zip(runs, runs[1:], strict=False))
-        assert runs[-1] == len(one.samples) and batch.prompts is not None
-        spared = sum(one.spared(batch.prompts))
-    lengths = [batch.lengths[sample] for sample in one.samples]
-    assert one.tokens == sum(lengths) - spared
+        assert runs[-1] == len(micro_batch.samples) and batch.prompts is not None
+        spared = sum(micro_batch.spared(batch.prompts))
+    lengths = [batch.lengths[sample] for sample in micro_batch.samples]
+    assert micro_batch.tokens == sum(lengths) - spared
     filled, multiple = sum(padded(lengths, layout)) - spared, layout.micro_batch_multiple
-    assert one.slots == filled + -filled % multiple
-    assert schedule.max_tokens is None or one.slots <= schedule.max_tokens
-    assert schedule.sequences is None or len(one.samples) <= schedule.sequences
+    assert micro_batch.slots == filled + -filled % multiple
+    assert schedule.max_tokens is None or micro_batch.slots <= schedule.max_tokens
+    assert schedule.sequences is None or len(micro_batch.samples) <= schedule.sequences
 
 
 def test_ranks_without_a_sequence_left_run_padding() -> None:
     """Three sequences that each fill a micro-batch, on two ranks."""
     schedule = Schedule("actor_update", max_tokens=10, mini_batch=2)
     (mini_batch,) = plan_phase(schedule, [10, 10, 10], Layout(data=2), 0, rollouts=[0, 0, 1]).mini_batches
-    sizes = [[len(one.samples) for one in rank] for rank in mini_batch.micro_batches]
+    sizes = [[len(micro_batch.samples) for micro_batch in rank] for rank in mini_batch.micro_batches]
     assert sorted(sizes) == [[1, 0], [1, 1]]
 
 
@@ -487,8 +491,8 @@ def test_an_impossible_plan_is_refused_with_its_numbers(
 
 
 def test_several_violations_are_said_at_once() -> None:
-    found = violations(Schedule("actor_update", 1, None, 5), 8, Layout(data=2), 9)
-    assert [fault.field for fault in found] == ["mini_batch"]
+    faults = violations(Schedule("actor_update", 1, None, 5), 8, Layout(data=2), 9)
+    assert [fault.field for fault in faults] == ["mini_batch"]
 
 
 @settings(max_examples=500)
@@ -501,13 +505,13 @@ def test_the_nearest_legal_value_is_legal(case: Case) -> None:
         narrow = replace(narrow, max_tokens=max(1, case.longest // 2))
     if share < case.layout.micro_batch_step:
         return
-    found = violations(narrow, len(case.lengths), case.layout, case.longest)
+    faults = violations(narrow, len(case.lengths), case.layout, case.longest)
     for _ in range(2):  # a cap that holds the longest sequence may still need too many micro-batches
-        if found and found[0].nearest:
-            legal = int(found[0].nearest)
+        if faults and faults[0].nearest:
+            legal = int(faults[0].nearest)
             narrow = replace(narrow, sequences=narrow.sequences and legal, max_tokens=narrow.max_tokens and legal)
-            found = violations(narrow, len(case.lengths), case.layout, case.longest)
-    if found:
+            faults = violations(narrow, len(case.lengths), case.layout, case.longest)
+    if faults:
         counts = [-(-share // number) for number in range(1, share + 1)]
         assert narrow.sequences and all(count % case.layout.pipeline for count in counts)
 

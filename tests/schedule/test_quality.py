@@ -60,8 +60,8 @@ def test_the_cost_of_windows_and_of_latent_attention_is_counted_pair_by_pair() -
 def test_ranks_that_share_experts_are_even_under_a_pipeline_too(kind: str) -> None:
     layout, cost = Layout(pipeline=8, data=4, expert=4), Cost(1.5e-5)
     lengths, cap = batch(kind, 64, layout)
-    found = quality(plan_phase(Schedule("actor_update", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
-    assert found.imbalance <= 1.01
+    measured = quality(plan_phase(Schedule("actor_update", max_tokens=cap), lengths, layout, 0, cost), lengths, cost)
+    assert measured.imbalance <= 1.01
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (4, 1), (4, 2)])
@@ -111,5 +111,5 @@ def test_micro_batches_run_costliest_first() -> None:
     schedule = Schedule("actor_update", max_tokens=1800, mini_batch=96)
     plan = plan_phase(schedule, lengths, Layout(pipeline=4, data=2), 0, Cost(1e-4))
     for rank in plan.mini_batches[0].micro_batches:
-        costs = [sum(Cost(1e-4).sequence(lengths[sample]) for sample in one.samples) for one in rank]
+        costs = [sum(Cost(1e-4).sequence(lengths[sample]) for sample in micro_batch.samples) for micro_batch in rank]
         assert costs == sorted(costs, reverse=True)
