@@ -64,16 +64,16 @@ def span_seconds(keep: bool) -> float:
 
 def spans_of(step: dict[str, Any]) -> Spans:
     """The seconds by phase and span that a rank hands to rank 0, nested ones counted in both: only their number matters."""
-    found: dict[tuple[str, str], float] = {("", "unaccounted"): 0.0}
+    spans: dict[tuple[str, str], float] = {("", "unaccounted"): 0.0}
     waiting: list[tuple[str, float]] = []
     for name, depth, _, lasted in step["events"]:  # in order of their ends: a phase behind its spans
         if depth:
             waiting.append((name, lasted / 1e6))
             continue
         for inner, seconds in (*waiting, ("unaccounted", lasted / 1e6)):
-            found[name, inner] = found.get((name, inner), 0.0) + seconds
+            spans[name, inner] = spans.get((name, inner), 0.0) + seconds
         waiting = []
-    return found
+    return spans
 
 
 def metrics_seconds(ranks: list[Spans]) -> float:
@@ -100,18 +100,18 @@ def measure(run: Path) -> dict[str, Any]:
     steps = [step for steps in ranks for step in steps[1:]]  # the first one warms up
     fullest = max(steps, key=lambda step: len(step["events"]))
     count, step_s = len(fullest["events"]), median(step["seconds"] for step in steps)
-    timed, kept = span_seconds(keep=False), span_seconds(keep=True)
+    timed, kept_span_s = span_seconds(keep=False), span_seconds(keep=True)
     metrics_s, line = metrics_seconds([spans_of(steps[-1]) for steps in ranks]), trace_seconds(fullest)
     return {
         "ranks": len(ranks),
         "step_s": step_s,
         "spans": count,
         "span_s": timed,
-        "kept_span_s": kept,
+        "kept_span_s": kept_span_s,
         "metrics_s": metrics_s,
         "trace_s": line,
         "share": (count * timed + metrics_s) / step_s,
-        "share_with_trace": (count * kept + metrics_s + line) / step_s,
+        "share_with_trace": (count * kept_span_s + metrics_s + line) / step_s,
     }
 
 
@@ -122,23 +122,24 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     try:
-        found = measure(arguments.run)
+        result = measure(arguments.run)
     except ValueError as error:
         parser.error(str(error))
     table = Table("ranks", "step", "spans a step", "a span", "kept for the trace", "metrics", "line of the trace")
-    micro = [f"{found[key] * 1e6:.2f} us" for key in ("span_s", "kept_span_s", "metrics_s", "trace_s")]
-    table.add_row(str(found["ranks"]), f"{found['step_s']:.2f} s", str(found["spans"]), *micro)
+    micro = [f"{result[key] * 1e6:.2f} us" for key in ("span_s", "kept_span_s", "metrics_s", "trace_s")]
+    table.add_row(str(result["ranks"]), f"{result['step_s']:.2f} s", str(result["spans"]), *micro)
     Console(width=120).print(table)
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
         config = {"run": arguments.run.name, "rounds": ROUNDS, "target": TARGET}
-        content = {"commit": commit, "device": device, "config": config, "found": found}
+        content = {"commit": commit, "device": device, "config": config, "found": result}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     print(
-        f"clock: {found['share']:.3%} of a step, {found['share_with_trace']:.3%} with run.trace: spans (target {TARGET:.1%})"
+        f"clock: {result['share']:.3%} of a step, {result['share_with_trace']:.3%} with run.trace: spans "
+        f"(target {TARGET:.1%})"
     )
-    return 1 if arguments.check and found["share_with_trace"] >= TARGET else 0
+    return 1 if arguments.check and result["share_with_trace"] >= TARGET else 0
 
 
 if __name__ == "__main__":

@@ -83,15 +83,15 @@ def measure() -> dict[str, Any]:
         layer = torch.randn(HIDDEN, 6 * HIDDEN)  # as wide as gate and up together
         rate = layer.numel() / seconds(lambda: tensors[0] @ layer)
     phase_s = head_s + LAYER_WEIGHTS / rate
-    found: dict[str, Any] = {"head_s": head_s, "phase_s": phase_s, "logits_bytes": 2 * 4 * MEMORY_TOKENS * VOCAB}
+    results: dict[str, Any] = {"head_s": head_s, "phase_s": phase_s, "logits_bytes": 2 * 4 * MEMORY_TOKENS * VOCAB}
     for kind in KINDS:
         spent = seconds(compare(kind, tensors))
-        found[kind] = {"seconds": spent, "of_phase": spent / phase_s, "of_head": spent / head_s}
+        results[kind] = {"seconds": spent, "of_phase": spent / phase_s, "of_head": spent / head_s}
     tensors = inputs(MEMORY_TOKENS, MEMORY_HIDDEN)
     for kind in KINDS:
         of_caller = 4 * MEMORY_HIDDEN * MEMORY_TOKENS  # the gradient of the rows
-        found[kind]["extra_bytes"] = peak_of(compare(kind, tensors)) - of_caller
-    return found
+        results[kind]["extra_bytes"] = peak_of(compare(kind, tensors)) - of_caller
+    return results
 
 
 def main() -> int:
@@ -99,27 +99,27 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    found = measure()
+    results = measure()
     table = Table(title="divergence from a teacher over the vocabulary, forward and backward")
     for column in ("divergence", "seconds", "of the phase", "of the head", "extra MiB", "of both logits"):
         table.add_column(column, justify="right")
-    shares = {kind: found[kind]["extra_bytes"] / found["logits_bytes"] for kind in KINDS}
+    shares = {kind: results[kind]["extra_bytes"] / results["logits_bytes"] for kind in KINDS}
     for kind in KINDS:
-        one = found[kind]
+        result = results[kind]
         cells = (
-            f"{one['seconds']:.1f}",
-            f"{one['of_phase']:.2f}",
-            f"{one['of_head']:.1f}",
-            f"{one['extra_bytes'] / 2**20:.0f}",
+            f"{result['seconds']:.1f}",
+            f"{result['of_phase']:.2f}",
+            f"{result['of_head']:.1f}",
+            f"{result['extra_bytes'] / 2**20:.0f}",
         )
         table.add_row(kind, *cells, f"{shares[kind]:.2%}")
     Console(width=120).print(table)
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        content = {"commit": commit, "device": device, "config": {"vocab": VOCAB, "targets": [MEMORY, TIME]}, **found}
+        content = {"commit": commit, "device": device, "config": {"vocab": VOCAB, "targets": [MEMORY, TIME]}, **results}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
-    share, slowest = max(shares.values()), max(found[kind]["of_phase"] for kind in KINDS)
+    share, slowest = max(shares.values()), max(results[kind]["of_phase"] for kind in KINDS)
     print(
         f"distillation: {share:.2%} of both logits (target {MEMORY:.0%}), {slowest:.2f} times the log-probability phase "
         f"(target {TIME})"

@@ -78,18 +78,22 @@ def main() -> int:
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             for side in arguments.sides.split(","):
                 content["runs"].append(run_side(side, seed, content["config"]))
-    found = targets(content["runs"])
-    content |= {"targets": {name: dict(zip(("value", "limit", "reached"), one, strict=True)) for name, one in found.items()}}
+    outcomes = targets(content["runs"])
+    content |= {
+        "targets": {
+            name: dict(zip(("value", "limit", "reached"), outcome, strict=True)) for name, outcome in outcomes.items()
+        }
+    }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     show(content["runs"])
     few = too_few(content["runs"])
-    said = [
+    messages = [
         f"{name} {value:.3g} (target {limit}{'' if reached else ', MISSED'})"
-        for name, (value, limit, reached) in found.items()
+        for name, (value, limit, reached) in outcomes.items()
     ]
-    print("end to end: " + "; ".join([*said, *few]))
-    return int(arguments.check and bool(few or not all(reached for *_, reached in found.values())))
+    print("end to end: " + "; ".join([*messages, *few]))
+    return int(arguments.check and bool(few or not all(reached for *_, reached in outcomes.values())))
 
 
 def parsed() -> argparse.Namespace:
@@ -168,7 +172,7 @@ def run_side(side: str, seed: int, config: dict[str, Any]) -> Run:
             tail = "\n".join((folder / "log").read_text().splitlines()[-30:])
             raise SystemExit(f"{side}, seed {seed}, ended with {process.returncode}:\n{tail}")
         steps = (
-            megarl_steps(folder / "run") if side == MEGARL else [json.loads(one) for one in lines.read_text().splitlines()]
+            megarl_steps(folder / "run") if side == MEGARL else [json.loads(line) for line in lines.read_text().splitlines()]
         )
     for number, step in enumerate(steps):
         step["cpu_seconds"] = cpu[number] - cpu[number - 1] if number else None
@@ -188,7 +192,7 @@ def write_prompts(path: Path, seed: int, config: dict[str, Any]) -> Path:
     stream = PromptStream(recipe.data, seed, load_tokenizer(str(model_directory(recipe.model.path))))
     template = recipe.data.prompt_template or "{question}"
     prompts = stream.take(config["steps"] * config["prompts"])
-    rows = [{"question": template.replace("{question}", one.question), "answer": one.answer} for one in prompts]
+    rows = [{"question": template.replace("{question}", prompt.question), "answer": prompt.answer} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -211,9 +215,9 @@ def megarl_command(folder: Path, prompts: Path, seed: int, config: dict[str, Any
 
 
 def trl_command(folder: Path, prompts: Path, side: str, seed: int, config: dict[str, Any]) -> list[str]:
-    own = {"side": side, "seed": seed, "threads": config["cores"], "steps_file": str(folder / "steps.jsonl")}
-    own |= {"prompts_file": str(prompts), "folder": str(folder / "trl"), "model": str(ROOT / config["model"])}
-    (folder / "settings.json").write_text(json.dumps(config | config["trl"] | own))
+    settings = {"side": side, "seed": seed, "threads": config["cores"], "steps_file": str(folder / "steps.jsonl")}
+    settings |= {"prompts_file": str(prompts), "folder": str(folder / "trl"), "model": str(ROOT / config["model"])}
+    (folder / "settings.json").write_text(json.dumps(config | config["trl"] | settings))
     return [sys.executable, str(ROOT / "benchmarks" / "end_to_end_trl.py"), str(folder / "settings.json")]
 
 
@@ -237,9 +241,9 @@ def watch(process: subprocess.Popen[bytes], lines: Path) -> tuple[int, list[floa
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise SystemExit(f"no end within {DEADLINE_S:.0f} s")
-        for one in tree(process.pid):
+        for member in tree(process.pid):
             try:
-                spent[one.pid] = sum(one.cpu_times()[:2])
+                spent[member.pid] = sum(member.cpu_times()[:2])
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         peak = max(peak, before - psutil.virtual_memory().available)
@@ -268,19 +272,19 @@ def show(runs: list[Run]) -> None:
         table.add_column(column, justify="left" if column == "side" else "right")
     console = Console(width=125)
     for side in (MEGARL, *PEERS):
-        if (found := summary(runs, side)) is None:
+        if (means := summary(runs, side)) is None:
             continue
-        cells = [f"{found[part]:.1f}" for part in ("seconds", *PARTS)]
-        cells.append("" if found["cpu_seconds"] is None else f"{found['cpu_seconds']:.1f}")
-        more = (f"{found['tokens_per_s']:.0f}", f"{found['completion_tokens']:.0f}", f"{found['peak_bytes'] / 1e9:.1f}")
+        cells = [f"{means[part]:.1f}" for part in ("seconds", *PARTS)]
+        cells.append("" if means["cpu_seconds"] is None else f"{means['cpu_seconds']:.1f}")
+        more = (f"{means['tokens_per_s']:.0f}", f"{means['completion_tokens']:.0f}", f"{means['peak_bytes'] / 1e9:.1f}")
         table.add_row(side, *cells, *more)
     console.print(table)
     for run in runs:
         console.print(
-            f"{run['side']}, seed {run['seed']}, reward: " + " ".join(f"{one['reward']:.2f}" for one in run["steps"])
+            f"{run['side']}, seed {run['seed']}, reward: " + " ".join(f"{step['reward']:.2f}" for step in run["steps"])
         )
-    if (own := summary(runs, MEGARL)) is not None:
-        parts = sorted(own["overhead"].items(), key=lambda one: -one[1])
+    if (megarl_means := summary(runs, MEGARL)) is not None:
+        parts = sorted(megarl_means["overhead"].items(), key=lambda item: -item[1])
         console.print("megarl's overhead, seconds a step: " + ", ".join(f"{name} {spent:.2f}" for name, spent in parts))
 
 

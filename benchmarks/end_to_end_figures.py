@@ -40,15 +40,15 @@ def megarl_steps(run: Path) -> list[dict[str, Any]]:
 def compute_s(events: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Seconds of the model's passes and the optimizer by phase; events are (name, depth, start, length in microseconds),
     an inner one before the one that it is inside of."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     inside = 0.0
     for name, depth, _, length in events:
         if depth == 0:
-            found[name] = found.get(name, 0.0) + inside
+            seconds[name] = seconds.get(name, 0.0) + inside
             inside = 0.0
         elif name in COMPUTE:
             inside += length / 1e6
-    return found
+    return seconds
 
 
 def megarl_step(line: Line, compute: Mapping[str, float]) -> dict[str, Any]:
@@ -97,22 +97,22 @@ def measured(run: Run) -> list[dict[str, Any]]:
 
 def summary(runs: Sequence[Run], side: str) -> dict[str, Any] | None:
     """Means over all measured steps of a side's seeds; None where it has no run."""
-    own = [run for run in runs if run["side"] == side]
-    if not own:
+    side_runs = [run for run in runs if run["side"] == side]
+    if not side_runs:
         return None
-    steps = [step for run in own for step in measured(run)]
+    steps = [step for run in side_runs for step in measured(run)]
     seconds = sum(step["seconds"] for step in steps)
     tokens = sum(step["prompt_tokens"] + step["completion_tokens"] for step in steps)
     names = {name for step in steps for name in step.get("overhead", {})}
     overhead = {name: fmean(step["overhead"].get(name, 0.0) for step in steps) for name in names}
     cpu = [step["cpu_seconds"] for step in steps if step.get("cpu_seconds") is not None]
     return {
-        "seeds": sorted(run["seed"] for run in own), "steps": min(len(run["steps"]) for run in own),
+        "seeds": sorted(run["seed"] for run in side_runs), "steps": min(len(run["steps"]) for run in side_runs),
         "seconds": seconds / len(steps), **{part: fmean(step[part] for step in steps) for part in PARTS},
         "cpu_seconds": fmean(cpu) if cpu else None, "tokens_per_s": tokens / seconds, "overhead": overhead,
         "overhead_share": sum(overhead.values()) * len(steps) / seconds if names else None,
         "completion_tokens": fmean(step["completion_tokens"] for step in steps),
-        "peak_bytes": max(run["peak_bytes"] for run in own),
+        "peak_bytes": max(run["peak_bytes"] for run in side_runs),
     }  # fmt: skip
 
 
@@ -129,20 +129,22 @@ def last_reward(runs: Sequence[Run], side: str, steps: int) -> float:
 
 def targets(runs: Sequence[Run]) -> dict[str, tuple[float, float, bool]]:
     """Each target by its name: value, limit and whether it is reached. Sides without a run have none."""
-    own = summary(runs, MEGARL)
-    if own is None:
+    megarl_means = summary(runs, MEGARL)
+    if megarl_means is None:
         return {}
-    found = {"overhead share": (own["overhead_share"], MOST_OVERHEAD, own["overhead_share"] < MOST_OVERHEAD)}
+    outcomes = {
+        "overhead share": (megarl_means["overhead_share"], MOST_OVERHEAD, megarl_means["overhead_share"] < MOST_OVERHEAD)
+    }
     for side in PEERS:
         peer = summary(runs, side)
         if peer is None:
             continue
-        ratio = own["tokens_per_s"] / peer["tokens_per_s"]
-        found[f"tokens a second / {side}"] = (ratio, FASTER, ratio >= FASTER)
-        steps = min(own["steps"], peer["steps"])
+        ratio = megarl_means["tokens_per_s"] / peer["tokens_per_s"]
+        outcomes[f"tokens a second / {side}"] = (ratio, FASTER, ratio >= FASTER)
+        steps = min(megarl_means["steps"], peer["steps"])
         rise = last_reward(runs, MEGARL, steps) - last_reward(runs, side, steps)
-        found[f"reward - {side}"] = (rise, -LESS_REWARD, rise >= -LESS_REWARD)
-    return found
+        outcomes[f"reward - {side}"] = (rise, -LESS_REWARD, rise >= -LESS_REWARD)
+    return outcomes
 
 
 def too_few(runs: Sequence[Run]) -> list[str]:

@@ -87,11 +87,11 @@ def timed_trainer(clock: Clock) -> type:
             return (method if torch.is_grad_enabled() else clock.wrap("logprobs", method))(*args, **kwargs)
 
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
-            found = super()._generate(*args, **kwargs)
-            prompts, completions = found[0], found[1]
+            outputs = super()._generate(*args, **kwargs)
+            prompts, completions = outputs[0], outputs[1]
             clock.counts |= {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": sum(map(len, completions)),
                              "slots": len(prompts) * (max(map(len, prompts)) + max(map(len, completions)))}  # fmt: skip
-            return found
+            return outputs
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return clock.wrap("update", super().compute_loss)(*args, **kwargs)
@@ -119,9 +119,9 @@ def sync_weights(generation: Any) -> None:
 def reward(clock: Clock) -> Callable:
     def last_number_reward(completions: list, answer: list[str], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        found = [last_number(text, Prompt(0, None, "", right, {})) for text, right in zip(texts, answer, strict=True)]
-        clock.counts["reward"] = sum(found) / len(found)
-        return found
+        rewards = [last_number(text, Prompt(0, None, "", right, {})) for text, right in zip(texts, answer, strict=True)]
+        clock.counts["reward"] = sum(rewards) / len(rewards)
+        return rewards
 
     return last_number_reward
 

@@ -71,8 +71,8 @@ def engine_runs(
         return -outputs["logprobs"].mean(), {"entropy": outputs["entropy"].detach().sum()}
 
     def logprob() -> torch.Tensor:
-        found = trained.forward(batch, mini_batch)[0]["logprobs"]
-        return torch.cat([found[sample] for sample in range(len(lengths))])
+        logprobs = trained.forward(batch, mini_batch)[0]["logprobs"]
+        return torch.cat([logprobs[sample] for sample in range(len(lengths))])
 
     return {"update": lambda: trained.update(batch, mini_batch, objective), "logprob": logprob}
 
@@ -124,8 +124,8 @@ def against_hugging_face(directory: str, place: Any, precision: str, rounds: int
         "engine": engine_runs(directory, place, precision, lengths, SEQUENCES, step=False),
         "Hugging Face": reference_runs(directory, precision, lengths),
     }
-    found = [run["logprob"]() for run in runs.values()]
-    difference = float((found[0] - found[1]).abs().max())
+    logprobs = [run["logprob"]() for run in runs.values()]
+    difference = float((logprobs[0] - logprobs[1]).abs().max())
     if difference > SAME[precision]:
         raise RuntimeError(f"{precision}: log-probabilities differ by {difference:.2g}: the two do not run the same model")
     rows = []
@@ -161,7 +161,9 @@ def main() -> int:
     torch.set_num_threads(2)
     device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads"
     precisions = ["fp32", "bf16"] if multiplies_bf16() else ["fp32"]
-    rows = [row for one in precisions for row in against_hugging_face(arguments.model, place, one, arguments.rounds)]
+    rows = [
+        row for precision in precisions for row in against_hugging_face(arguments.model, place, precision, arguments.rounds)
+    ]
     show(rows)
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -90,7 +90,7 @@ async def talk(client: aiohttp.ClientSession, address: Address, begins: float, e
     answer."""
     number, url, token = address
     messages: list[dict[str, str]] = []
-    asked = []
+    timings = []
     for turn in range(TURNS):
         due = begins + turn * every_s
         if due > ends:
@@ -105,9 +105,9 @@ async def talk(client: aiohttp.ClientSession, address: Address, begins: float, e
             answer = await response.json()
         seconds = time.perf_counter() - sent
         text = answer["choices"][0]["message"]["content"] if response.status == 200 else ""
-        asked.append((sent, seconds - ENGINE_S if text.startswith(f"session {number} says ") else float("nan")))
+        timings.append((sent, seconds - ENGINE_S if text.startswith(f"session {number} says ") else float("nan")))
         messages.append({"role": "assistant", "content": text})
-    return asked
+    return timings
 
 
 async def load(addresses: list[Address], sizes: Sizes) -> list[Asked]:
@@ -122,7 +122,7 @@ async def load(addresses: list[Address], sizes: Sizes) -> list[Asked]:
             start = begins + (round_ * TURNS + slot / sizes.talking) * every_s
             if start < begins + sizes.seconds:
                 conversations.append(talk(client, address, start, every_s, begins + sizes.seconds))
-        return [request for asked in await asyncio.gather(*conversations) for request in asked]
+        return [request for conversation in await asyncio.gather(*conversations) for request in conversation]
 
 
 def load_process(pipe: Any, addresses: list[Address], sizes: Sizes) -> None:
@@ -137,7 +137,7 @@ async def measure_load(gateway: Gateway, tokenizer: Any, sizes: Sizes) -> dict[s
     ]
     gateway.serve()
     collect_seldom()  # as rank 0 does
-    addresses = [(number, f"{one.url}/v1", one.token) for number, one in enumerate(opened)]
+    addresses = [(number, f"{open_session.url}/v1", open_session.token) for number, open_session in enumerate(opened)]
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=load_process, args=(theirs, addresses, sizes))
     process.start()
@@ -146,10 +146,10 @@ async def measure_load(gateway: Gateway, tokenizer: Any, sizes: Sizes) -> dict[s
     sent, added = np.array(await asyncio.to_thread(ours.recv)).T
     seconds, busy = time.perf_counter() - begun, time.process_time() - busy
     process.join()
-    segments = sum(len(one.session.segments) for one in opened if one.session.segments)
-    talked = sum(bool(one.session.segments) for one in opened)
-    for one in opened:
-        gateway.end(one)
+    segments = sum(len(open_session.session.segments) for open_session in opened if open_session.session.segments)
+    talked = sum(bool(open_session.session.segments) for open_session in opened)
+    for open_session in opened:
+        gateway.end(open_session)
     right = added[~np.isnan(added)] if not np.isnan(added).all() else added
     return {
         "requests": len(added),

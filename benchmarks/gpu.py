@@ -174,7 +174,7 @@ def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
     from tests.engine_cases import start, train_roles
     from tests.tiny_models import save_tiny_model
 
-    place, found = start(Layout()), {}
+    place, figures = start(Layout()), {}
     known = megarl_platform.current
     for family in PARITY_FAMILIES[: 2 if dry else None]:
         directory = folder / f"parity-{family}"  # of this process alone; both make the same weights
@@ -184,15 +184,15 @@ def parity_figures(folder: Path, dry: bool) -> dict[str, Result]:
             megarl_platform.current = replace(known, layer_spec=spec)
             for precision in ("fp32", "bf16"):
                 case = f"{spec_name(precision)}/{family}/{precision}"
-                if case in found:  # fp32 has the local spec whatever is installed
+                if case in figures:  # fp32 has the local spec whatever is installed
                     continue
                 steps = train_roles(str(directory), {"actor": place}, PARITY_STEPS, 64, precision)["actor"]
-                found[case] = {
-                    "logprobs": [float(one) for step in steps for one in step.outputs["logprobs"]],
+                figures[case] = {
+                    "logprobs": [float(logprob) for step in steps for logprob in step.outputs["logprobs"]],
                     "grad_norms": [step.grad_norm for step in steps],
                 }
     megarl_platform.current = known
-    return found
+    return figures
 
 
 def reference(dry: bool, folder: Path) -> Result:
@@ -478,8 +478,8 @@ def show(parts: dict[str, Result]) -> None:
     for column in ("part", "status", "seconds", "targets"):
         table.add_column(column)
     for name, part in parts.items():
-        lines = [f"{one['name']} {one['value']:.3g} (target {one['limit']:g}{'' if one['reached'] else ', missed'})"
-                 for one in part.get("targets", [])]  # fmt: skip
+        lines = [f"{goal['name']} {goal['value']:.3g} (target {goal['limit']:g}{'' if goal['reached'] else ', missed'})"
+                 for goal in part.get("targets", [])]  # fmt: skip
         table.add_row(name, part["status"], f"{part['seconds']:.0f}", "\n".join(lines) or part.get("why", ""))
     Console(width=120).print(table)
 
@@ -523,7 +523,7 @@ def main() -> int:
         if part["status"] == "failed":
             print("\n".join([f"--- {name}: {part['why']}", *part["output"]]), file=sys.stderr)
     failed = [name for name, part in parts.items() if part["status"] == "failed"]
-    missed = [one["name"] for part in parts.values() for one in part.get("targets", []) if not one["reached"]]
+    missed = [goal["name"] for part in parts.values() for goal in part.get("targets", []) if not goal["reached"]]
     print(f"gpu: {len(parts) - len(failed)} of {len(parts)} parts ran, {len(missed)} targets missed")
     return 1 if arguments.check and (failed or missed) else 0
 

@@ -73,8 +73,9 @@ def run(folder: Path, algorithm: str, seed: int, steps: int, precision: str) -> 
     )
     return {
         "algorithm": algorithm, "seed": seed, "rewards": [line["reward/mean"] for line in lines],
-        "steps": [one["step"] for one in evaluations], "accuracy": [one["evaluation/mean"] for one in evaluations],
-        "error": [one["evaluation/mean_error"] for one in evaluations], "seconds": time.perf_counter() - begun,
+        "steps": [evaluation["step"] for evaluation in evaluations],
+        "accuracy": [evaluation["evaluation/mean"] for evaluation in evaluations],
+        "error": [evaluation["evaluation/mean_error"] for evaluation in evaluations], "seconds": time.perf_counter() - begun,
     }  # fmt: skip
 
 
@@ -84,15 +85,18 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         "| algorithm | seed | steps | held-out accuracy, before | after | change |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for one in runs:
-        before, after = (f"{one['accuracy'][end]:.3f} ± {one['error'][end]:.3f}" for end in (0, -1))
-        rows.append(f"| {one['algorithm']} | {one['seed']} | {one['steps'][-1]} | {before} | {after} | {rise(one):+.3f} |")
+    for result in runs:
+        before, after = (f"{result['accuracy'][end]:.3f} ± {result['error'][end]:.3f}" for end in (0, -1))
+        rows.append(
+            f"| {result['algorithm']} | {result['seed']} | {result['steps'][-1]} | {before} | {after} "
+            f"| {rise(result):+.3f} |"
+        )
     return rows
 
 
-def rise(one: dict[str, Any]) -> float:
+def rise(result: dict[str, Any]) -> float:
     """How much accuracy a run has added."""
-    return float(one["accuracy"][-1] - one["accuracy"][0])
+    return float(result["accuracy"][-1] - result["accuracy"][0])
 
 
 def draw(runs: list[dict[str, Any]], picture: Path) -> None:
@@ -103,10 +107,12 @@ def draw(runs: list[dict[str, Any]], picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, plot = pyplot.subplots(figsize=(6, 3))
-    for number, one in enumerate(runs):
-        label = f"{one['algorithm']}, seed {one['seed']}"
-        plot.plot(range(1, len(one["rewards"]) + 1), one["rewards"], color=f"C{number}", linewidth=0.6, alpha=0.5)
-        plot.errorbar(one["steps"], one["accuracy"], one["error"], color=f"C{number}", marker="o", capsize=3, label=label)
+    for number, result in enumerate(runs):
+        label = f"{result['algorithm']}, seed {result['seed']}"
+        plot.plot(range(1, len(result["rewards"]) + 1), result["rewards"], color=f"C{number}", linewidth=0.6, alpha=0.5)
+        plot.errorbar(
+            result["steps"], result["accuracy"], result["error"], color=f"C{number}", marker="o", capsize=3, label=label
+        )
     plot.set_xlabel("step (thin: reward of the training prompts)", fontsize=8)
     plot.set_ylabel("held-out accuracy", fontsize=8)
     plot.tick_params(labelsize=7)
@@ -139,8 +145,8 @@ def main() -> int:
             for seed in map(int, arguments.seeds.split(",")):
                 with tempfile.TemporaryDirectory() as folder:
                     contents[0]["runs"].append(run(Path(folder), name, seed, arguments.steps, arguments.precision))
-    runs = [one for content in contents for one in content["runs"]]
-    runs.sort(key=lambda one: (list(ALGORITHMS).index(one["algorithm"]), one["seed"]))
+    runs = [result for content in contents for result in content["runs"]]
+    runs.sort(key=lambda result: (list(ALGORITHMS).index(result["algorithm"]), result["seed"]))
     print("\n".join(table(runs)))
     if arguments.json is not None:
         together = {key: ", ".join(sorted({content[key] for content in contents})) for key in ("commit", "device")}
@@ -148,7 +154,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     if arguments.picture is not None:
         draw(runs, arguments.picture)
-    absent = set(names) - {one["algorithm"] for one in runs}
+    absent = set(names) - {result["algorithm"] for result in runs}
     worst = min(map(rise, runs))
     missed = "" if worst >= TARGET else ", MISSED"
     print(

@@ -123,13 +123,15 @@ def pad_to_the_longest() -> None:
             return len(self.samples)
 
     def static(whole: Any, samples: Any, lengths: Any, slots: Any, multiple: int) -> Any:
-        return replace(whole(samples, lengths, slots, multiple), slots=len(samples) * max(lengths[one] for one in samples))
+        return replace(
+            whole(samples, lengths, slots, multiple), slots=len(samples) * max(lengths[sample] for sample in samples)
+        )
 
     def pack(whole: Any, batch: Any, micro: Any, *rest: Any, **options: Any) -> Any:
         packed = whole(batch, micro, *rest, **options)
-        longest = max(int(batch.lengths[one]) for one in micro.samples)
-        dummies = [longest - int(batch.lengths[one]) for one in micro.samples if batch.lengths[one] < longest]
-        lengths = [*(int(batch.lengths[one]) for one in micro.samples), *dummies]
+        longest = max(int(batch.lengths[sample]) for sample in micro.samples)
+        dummies = [longest - int(batch.lengths[sample]) for sample in micro.samples if batch.lengths[sample] < longest]
+        lengths = [*(int(batch.lengths[sample]) for sample in micro.samples), *dummies]
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
         values = vars(packed) | {"bounds": bounds, "position_ids": positions, "longest": longest}

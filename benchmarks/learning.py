@@ -48,20 +48,22 @@ def run(folder: Path, algorithm: str, seed: int, max_staleness: int = 0) -> dict
             "seconds": seconds}  # fmt: skip
 
 
-def holds(one: dict[str, Any]) -> bool:
+def holds(result: dict[str, Any]) -> bool:
     """Whether a run reaches the targets."""
-    return one["rewards"][0] < CHANCE and one["learned"] >= GOAL and one["seconds"] < MOST_S
+    return result["rewards"][0] < CHANCE and result["learned"] >= GOAL and result["seconds"] < MOST_S
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
     """A row for each algorithm."""
     rows = [HEADER, "| --- | --- | --- | --- | --- |"]
-    for algorithm in dict.fromkeys(one["algorithm"] for one in runs):
-        own = [one for one in runs if one["algorithm"] == algorithm]
-        first = fmean(one["rewards"][0] for one in own)
-        learned, goals = (", ".join(f"{one[key]:{form}}" if one[key] else "-" for one in own)
+    for algorithm in dict.fromkeys(result["algorithm"] for result in runs):
+        results = [result for result in runs if result["algorithm"] == algorithm]
+        first = fmean(result["rewards"][0] for result in results)
+        learned, goals = (", ".join(f"{result[key]:{form}}" if result[key] else "-" for result in results)
                           for key, form in (("learned", ".2f"), ("goal_at", "d")))  # fmt: skip
-        rows.append(f"| {algorithm} | {first:.2f} | {learned} | {goals} | {fmean(one['seconds'] for one in own):.0f} |")
+        rows.append(
+            f"| {algorithm} | {first:.2f} | {learned} | {goals} | {fmean(result['seconds'] for result in results):.0f} |"
+        )
     return rows
 
 
@@ -72,16 +74,18 @@ def draw(runs: list[dict[str, Any]], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(dict.fromkeys(one["algorithm"] for one in runs))
+    names = list(dict.fromkeys(result["algorithm"] for result in runs))
     rows = -(-len(names) // 4)
     figure, axes = pyplot.subplots(rows, 4, figsize=(11, 2.4 * rows), sharex=True, sharey=True, squeeze=False)
     for place, plot in enumerate(axes.flat):
         if place >= len(names):
             plot.axis("off")
             continue
-        for one in runs:
-            if one["algorithm"] == names[place]:
-                plot.plot(range(1, len(one["rewards"]) + 1), one["rewards"], linewidth=1.2, label=f"seed {one['seed']}")
+        for result in runs:
+            if result["algorithm"] == names[place]:
+                plot.plot(
+                    range(1, len(result["rewards"]) + 1), result["rewards"], linewidth=1.2, label=f"seed {result['seed']}"
+                )
         plot.axhline(GOAL, color="grey", linewidth=0.6, linestyle=":")
         plot.set_title(names[place], fontsize=9)
         plot.tick_params(labelsize=7)
@@ -110,17 +114,18 @@ def main() -> int:
     if unknown := [name for name in names if name not in ALGORITHMS]:
         parser.error(f"--algorithms: {unknown[0]!r} is none of {', '.join(ALGORITHMS)}")
     before = [json.loads(path.read_text()) for path in arguments.of]
-    runs = [one for content in before for one in content["runs"]]
+    runs = [result for content in before for result in content["runs"]]
     with tempfile.TemporaryDirectory() as folder:
         for name in () if before else names:
             for seed in map(int, arguments.seeds.split(",")):
                 runs.append(run(Path(folder), name, seed))
-                one = runs[-1]
+                result = runs[-1]
                 print(
-                    f"{name}, seed {seed}: {one['rewards'][0]:.2f} to {one['learned']:.2f} in {one['seconds']:.0f} s",
+                    f"{name}, seed {seed}: {result['rewards'][0]:.2f} to {result['learned']:.2f} "
+                    f"in {result['seconds']:.0f} s",
                     flush=True,
                 )
-    runs.sort(key=lambda one: (list(ALGORITHMS).index(one["algorithm"]), one["seed"]))
+    runs.sort(key=lambda result: (list(ALGORITHMS).index(result["algorithm"]), result["seed"]))
     print("\n".join(table(runs)))
     if arguments.json is not None:
         commits = {content["commit"] for content in before} or {commit_here()}
@@ -132,7 +137,7 @@ def main() -> int:
     if arguments.picture is not None:
         draw(runs, arguments.picture)
     reached, seeds = sum(map(holds, runs)), [int(seed) for seed in arguments.seeds.split(",")]
-    missing = {(name, seed) for name in names for seed in seeds} - {(one["algorithm"], one["seed"]) for one in runs}
+    missing = {(name, seed) for name in names for seed in seeds} - {(result["algorithm"], result["seed"]) for result in runs}
     if missing:
         print(f"not measured: {', '.join(f'{name}, seed {seed}' for name, seed in sorted(missing))}")
     print(f"learning: {reached} of {len(runs)} runs end at {GOAL} or more from below {CHANCE}, within {MOST_S:.0f} s")

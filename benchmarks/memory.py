@@ -42,7 +42,7 @@ def row(case: Case, measured: list[int]) -> dict[str, Any]:
         "layouts": {role: asdict(layout) for role, layout in case.layouts.items()},
         "max_tokens": case.max_tokens,
         "num_micro_batches": mini_batch.num_micro_batches,
-        "slots": max(one.slots for own in mini_batch.micro_batches for one in own),
+        "slots": max(micro_batch.slots for rank in mini_batch.micro_batches for micro_batch in rank),
         "predicted": {**asdict(predicted), "total": predicted.total},
         "measured_by_rank": measured,
         "measured": max(measured),
@@ -55,17 +55,17 @@ def show(rows: list[dict[str, Any]]) -> None:
     table.add_column("case")
     for column in ("model", "precision", "ranks", "max_tokens", "micro-batches", "predicted", "measured", "error"):
         table.add_column(column, justify="right")
-    for one in rows:
+    for record in rows:
         table.add_row(
-            one["case"],
-            one["model"],
-            one["precision"],
-            str(len(one["measured_by_rank"])),
-            str(one["max_tokens"]),
-            str(one["num_micro_batches"]),
-            f"{one['predicted']['total'] / MB:.1f}",
-            f"{one['measured'] / MB:.1f}",
-            f"{one['error']:+.1%}",
+            record["case"],
+            record["model"],
+            record["precision"],
+            str(len(record["measured_by_rank"])),
+            str(record["max_tokens"]),
+            str(record["num_micro_batches"]),
+            f"{record['predicted']['total'] / MB:.1f}",
+            f"{record['measured'] / MB:.1f}",
+            f"{record['error']:+.1%}",
         )
     Console(width=140).print(table)
 
@@ -79,7 +79,7 @@ def main() -> int:
         measured = measure(CASES, Path(directory))
     rows = [row(case, measured[case.name]) for case in CASES]
     show(rows)
-    worst = max(rows, key=lambda one: abs(one["error"]))
+    worst = max(rows, key=lambda record: abs(record["error"]))
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -105,18 +105,18 @@ def gpu_part(result: Results | None) -> str:
     """The last part of docs/results.md."""
     if result is None:
         return f"{GPU}\n\n{GPU_NOTHING}"
-    made = f"On {result['device']}, at {result['commit'][:10]}. What no part below lists has not run on a GPU."
+    origin = f"On {result['device']}, at {result['commit'][:10]}. What no part below lists has not run on a GPU."
     rows = ["| part | status | seconds | targets |", "| --- | --- | --- | --- |"]
     values = []
     for name, part in result["parts"].items():
         reached = "; ".join(
-            f"{one['name']} {one['value']:.3g} (target {one['limit']:g}{'' if one['reached'] else ', missed'})"
-            for one in part.get("targets", [])
+            f"{target['name']} {target['value']:.3g} (target {target['limit']:g}{'' if target['reached'] else ', missed'})"
+            for target in part.get("targets", [])
         )
         rows.append(f"| {name} | {part['status']} | {part['seconds']:.0f} | {reached or part.get('why', '')} |")
         values += [f"| {name} | {key} | {value} |" for key, value in _flat(part.get("values", {}))]
     table = ["| part | value | measured |", "| --- | --- | --- |", *values]
-    return "\n\n".join([GPU, made, "\n".join(rows), "\n".join(table)])
+    return "\n\n".join([GPU, origin, "\n".join(rows), "\n".join(table)])
 
 
 def _flat(values: Results, prefix: str = "") -> list[tuple[str, str]]:
@@ -143,7 +143,7 @@ def of_learning(result: Results) -> list[str]:
 
 def of_staleness(result: Results) -> list[str]:
     config, runs = result["config"], result["runs"]
-    algorithms = ",".join(dict.fromkeys(one["algorithm"] for one in runs))
+    algorithms = ",".join(dict.fromkeys(run["algorithm"] for run in runs))
     options = f"--algorithms {algorithms} --seeds {seeds_of(result)}"
     text = STALENESS.format(last=config["last_steps"], goal=config["goal"])
     return [text, "\n".join(staleness.table(runs)[0]), made_by("staleness", result, options)]
@@ -156,27 +156,27 @@ def of_held_out(result: Results) -> list[str]:
 
 def seeds_of(result: Results) -> str:
     """As `learning.py` and `held_out.py` are told them."""
-    return ",".join(map(str, sorted({one["seed"] for one in result["runs"]})))
+    return ",".join(map(str, sorted({run["seed"] for run in result["runs"]})))
 
 
 def of_end_to_end(result: Results) -> list[str]:
     rows = [f"| side | seeds | step | {' | '.join(PARTS)} | tokens/s | peak GB |", "|" + " --- |" * (len(PARTS) + 5)]
     for side in (MEGARL, *PEERS):
-        if (own := summary(result["runs"], side)) is not None:
-            seconds = " | ".join(f"{own[part]:.1f}" for part in ("seconds", *PARTS))
-            seeds, peak = ", ".join(map(str, own["seeds"])), own["peak_bytes"] / 1e9
-            rows.append(f"| {side} | {seeds} | {seconds} | {own['tokens_per_s']:.0f} | {peak:.1f} |")
+        if (means := summary(result["runs"], side)) is not None:
+            seconds = " | ".join(f"{means[part]:.1f}" for part in ("seconds", *PARTS))
+            seeds, peak = ", ".join(map(str, means["seeds"])), means["peak_bytes"] / 1e9
+            rows.append(f"| {side} | {seeds} | {seconds} | {means['tokens_per_s']:.0f} | {peak:.1f} |")
     rewards = ["| reward by step |  |", "| --- | --- |"]
     for run in result["runs"]:
-        curve = " ".join(f"{one['reward']:.2f}" for one in run["steps"])
+        curve = " ".join(f"{step['reward']:.2f}" for step in run["steps"])
         rewards.append(f"| {run['side']}, seed {run['seed']} | {curve} |")
-    said = [
+    lines = [
         f"- {name}: {value:.3g} (target {limit}{'' if reached else ', missed'})"
         for name, (value, limit, reached) in targets(result["runs"]).items()
     ]
     config = result["config"]
     text = END_TO_END.format(precision=config["precision"], steps=config["steps"])
-    parts = [text, "\n".join(rows), "\n".join(said), rewards_are(result), "\n".join(rewards)]
+    parts = [text, "\n".join(rows), "\n".join(lines), rewards_are(result), "\n".join(rewards)]
     drawn = {run["seed"] for run in result["runs"]}
     options = f"--steps {config['steps']} --first-seed {min(drawn)} --seeds {len(drawn)}"  # there a number of them
     return [*parts, made_by("end_to_end", result, options)]
@@ -185,17 +185,17 @@ def of_end_to_end(result: Results) -> list[str]:
 def of_weight_sync(result: Results) -> list[str]:
     columns = ("model", "ranks to workers", "memcpy", *SYNC_COLUMNS)
     rows = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    said = []
+    lines = []
     for row in result["rows"]:
-        found = row["medians"]
-        memcpy_s = found["megarl"]["received_bytes"] / found["memcpy"]["bytes_per_s"]
-        seconds = [memcpy_s, *(found[way][key] for way, key in SYNC_COLUMNS.values())]
-        rows.append(f"| {row['model']} | {row['case']} | {' | '.join(f'{1e3 * one:.0f}' for one in seconds)} |")
+        medians = row["medians"]
+        memcpy_s = medians["megarl"]["received_bytes"] / medians["memcpy"]["bytes_per_s"]
+        seconds = [memcpy_s, *(medians[way][key] for way, key in SYNC_COLUMNS.values())]
+        rows.append(f"| {row['model']} | {row['case']} | {' | '.join(f'{1e3 * duration:.0f}' for duration in seconds)} |")
         for name, (value, limit, reached) in row["targets"].items():
             missed = "" if reached else ", missed"
-            said.append(f"- {row['model']}, {row['case']}: {name} {value:.3g} (target {limit}{missed})")
+            lines.append(f"- {row['model']}, {row['case']}: {name} {value:.3g} (target {limit}{missed})")
     rounds = result["config"]["rounds"]
-    parts = [WEIGHT_SYNC.format(rounds=rounds), "\n".join(rows), "\n".join(said)]
+    parts = [WEIGHT_SYNC.format(rounds=rounds), "\n".join(rows), "\n".join(lines)]
     return [*parts, made_by("weight_sync", result, f"--rounds {rounds}")]
 
 
@@ -207,13 +207,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def of_stream(result: Results) -> list[str]:
     config = result["config"]
     rows = [
-        (one["name"], *(f"{one[key]:.2f}" for key in ("step_s", "generation_s", "training_s", "of_bound")),
-         f"{one['loop_share']:.1%}") for one in result["cells"]
+        (cell["name"], *(f"{cell[key]:.2f}" for key in ("step_s", "generation_s", "training_s", "of_bound")),
+         f"{cell['loop_share']:.1%}") for cell in result["cells"]
     ]  # fmt: skip
     columns = ("cell", "step (s)", "generation (s)", "training (s)", "/ bound", "loop")
     options = f"--steps {config['steps']} --slots {config['slots']} --step-seconds {config['step_s']:g}"
-    cells = {one["name"]: one for one in result["cells"]}
-    worst = max(one["of_bound"] for one in result["cells"] if stream.is_judged(one))
+    cells = {cell["name"]: cell for cell in result["cells"]}
+    worst = max(cell["of_bound"] for cell in result["cells"] if stream.is_judged(cell))
     loop, gain = cells[stream.FASTEST]["loop_share"], stream.ratio(cells, "1:1 S=0", "1:1 S=2") or 0.0
     early = stream.ratio(cells, stream.BARRIER, stream.STREAMED) or 0.0
     goals = [
@@ -245,12 +245,13 @@ def of_gateway(result: Results) -> list[str]:
 def of_sft(result: Results) -> list[str]:
     config, rates = result["config"], result["tokens_per_s"]
     rows = [
-        (str(one["step"]), f"{one['megarl']:.4f}", f"{one['trl']:.4f}", f"{one['error']:.4f}") for one in result["curve"]
+        (str(point["step"]), f"{point['megarl']:.4f}", f"{point['trl']:.4f}", f"{point['error']:.4f}")
+        for point in result["curve"]
     ]
     speed = f"Tokens a second: megarl {rates['megarl']:.0f}, TRL {rates['trl']:.0f}; by seed " + ", ".join(
         f"{ratio:.2f} times" for ratio in result["ratios"]
     )
-    seeds = len({one["seed"] for one in result["runs"]})
+    seeds = len({run["seed"] for run in result["runs"]})
     options = (
         f"--seeds {seeds} --steps {config['steps']} --micro-batch {config['micro_batch']} --threads {config['threads']}"
     )
@@ -263,10 +264,10 @@ def of_sft(result: Results) -> list[str]:
 
 
 def of_distillation(result: Results) -> list[str]:
-    kinds = {kind: one for kind, one in result.items() if isinstance(one, dict) and "of_phase" in one}
+    kinds = {kind: row for kind, row in result.items() if isinstance(row, dict) and "of_phase" in row}
     rows = [
-        (kind, f"{one['seconds']:.1f}", f"{one['of_phase']:.2f}", f"{one['extra_bytes'] / result['logits_bytes']:.2%}")
-        for kind, one in kinds.items()
+        (kind, f"{row['seconds']:.1f}", f"{row['of_phase']:.2f}", f"{row['extra_bytes'] / result['logits_bytes']:.2%}")
+        for kind, row in kinds.items()
     ]
     text = DISTILLATION.format(vocab=result["config"]["vocab"])
     return [text, table(("divergence", "seconds", "of the phase", "extra"), rows), made_by("distillation", result, "")]
@@ -274,9 +275,9 @@ def of_distillation(result: Results) -> list[str]:
 
 def rewards_are(result: Results) -> str:
     """Say which rewards are compared, and by how much chance alone separates two sides."""
-    config, own = result["config"], [run["steps"] for run in result["runs"] if run["side"] == MEGARL]
-    steps = last_steps(min(map(len, own)))
-    rewards = [step["reward"] for run in own for step in run[-steps:]]
+    config, steps_by_run = result["config"], [run["steps"] for run in result["runs"] if run["side"] == MEGARL]
+    steps = last_steps(min(map(len, steps_by_run)))
+    rewards = [step["reward"] for run in steps_by_run for step in run[-steps:]]
     mean, completions = sum(rewards) / len(rewards), len(rewards) * config["prompts"] * config["group_size"]
     error = math.sqrt(2 * mean * (1 - mean) / completions)
     return (

@@ -107,11 +107,11 @@ def digest(array: np.ndarray) -> str:
 
 def differences(here: Values, there: Values) -> dict[str, Any]:
     """Return the figures of a recipe: how many values were compared, those that differ, and names of one side alone."""
-    both = [name for name in here if name in there]
-    if missing := {key.partition(" ")[0] for key in here} - {key.partition(" ")[0] for key in both}:
+    common = [name for name in here if name in there]
+    if missing := {key.partition(" ")[0] for key in here} - {key.partition(" ")[0] for key in common}:
         raise RuntimeError(f"no names of {' and of '.join(sorted(missing))} are the same in both trees")
-    differing = [f"{name}: {there[name]} -> {here[name]}" for name in both if here[name] != there[name]]
-    return {"compared": len(both), "differing": differing, "only_one": len(here.keys() ^ there.keys())}
+    differing = [f"{name}: {there[name]} -> {here[name]}" for name in common if here[name] != there[name]]
+    return {"compared": len(common), "differing": differing, "only_one": len(here.keys() ^ there.keys())}
 
 
 def check_out(commit: str, tree: Path) -> None:

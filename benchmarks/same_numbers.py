@@ -190,8 +190,8 @@ def prompt_order(recipe: Recipe) -> Iterator[tuple[list[int], str]]:
     else:
         import reasoning_gym
 
-        made = reasoning_gym.create_dataset(source["task"], seed=seed, size=source["size"], **source.get("options", {}))
-        rows = [(made[number]["question"], made[number]["answer"]) for number in range(source["size"])]
+        dataset = reasoning_gym.create_dataset(source["task"], seed=seed, size=source["size"], **source.get("options", {}))
+        rows = [(dataset[number]["question"], dataset[number]["answer"]) for number in range(source["size"])]
     system = [{"role": "system", "content": data["system_prompt"]}] if "system_prompt" in data else []
     prompts = []
     for question, answer in rows:
@@ -217,8 +217,8 @@ def completion(recipe: Recipe, answer: str, generator: np.random.Generator) -> t
         if number:
             observation = [2 + ord(letter) - 32 for letter in f"Turn {number}."]
             ids, sampled = ids + observation, sampled + [False] * len(observation)
-        said, reason = turn(answer, limit, generator)
-        ids, sampled = ids + said, sampled + [True] * len(said)
+        turn_ids, reason = turn(answer, limit, generator)
+        ids, sampled = ids + turn_ids, sampled + [True] * len(turn_ids)
     done = bool(generator.random() < 0.7)
     facts = {"rewards": round(float(generator.random()), 3), "turns": turns, "malformed": int(generator.integers(0, 2)),
              "done": done, "failures": "", "causes": ""}  # fmt: skip
@@ -228,8 +228,8 @@ def completion(recipe: Recipe, answer: str, generator: np.random.Generator) -> t
 
 def turn(answer: str, limit: int, generator: np.random.Generator) -> tuple[list[int], str]:
     """A text with the right or a wrong answer, as token ids: mostly ended, else cut at the limit."""
-    said = answer if generator.random() < 0.5 else str(generator.integers(0, 100))
-    tail = f" \\boxed{{{said}}}" if limit >= 16 else said
+    final_answer = answer if generator.random() < 0.5 else str(generator.integers(0, 100))
+    tail = f" \\boxed{{{final_answer}}}" if limit >= 16 else final_answer
     length = limit if generator.random() < 0.15 else int(generator.integers(0, max(1, limit - len(tail))))
     body = "".join(generator.choice(list("ab cde0123456789"), length))
     ids = [2 + ord(letter) - 32 for letter in body + tail] + [1]
@@ -242,9 +242,9 @@ def write_dump(
     """A step's rollouts, in the columns that `rollout.replay` reads."""
     size = recipe["algorithm"]["group_size"]
     questions = [ids for ids, _ in prompts for _ in range(size)]
-    made = [completion(recipe, answer, generator) for _, answer in prompts for _ in range(size)]
-    answers, sampled = [ids for ids, _, _ in made], np.concatenate([marks for _, marks, _ in made])
-    count = len(made)
+    completions = [completion(recipe, answer, generator) for _, answer in prompts for _ in range(size)]
+    answers, sampled = [ids for ids, _, _ in completions], np.concatenate([marks for _, marks, _ in completions])
+    count = len(completions)
     first = (step - 1) * len(prompts)
     logprobs = model_logprobs(recipe["model"]["path"], questions, answers)
     logprobs = np.round(logprobs + generator.normal(0, 0.02, len(logprobs)), 4).clip(max=0)
@@ -255,7 +255,7 @@ def write_dump(
         "prefixes": np.repeat(np.arange(len(prompts)), size),
         "prompt_lengths": np.array([len(ids) for ids in questions]),
         "completion_lengths": np.array([len(ids) for ids in answers]),
-        "own_lengths": np.array([sum(marks) for _, marks, _ in made]),
+        "own_lengths": np.array([sum(marks) for _, marks, _ in completions]),
         "first_version": np.full(count, step - 1),
         "last_version": np.full(count, step - 1),
         "prompt_ids": np.concatenate(questions).astype(np.int32),
@@ -264,7 +264,7 @@ def write_dump(
         "versions": np.full(len(sampled), step - 1),
         "own": sampled,
     }
-    columns |= {name: np.array([facts[name] for _, _, facts in made]) for name in made[0][2]}
+    columns |= {name: np.array([facts[name] for _, _, facts in completions]) for name in completions[0][2]}
     if recipe["actor"].get("router_replay"):
         rows = int(columns["prompt_lengths"].sum() + columns["completion_lengths"].sum()) - count
         order = generator.random((rows, MOE_LAYERS, NUM_EXPERTS)).argsort(-1)
@@ -371,8 +371,8 @@ def measure(name: str, recipe: Recipe, folder: Path) -> dict[str, Any]:
 def measure_all(words: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each shipped recipe whose path has one of the words."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
         recipes = {name: reduced(file, folder) for name, file in shipped().items() if is_chosen(name, words)}
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(lambda item: measure(item[0], item[1], folder), recipes.items()))
@@ -418,7 +418,7 @@ def show(rows: Sequence[Mapping[str, Any]], checks: bool) -> None:
     for row in rows:
         if "error" in row:
             print(row["error"])
-        differing = sorted(row.get("differing", []), key=lambda one: (one[1], -one[4]))
+        differing = sorted(row.get("differing", []), key=lambda change: (change[1], -change[4]))
         for key, step, old, new, relative in differing[:10]:
             print(f"{row['recipe']}: step {step}, {key}: {old} -> {new} ({relative:.2g})")
         if len(differing) > 10:
@@ -435,13 +435,13 @@ def origin() -> dict[str, Any]:
 
 def record(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One line a key, so that a diff of two records can be read."""
-    kept = {row["recipe"]: {"inputs": row["inputs"], "numbers": row["numbers"]} for row in rows}
+    records = {row["recipe"]: {"inputs": row["inputs"], "numbers": row["numbers"]} for row in rows}
     heads = json.dumps(origin(), indent=1)[:-2]
     recipes = [
-        f'  "{name}": {{"inputs": "{one["inputs"]}", "numbers": {{\n'
-        + ",\n".join(f"   {json.dumps(key)}: {json.dumps(values)}" for key, values in one["numbers"].items())
+        f'  "{name}": {{"inputs": "{entry["inputs"]}", "numbers": {{\n'
+        + ",\n".join(f"   {json.dumps(key)}: {json.dumps(values)}" for key, values in entry["numbers"].items())
         + "\n  }}"
-        for name, one in kept.items()
+        for name, entry in records.items()
     ]
     path.write_text(heads + ',\n "recipes": {\n' + ",\n".join(recipes) + "\n }\n}\n")
 
@@ -474,7 +474,7 @@ def main() -> int:
     if arguments.record is not None and not failed:
         record(arguments.record, rows)
     if recorded is None:
-        count = sum(len(one) for row in rows for one in row.get("numbers", {}).values())
+        count = sum(len(values) for row in rows for values in row.get("numbers", {}).values())
         print(f"same numbers: {len(rows)} recipes, {count} numbers recorded, {failed} recipes failed")
         return 1 if failed else 0
     differing = sum(len(row["differing"]) for row in rows)

@@ -128,8 +128,8 @@ def raise_counts(ranks: list[list[list[int]]]) -> list[list[list[int]]]:
 def karmarkar_karp(lengths: Sequence[int], data: int, cap: int) -> list[list[list[int]]]:
     """Ranks with equal counts of sequences, then as many micro-batches as the fullest rank's tokens fill."""
     ranks = differencing(range(len(lengths)), lengths, data, equal_counts=True)
-    count = max(-(-sum(lengths[sample] for sample in own) // cap) for own in ranks)
-    return [differencing(own, lengths, count, equal_counts=False) for own in ranks]
+    count = max(-(-sum(lengths[sample] for sample in samples) // cap) for samples in ranks)
+    return [differencing(samples, lengths, count, equal_counts=False) for samples in ranks]
 
 
 def differencing(samples: Sequence[int], lengths: Sequence[int], parts: int, equal_counts: bool) -> list[list[int]]:
@@ -154,15 +154,15 @@ def differencing(samples: Sequence[int], lengths: Sequence[int], parts: int, equ
 def measure(lengths: Sequence[int], ranks: list[list[list[int]]], cell: Cell, cap: int, pad: bool) -> dict[str, Any]:
     """The figures of a rule's cut; `pad` runs every sequence at the length of the longest in its micro-batch."""
     cut: Cut = []
-    for own in ranks:
+    for rank in ranks:
         cut.append([])
-        for held in own:
+        for held in rank:
             widths = [max(lengths[sample] for sample in held)] * len(held) if pad else [lengths[sample] for sample in held]
             slots = sum(widths) + sum(widths) % 2
             cut[-1].append((slots, sum(lengths[sample] for sample in held), sum(map(COST.sequence, widths))))
-    every = [one for own in cut for one in own]
-    spent = [sum(cost for _, _, cost in own) for own in cut]
-    times = [run_times([cost for _, _, cost in own], cell.layout, COST)[0] for own in cut]
+    every = [micro_batch for rank in cut for micro_batch in rank]
+    spent = [sum(cost for _, _, cost in rank) for rank in cut]
+    times = [run_times([cost for _, _, cost in rank], cell.layout, COST)[0] for rank in cut]
     return {
         "micro_batches": max(map(len, ranks)),
         "useful_share": sum(tokens for _, tokens, _ in every) / sum(slots for slots, _, _ in every),
@@ -209,7 +209,7 @@ def rate_megarl(cell: Cell, lengths: list[int], cap: int) -> dict[str, Any]:
         plan = plan_phase(Schedule("actor_update", max_tokens=cap), lengths, cell.layout, 0, COST)
         seconds.append(time.process_time() - began)
     figures = quality(plan, lengths, COST)
-    every = [one.slots for rank in plan.mini_batches[0].micro_batches for one in rank]
+    every = [micro_batch.slots for rank in plan.mini_batches[0].micro_batches for micro_batch in rank]
     return {
         "seconds": min(seconds),
         "micro_batches": figures.num_micro_batches,
@@ -223,18 +223,18 @@ def rate_megarl(cell: Cell, lengths: list[int], cap: int) -> dict[str, Any]:
 
 def missed(row: dict[str, Any]) -> list[str]:
     """Numbers of the targets that a cell misses."""
-    own, few, alone = row["megarl"], row["per_rank"] == 8, row["pipeline"] == 1
+    megarl, few, alone = row["megarl"], row["per_rank"] == 8, row["pipeline"] == 1
     tail = row["kind"] == "long-tail" and (few or row["pipeline"] >= 4)
     worst = row["least_imbalance"] * 1.03 if few else 1.01
     size = (row["data"], row["per_rank"])
     failed = {
-        "1": own["over_cap_share"] > 0,
-        "2": own["useful_share"] < 0.98,
-        "3": alone and own["micro_batches"] > row["fewest_micro_batches"] + 1,
-        "4": alone and (not few or row["kind"] != "uniform") and own["imbalance"] > worst,
+        "1": megarl["over_cap_share"] > 0,
+        "2": megarl["useful_share"] < 0.98,
+        "3": alone and megarl["micro_batches"] > row["fewest_micro_batches"] + 1,
+        "4": alone and (not few or row["kind"] != "uniform") and megarl["imbalance"] > worst,
         "5 (no worse)": row["gain"] < 1.0 or row["against_any_within_cap"] < 0.995,
         "5 (10 % better)": tail and row["gain"] < 1.10 <= row["possible_gain"],
-        "6": own["seconds"] > {(256, 8): 0.05, (512, 196): 1.0}.get(size, float("inf")),
+        "6": megarl["seconds"] > {(256, 8): 0.05, (512, 196): 1.0}.get(size, float("inf")),
     }
     return [number for number, wrong in failed.items() if wrong]
 
@@ -248,25 +248,25 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     for key in sorted({(row["kind"], row["per_rank"], row["pipeline"]) for row in rows}):
         held = [row for row in rows if (row["kind"], row["per_rank"], row["pipeline"]) == key]
-        own = [row["megarl"] for row in held]
+        megarl = [row["megarl"] for row in held]
         peers = [row["karmarkar-karp"] for row in held if "karmarkar-karp" in row]
         most, fewest = max((row["megarl"]["micro_batches"], row["fewest_micro_batches"]) for row in held)
         table.add_row(
             key[0],
             str(key[2]),
             str(key[1]),
-            f"{min(one['useful_share'] for one in own):.4f}",
+            f"{min(figures['useful_share'] for figures in megarl):.4f}",
             f"{most} (fewest {fewest})",
-            f"{max(one['imbalance'] for one in own):.3f}",
+            f"{max(figures['imbalance'] for figures in megarl):.3f}",
             f"{max(row['megarl']['imbalance'] / row['least_imbalance'] for row in held):.3f}",
-            mean(one["efficiency"] for one in own),
+            mean(figures["efficiency"] for figures in megarl),
             mean(row["bound_efficiency"] for row in held),
             mean(row["fixed"]["efficiency"] for row in held),
             mean(row["first-fit"]["efficiency"] for row in held),
-            mean(one["efficiency"] for one in peers),
-            f"{max(one['over_cap_share'] for one in peers):.0%}" if peers else "-",
+            mean(figures["efficiency"] for figures in peers),
+            f"{max(figures['over_cap_share'] for figures in peers):.0%}" if peers else "-",
             f"{min(row['gain'] for row in held) - 1:+.0%}",
-            f"{max(one['seconds'] for one in own):.3f}",
+            f"{max(figures['seconds'] for figures in megarl):.3f}",
         )
     Console(width=190).print(table)
 

@@ -216,16 +216,18 @@ def main() -> int:
             runs += [train(Path(name), seed, settings) for train in (train_megarl, train_trl)]
         rates = [run["tokens_per_s"] for run in runs[-2:]]
         print(f"seed {seed}: megarl {rates[0]:.0f} tokens/s, TRL {rates[1]:.0f}", flush=True)
-    found = compare(runs)
+    figures = compare(runs)
     print("  step   megarl      TRL  error of the mean  furthest seed")
-    for one in found["curve"]:
-        print(f"{one['step']:6} {one['megarl']:8.4f} {one['trl']:8.4f} {one['error']:18.4f} {one['furthest']:14.5f}")
-    ratio = median(found["ratios"])
-    apart = max(abs(one["megarl"] - one["trl"]) / one["error"] for one in found["curve"])
+    for point in figures["curve"]:
+        print(
+            f"{point['step']:6} {point['megarl']:8.4f} {point['trl']:8.4f} {point['error']:18.4f} {point['furthest']:14.5f}"
+        )
+    ratio = median(figures["ratios"])
+    apart = max(abs(point["megarl"] - point["trl"]) / point["error"] for point in figures["curve"])
     if arguments.json is not None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         device = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        content = {"commit": commit, "device": device, "config": settings, "targets": [FASTER, 1.0], "runs": runs, **found}
+        content = {"commit": commit, "device": device, "config": settings, "targets": [FASTER, 1.0], "runs": runs, **figures}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
     print(
         f"sft: {ratio:.2f} times TRL's tokens a second (target {FASTER}); held-out losses at most {apart:.3f} standard "

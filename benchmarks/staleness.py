@@ -33,21 +33,21 @@ MOST_SAMPLES = 1.3
 
 def row(name: str, runs: list[dict[str, Any]]) -> tuple[str, bool]:
     """The line of one algorithm, and whether it reaches the targets."""
-    new, stale = ([one for one in runs if bool(one["max_staleness"]) == is_stale] for is_stale in (False, True))
-    goals = [", ".join(str(one["goal_at"] or "-") for one in part) for part in (new, stale)]
-    learned = [", ".join(f"{one['learned']:.2f}" for one in part) for part in (new, stale)]
+    new, stale = ([result for result in runs if bool(result["max_staleness"]) == is_stale] for is_stale in (False, True))
+    goals = [", ".join(str(result["goal_at"] or "-") for result in part) for part in (new, stale)]
+    learned = [", ".join(f"{result['learned']:.2f}" for result in part) for part in (new, stale)]
     ratio = float("inf")
-    if all(one["goal_at"] for one in runs):
-        ratio = fmean(one["goal_at"] for one in stale) / fmean(one["goal_at"] for one in new)
-    holds = ratio <= MOST_SAMPLES and all(one["learned"] >= GOAL for one in runs)
+    if all(result["goal_at"] for result in runs):
+        ratio = fmean(result["goal_at"] for result in stale) / fmean(result["goal_at"] for result in new)
+    holds = ratio <= MOST_SAMPLES and all(result["learned"] >= GOAL for result in runs)
     return f"| {name} | {goals[0]} | {goals[1]} | {ratio:.2f} | {learned[0]} | {learned[1]} |", holds
 
 
 def table(runs: list[dict[str, Any]]) -> tuple[list[str], int]:
     """A table in Markdown, and how many algorithms reach the targets."""
-    names = list(dict.fromkeys(one["algorithm"] for one in runs))
-    rows = [row(name, [one for one in runs if one["algorithm"] == name]) for name in names]
-    versions = max(one["max_staleness"] for one in runs)
+    names = list(dict.fromkeys(result["algorithm"] for result in runs))
+    rows = [row(name, [result for result in runs if result["algorithm"] == name]) for name in names]
+    versions = max(result["max_staleness"] for result in runs)
     head = ["algorithm", "goal at, new", f"goal at, {versions} versions", "samples", "learned, new", "learned, stale"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *(line for line, _ in rows)]
     return lines, sum(holds for _, holds in rows)
@@ -68,9 +68,9 @@ def main() -> int:
             for seed in seeds:
                 for staleness in (0, arguments.staleness):
                     runs.append({"max_staleness": staleness} | run(Path(folder), name, seed, staleness))
-                    one = runs[-1]
+                    result = runs[-1]
                     print(
-                        f"{name}, seed {seed}, staleness {staleness}: {one['learned']:.2f}, goal at {one['goal_at']}",
+                        f"{name}, seed {seed}, staleness {staleness}: {result['learned']:.2f}, goal at {result['goal_at']}",
                         flush=True,
                     )
     lines, reached = table(runs)

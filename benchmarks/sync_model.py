@@ -188,8 +188,10 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
             arrived[number].append(step(seconds, latency, after, ("in", number, link)))
         received, ends = {}, defaultdict[int, list[_Step]](list)
         for bucket, worker in entries:
-            sent = step(0.0, 0.0, [one for rank in work.ranks_of[worker] for one in sending[rank]])
-            received[worker] = step(0.0, 0.0, [one for number in of_worker[worker] for one in arrived[number]])
+            sent = step(0.0, 0.0, [sending_step for rank in work.ranks_of[worker] for sending_step in sending[rank]])
+            received[worker] = step(
+                0.0, 0.0, [arriving_step for number in of_worker[worker] for arriving_step in arrived[number]]
+            )
             for number in of_worker[worker]:
                 arriving[number] = [*arrived[number], sent]
                 if (server := readers[number].server) is not None:

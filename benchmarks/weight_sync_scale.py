@@ -211,14 +211,14 @@ def check_cut(shape: ModelShape, trainer: Layout, rollout: RolloutLayout) -> Non
     )
     broken = [*rank_rules(recipe), *layout_fits_model(recipe, shape, "actor")]
     # What may be written into a recipe in place of another number has no option here.
-    said = [str(replace(one, nearest=one.nearest.partition(", or ")[0])) for one in broken]
+    messages = [str(replace(violation, nearest=violation.nearest.partition(", or ")[0])) for violation in broken]
     try:
         check_layout(shape, rollout)
     except ValueError as error:
-        said.append(str(error).partition("; ")[0] + "; 1 always does")
-    if said:
+        messages.append(str(error).partition("; ")[0] + "; 1 always does")
+    if messages:
         options = {"actor.layout.": "--", "rollout.tensor": "--rollout-tensor", "rollout.data": "--rollout-data"}
-        raise ValueError(reduce(lambda text, names: text.replace(*names), options.items(), "\n".join(said)))
+        raise ValueError(reduce(lambda text, names: text.replace(*names), options.items(), "\n".join(messages)))
 
 
 CASES = (
@@ -471,11 +471,11 @@ def positive(text: str) -> int:
 
 def settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Give defaults to what this mode reads and the command line leaves out; end the program for what nothing would read."""
-    own, others, how = (OF_MACHINE, OF_CLUSTERS, "with") if arguments.machine else (OF_CLUSTERS, OF_MACHINE, "without")
+    defaults, others, how = (OF_MACHINE, OF_CLUSTERS, "with") if arguments.machine else (OF_CLUSTERS, OF_MACHINE, "without")
     unread = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) is not None]
     if unread:
         parser.error(f"{how} --machine nothing reads {', '.join(unread)}; leave it out")
-    for name, default in own.items():
+    for name, default in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
     if arguments.machine and arguments.model is None:

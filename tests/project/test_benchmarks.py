@@ -54,7 +54,7 @@ def test_a_step_s_parts_and_overhead_sum_to_it(tmp_path):
     (tmp_path / "trace").mkdir()
     (tmp_path / "metrics.jsonl").write_text(json.dumps(LINE) + "\n")
     trace = [{"rank": 0, "host": "a"}, {"rank": 0, "part": "start", "events": EVENTS}, {"step": 2, "events": EVENTS}]
-    (tmp_path / "trace" / "rank-00000.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trace))
+    (tmp_path / "trace" / "rank-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trace))
     (step,) = megarl_steps(tmp_path)
     assert {part: round(step[part], 6) for part in PARTS} == {
         "generation": 5.8, "logprobs": 4.0, "update": 9.0, "sync": 0.6, "rest": 0.6
@@ -68,21 +68,21 @@ def test_a_step_s_parts_and_overhead_sum_to_it(tmp_path):
 
 
 def test_targets_of_the_sides_that_ran():
-    own = run(MEGARL)
-    found = targets([own, run("trl-hf", seconds=25.0), run("trl-vllm", seconds=24.9, reward=0.56)])
-    assert [name for name, (*_, reached) in found.items() if not reached] == [
+    megarl_run = run(MEGARL)
+    outcomes = targets([megarl_run, run("trl-hf", seconds=25.0), run("trl-vllm", seconds=24.9, reward=0.56)])
+    assert [name for name, (*_, reached) in outcomes.items() if not reached] == [
         "tokens a second / trl-vllm",
         "reward - trl-vllm",
     ]
-    assert found["tokens a second / trl-hf"][0] == pytest.approx(2.5)
-    assert found["reward - trl-vllm"][0] == pytest.approx(-0.06)
+    assert outcomes["tokens a second / trl-hf"][0] == pytest.approx(2.5)
+    assert outcomes["reward - trl-vllm"][0] == pytest.approx(-0.06)
     assert targets([run(MEGARL, overhead=0.5)]) == {"overhead share": (0.05, 0.05, False)}
     assert targets([run("trl-hf")]) == {}
 
 
 def test_parts_are_merged_only_if_made_alike():
     parts = [{"commit": "a", "device": "d", "config": {"steps": 4}, "runs": [run(side)]} for side in (MEGARL, "trl-hf")]
-    assert [one["side"] for one in merged(parts)] == [MEGARL, "trl-hf"]
+    assert [merged_run["side"] for merged_run in merged(parts)] == [MEGARL, "trl-hf"]
     with pytest.raises(ValueError, match="two files"):
         merged([parts[0], parts[0]])
     with pytest.raises(ValueError, match="config"):
@@ -100,10 +100,10 @@ def runs(**tokens: int) -> list[dict[str, Any]]:
 
 
 def test_sides_are_compared_seed_by_seed_by_their_median_step_after_the_first() -> None:
-    found = compare(runs())
-    assert found["tokens_per_s"] == {"megarl": 40.0, "trl": 20.0} and found["ratios"] == [2.0, 2.0]
-    assert [one["step"] for one in found["curve"]] == [0, 6]
-    last = found["curve"][-1]
+    comparison = compare(runs())
+    assert comparison["tokens_per_s"] == {"megarl": 40.0, "trl": 20.0} and comparison["ratios"] == [2.0, 2.0]
+    assert [point["step"] for point in comparison["curve"]] == [0, 6]
+    last = comparison["curve"][-1]
     assert last["megarl"] == last["trl"] == pytest.approx(2.2)
     assert last["error"] == pytest.approx(0.2) and last["furthest"] == 0.0
     with pytest.raises(SystemExit, match="different tokens"):
@@ -150,10 +150,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_padded_schedule_is_diagnosed_by_the_figures_of_the_run(tmp_path):
     command = [sys.executable, "benchmarks/idle_schedules.py", "--steps", "2", "--hidden", "128", "--sequences", "32"]
     subprocess.run([*command, "--json", str(tmp_path / "found.json")], cwd=ROOT, check=True, timeout=500)
-    found = json.loads((tmp_path / "found.json").read_text())["schedules"]
-    assert found["static"]["useful_share"] < 0.5 < found["budget"]["useful_share"] == 1.0
-    assert found["static"]["imbalance"] > 1.05 > found["budget"]["imbalance"]
-    assert found["budget"]["tokens_per_hour"] > found["static"]["tokens_per_hour"]
+    schedules = json.loads((tmp_path / "found.json").read_text())["schedules"]
+    assert schedules["static"]["useful_share"] < 0.5 < schedules["budget"]["useful_share"] == 1.0
+    assert schedules["static"]["imbalance"] > 1.05 > schedules["budget"]["imbalance"]
+    assert schedules["budget"]["tokens_per_hour"] > schedules["static"]["tokens_per_hour"]
 
 
 SIZES = Sizes(steps=3, slots=4, step_s=0.6, warmup=2, engines=2, groups=8, members=4)
@@ -198,46 +198,46 @@ def test_the_page_is_what_was_measured() -> None:
 
 
 def test_what_was_measured_reaches_the_targets_with_all_that_they_ask_for() -> None:
-    found = all_measured()
-    synced = found.pop("weight_sync")["rows"]
+    measurements = all_measured()
+    synced = measurements.pop("weight_sync")["rows"]
     of_sync = [target for row in synced for target in row["targets"].values()]
     assert len({(row["model"], row["case"]) for row in synced}) == 4
     assert len(of_sync) == 10 and all(reached for *_, reached in of_sync), of_sync
-    assert gateway.missed(found["gateway"], gateway.Sizes(**found["gateway"]["config"])) == []
-    faster, apart = found["sft"]["targets"]
-    assert median(found["sft"]["ratios"]) >= faster
-    assert all(abs(one["megarl"] - one["trl"]) <= apart * one["error"] for one in found["sft"]["curve"])
-    costs = [one for one in found["distillation"].values() if isinstance(one, dict) and "of_phase" in one]
-    assert len(costs) == 3 and all(one["of_phase"] <= distillation.TIME for one in costs)
-    assert all(one["extra_bytes"] <= distillation.MEMORY * found["distillation"]["logits_bytes"] for one in costs)
+    assert gateway.missed(measurements["gateway"], gateway.Sizes(**measurements["gateway"]["config"])) == []
+    faster, apart = measurements["sft"]["targets"]
+    assert median(measurements["sft"]["ratios"]) >= faster
+    assert all(abs(point["megarl"] - point["trl"]) <= apart * point["error"] for point in measurements["sft"]["curve"])
+    costs = [cost for cost in measurements["distillation"].values() if isinstance(cost, dict) and "of_phase" in cost]
+    assert len(costs) == 3 and all(cost["of_phase"] <= distillation.TIME for cost in costs)
+    assert all(cost["extra_bytes"] <= distillation.MEMORY * measurements["distillation"]["logits_bytes"] for cost in costs)
     # Missed so far, and marked on the page: targets 1, by 0.005, and 3 (two Ray calls a group take 1 ms of rank 0's loop).
-    assert {text.partition(":")[0] for text in stream.missed(found["stream"]["cells"])} <= {"1", "3"}
-    runs = {name: one["runs"] for name, one in found.items() if "runs" in one}
-    seeds = {(one["algorithm"], one["seed"]) for one in runs["learning"]}
+    assert {text.partition(":")[0] for text in stream.missed(measurements["stream"]["cells"])} <= {"1", "3"}
+    runs = {name: measurement["runs"] for name, measurement in measurements.items() if "runs" in measurement}
+    seeds = {(entry["algorithm"], entry["seed"]) for entry in runs["learning"]}
     assert {(name, seed) for name in learning.ALGORITHMS for seed in (1, 2, 3)} <= seeds
     assert all(map(learning.holds, runs["learning"]))
-    assert {one["algorithm"] for one in runs["held_out"]} == set(held_out.ALGORITHMS)
-    assert all(held_out.rise(one) >= held_out.TARGET for one in runs["held_out"])
+    assert {entry["algorithm"] for entry in runs["held_out"]} == set(held_out.ALGORITHMS)
+    assert all(held_out.rise(entry) >= held_out.TARGET for entry in runs["held_out"])
     assert too_few(runs["end_to_end"]) == []
     of_sides = targets(runs["end_to_end"])
     assert len(of_sides) == 5 and all(reached for *_, reached in of_sides.values()), of_sides
 
 
 def test_a_target_that_is_missed_says_so_on_the_page() -> None:
-    found = all_measured()["weight_sync"]
-    name, (_, limit, _) = next(iter(found["rows"][0]["targets"].items()))
-    found["rows"][0]["targets"][name] = [0.123, limit, False]
-    assert f": {name} 0.123 (target {limit}, missed)" in page({"weight_sync": found})
+    weight_sync = all_measured()["weight_sync"]
+    name, (_, limit, _) = next(iter(weight_sync["rows"][0]["targets"].items()))
+    weight_sync["rows"][0]["targets"][name] = [0.123, limit, False]
+    assert f": {name} 0.123 (target {limit}, missed)" in page({"weight_sync": weight_sync})
 
 
 def test_a_part_says_the_options_that_it_was_measured_with() -> None:
-    found = all_measured()
-    found["end_to_end"] |= {"config": found["end_to_end"]["config"] | {"steps": 7}}
-    found["end_to_end"]["runs"] = [one for one in found["end_to_end"]["runs"] if one["seed"] in (2, 3)]
-    assert "`python benchmarks/end_to_end.py --steps 7 --first-seed 2 --seeds 2 --check`" in page(found)
-    assert "`python benchmarks/held_out.py --steps 24 --seeds 1 --check`" in page(found)
-    found["learning"]["runs"] = [one for one in found["learning"]["runs"] if one["seed"] in (1, 3)]
-    text = page({"learning": found["learning"]})
+    measurements = all_measured()
+    measurements["end_to_end"] |= {"config": measurements["end_to_end"]["config"] | {"steps": 7}}
+    measurements["end_to_end"]["runs"] = [entry for entry in measurements["end_to_end"]["runs"] if entry["seed"] in (2, 3)]
+    assert "`python benchmarks/end_to_end.py --steps 7 --first-seed 2 --seeds 2 --check`" in page(measurements)
+    assert "`python benchmarks/held_out.py --steps 24 --seeds 1 --check`" in page(measurements)
+    measurements["learning"]["runs"] = [entry for entry in measurements["learning"]["runs"] if entry["seed"] in (1, 3)]
+    text = page({"learning": measurements["learning"]})
     assert "`python benchmarks/learning.py --seeds 1,3 --check`" in text
     assert results.HELD_OUT not in text and "end_to_end.py" not in text, "a part without a file is left out"
 
@@ -248,15 +248,15 @@ def test_each_request_is_answered_by_its_own_session(tmp_path: Path) -> None:
     sizes = ["--rate", "20", "--talking", "40", "--seconds", "3", "--sessions", "100"]
     command = [sys.executable, "benchmarks/gateway.py", *sizes, "--json", str(tmp_path / "found.json"), "--check"]
     ended = subprocess.run(command, cwd=ROOT, check=False, timeout=100, capture_output=True, text=True)
-    found = json.loads((tmp_path / "found.json").read_text())
+    measurement = json.loads((tmp_path / "found.json").read_text())
     others = [
         name for name in ended.stdout.split("MISSED: ")[1:] if not re.match(r"\d+ requests a second|added latency", name)
     ]
     assert ended.returncode == int("MISSED" in ended.stdout) and others == [], ended.stdout + ended.stderr
-    load = found["load"]
+    load = measurement["load"]
     assert load["requests"] == 61 and load["wrong"] == 0, "forty sessions, a request each two seconds"
     assert load["segments_a_session"] == 1.0 and load["added_p50_s"] > 0
-    assert found["memory"]["sessions"] == 100
+    assert measurement["memory"]["sessions"] == 100
 
 
 @pytest.mark.agent
@@ -318,7 +318,7 @@ def _figures(folder: str) -> dict:
 
 
 def test_utilisation_is_that_of_the_model_s_operations(tmp_path: Path) -> None:
-    ((values, targets),) = [(one["values"], one["targets"]) for one in run_ranks(_figures, 1, str(tmp_path))]
+    ((values, targets),) = [(result["values"], result["targets"]) for result in run_ranks(_figures, 1, str(tmp_path))]
     shape = ModelShape.from_config(gpu.tiny({**MODELS["layers"], **HEADS}))
     # By hand, leaving attention's scores out (they are less than 2 % of so short sequences): weights times two a token.
     attention = 2 * shape.heads * shape.head_dim + 2 * shape.groups * shape.head_dim
@@ -328,4 +328,4 @@ def test_utilisation_is_that_of_the_model_s_operations(tmp_path: Path) -> None:
         seconds = values[kind]["seconds"]
         assert values[kind]["utilisation"] == pytest.approx(passes * forward / (seconds * 1e9), rel=0.04)
         assert values[kind]["tokens_per_s"] == pytest.approx(48 / seconds)
-    assert [one["limit"] for one in targets] == [0.45, 0.55]
+    assert [target["limit"] for target in targets] == [0.45, 0.55]

@@ -199,13 +199,13 @@ def test_what_the_page_launches_is_printed(command: str, tmp_path: Path) -> None
 
 def launches() -> list[tuple[dict[str, str], Path, str, list[str]]]:
     """Of each command that starts a script with a recipe: its environment, the script, the recipe and the overrides."""
-    found = []
+    starts = []
     for command in COMMANDS:
         words = shlex.split(command.replace("$PWD", str(ROOT)))
         environment = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         scripts = [index for index, word in enumerate(words) if word.startswith("launch/") and "RECIPE" not in words]
-        found += [(environment, ROOT / words[index], words[index + 1], words[index + 2 :]) for index in scripts]
-    return found
+        starts += [(environment, ROOT / words[index], words[index + 1], words[index + 2 :]) for index in scripts]
+    return starts
 
 
 def test_scripts_are_there_and_take_the_recipe_and_the_variables() -> None:
@@ -266,7 +266,11 @@ def test_every_part_of_a_recipe_is_legal(tmp_path):
     DataSection.model_validate(blocks[0]["data"])
     for block in blocks[1:]:
         for part in block["reward"]:
-            (section,) = [one for one in sections_of(Recipe.model_fields["reward"].annotation) if part["kind"] in kinds(one)]
+            (section,) = [
+                section_class
+                for section_class in sections_of(Recipe.model_fields["reward"].annotation)
+                if part["kind"] in kinds(section_class)
+            ]
             section.model_validate(part)
 
 

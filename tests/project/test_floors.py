@@ -37,15 +37,15 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def test_imports_go_downwards():
-    found = []
+    violations = []
     for path in sorted((ROOT / "megarl").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "megarl").with_suffix("").parts)
         if module == "__init__":
             continue
         for name in imported(ast.parse(path.read_text())):
             if floor_of(name) > floor_of(module):
-                found.append(f"{module} -> {name}")
-    assert found == []
+                violations.append(f"{module} -> {name}")
+    assert violations == []
 
 
 def test_rooms_are_those_of_the_design():
@@ -66,11 +66,11 @@ def unexplained(source: str) -> Iterator[int]:
             caught = list(node.args)
         else:
             continue
-        broad = any(one is None or ast.unparse(one).rpartition(".")[2] in BROAD for one in caught)
+        broad = any(caught_type is None or ast.unparse(caught_type).rpartition(".")[2] in BROAD for caught_type in caught)
         if broad and "#" not in lines[node.lineno - 1]:
             yield node.lineno
 
 
 def test_whatever_catches_everything_says_why() -> None:
-    found = [f"{path}:{line}" for path in sorted(ROOT.glob("megarl/**/*.py")) for line in unexplained(path.read_text())]
-    assert not found, "narrow these, or say in a comment on the line why all must be caught"
+    violations = [f"{path}:{line}" for path in sorted(ROOT.glob("megarl/**/*.py")) for line in unexplained(path.read_text())]
+    assert not violations, "narrow these, or say in a comment on the line why all must be caught"

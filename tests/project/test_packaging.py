@@ -38,8 +38,8 @@ def run(*command: str, cwd: Path = ROOT, **more: Any) -> subprocess.CompletedPro
 def requirements(lines: list[str]) -> dict[str, Requirement]:
     """The requirements of `lines` that apply to Python 3.11, by canonical name."""
     parsed = [Requirement(line) for line in lines]
-    kept = [each for each in parsed if each.marker is None or each.marker.evaluate(PYTHON_311)]
-    return {canonicalize_name(each.name): each for each in kept}
+    applicable = [each for each in parsed if each.marker is None or each.marker.evaluate(PYTHON_311)]
+    return {canonicalize_name(each.name): each for each in applicable}
 
 
 CPU_LOCK, GPU_LOCK = "locks/cpu-py311.txt", "locks/gpu-py312.txt"

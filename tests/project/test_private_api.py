@@ -36,7 +36,7 @@ def defined(trees: dict[str, ast.Module]) -> set[str]:
     return names
 
 
-def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
+def used(tree: ast.Module, defined_names: set[str]) -> Iterator[str]:
     """Private names of other projects that a file uses."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] != "megarl":
@@ -46,11 +46,15 @@ def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from filter(is_private, parts)
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             inherited = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
-            if inherited or node.attr not in own:
+            if inherited or node.attr not in defined_names:
                 yield node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ACCESS:
-            words = [one.value for one in node.args[1:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            yield from (word for word in words if is_private(word) and word not in own)
+            words = [
+                argument.value
+                for argument in node.args[1:2]
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
+            yield from (word for word in words if is_private(word) and word not in defined_names)
 
 
 def table() -> list[tuple[str, str, list[str]]]:

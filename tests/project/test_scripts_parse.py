@@ -43,9 +43,9 @@ def named(is_kind: Callable[[Path], bool]) -> pytest.MarkDecorator:
 
 def tool(name: str) -> str:
     """From the environment of the tests, where the lock puts it, or from PATH."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert found, f"{name} is in the lock and not in this environment: run `make setup`"
-    return found
+    executable = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert executable, f"{name} is in the lock and not in this environment: run `make setup`"
+    return executable
 
 
 def run(*command: str) -> None:

@@ -68,11 +68,11 @@ def test_a_bucket_travels_while_the_other_is_placed(monkeypatch: pytest.MonkeyPa
 
 def test_in_two_legs_a_server_s_rounds_take_turns_and_the_worker_copies_what_has_arrived() -> None:
     apart = replace(PLAIN, source_nodes=(0, 1))
-    both = [Reader([[(1 - server, 100)]], node=server, worker=server, server=server) for server in (0, 1)]
-    assert seconds_of(both[:1], apart) == pytest.approx(10)
-    assert seconds_of(both, apart) == pytest.approx(10)  # each rank sends and receives at the same time
+    readers = [Reader([[(1 - server, 100)]], node=server, worker=server, server=server) for server in (0, 1)]
+    assert seconds_of(readers[:1], apart) == pytest.approx(10)
+    assert seconds_of(readers, apart) == pytest.approx(10)  # each rank sends and receives at the same time
     # Rank 1 sends in the first round and receives in the second.
-    assert sync_seconds(both, [[(0, 0)], [(0, 1)]], apart) == pytest.approx(20)
+    assert sync_seconds(readers, [[(0, 0)], [(0, 1)]], apart) == pytest.approx(20)
     # Packed, copied into the bucket, and copied out of it by the worker, without a link.
     local = [Reader([[(0, 100)]], node=0, server=0)]
     assert seconds_of(local, replace(apart, copy=50.0)) == pytest.approx(2 + 2 + 2)
@@ -129,7 +129,7 @@ def test_the_streams_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "messages"),
     [
         ("--pipeline 4", ["name it by --only"]),
         ("--only Qwen3-30B-A3B --tensor 3", ["--tensor = 3: must divide the model's 32 heads"]),
@@ -145,7 +145,7 @@ def test_the_streams_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_options_that_cut_no_model_or_that_nothing_reads_are_named(
-    options: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: str, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
     monkeypatch.setattr(sys, "argv", ["weight_sync_scale.py", *options.format(llama=tmp_path).split()])
@@ -153,7 +153,7 @@ def test_options_that_cut_no_model_or_that_nothing_reads_are_named(
         main()
     error = capsys.readouterr().err
     assert ended.value.code == 2
-    assert all(text in error for text in said), error
+    assert all(text in error for text in messages), error
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
@@ -191,11 +191,11 @@ def test_a_sync_on_this_machine_is_predicted_from_a_model_s_directory(
         sys, "argv", [*command, "--rates", "1e9", "inf", "inf", "1e6", "inf", "--bytes-per-weight", "4", "--engines", "3"]
     )
     assert main() == 0
-    found = json.loads((tmp_path / "found.json").read_text())
+    prediction = json.loads((tmp_path / "found.json").read_text())
     elements = sum(rows * columns for rows, columns in checkpoint_sizes(shape_of("llama")).values())
-    assert found["bytes"] == 3 * 4 * elements
+    assert prediction["bytes"] == 3 * 4 * elements
     # Three engines copy on two cores; hashing is much faster. The bytes are those of all three.
-    assert 0.5 * found["bytes"] / 1e6 < found["seconds"] < 0.6 * found["bytes"] / 1e6
+    assert 0.5 * prediction["bytes"] / 1e6 < prediction["seconds"] < 0.6 * prediction["bytes"] / 1e6
     assert "place 0.0" in capsys.readouterr().out
 
 

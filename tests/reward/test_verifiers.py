@@ -69,7 +69,7 @@ def not_a_number(text, prompt):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("3 + 4 = 7.", ["3", "4", "7"]),
         ("5-3 is 2", ["5", "3", "2"]),
@@ -86,8 +86,8 @@ def not_a_number(text, prompt):
         ("+3, \u20134, \uff0d5", ["3", "-4", "-5"]),
     ],
 )
-def test_numbers_in_a_text(text, found):
-    assert numbers(text) == [Decimal(number) for number in found]
+def test_numbers_in_a_text(text, expected):
+    assert numbers(text) == [Decimal(number) for number in expected]
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.decimals(-(10**9), 10**9, places=7))
@@ -161,11 +161,11 @@ def test_every_part_of_a_reward_has_its_own_metric_or_is_refused(parts):
     assert len(set(names)) == len(names)
     recipe: Any = SimpleNamespace(reward=parts, environment="some")
     refused = {violation.key for violation in reward_rules(recipe)}
-    kept = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
+    accepted = [name for number, name in enumerate(names) if f"reward.{number}.target" not in refused]
     reasons = [(name, reason) for name, part in zip(names, parts, strict=True) for reason in REASONS.get(part.kind, ())]
     counts = {f"{name}_num_{reason}" for name, reason in reasons}
-    assert all(KEY.fullmatch(f"reward/{name}") for name in kept)
-    assert not set(kept) & (OTHER_METRICS | counts)
+    assert all(KEY.fullmatch(f"reward/{name}") for name in accepted)
+    assert not set(accepted) & (OTHER_METRICS | counts)
 
 
 def test_all_metrics_that_belong_to_no_part_are_listed():

@@ -168,11 +168,11 @@ def test_the_server_of_the_verifiers_is_started_again(own_rewards):
 
 
 def test_an_outage_of_a_service_that_a_function_asks_is_no_0(own_rewards, monkeypatch):
-    ask, asked = VerifierProcess._ask, []
+    ask, sent_texts = VerifierProcess._ask, []
 
     async def in_no_time(self, text, prompt, timeout_s, answers):
-        asked.append(text)
-        return await ask(self, text, prompt, 0.0 if asked.count(text) > 1 and "hang" in text else timeout_s, answers)
+        sent_texts.append(text)
+        return await ask(self, text, prompt, 0.0 if sent_texts.count(text) > 1 and "hang" in text else timeout_s, answers)
 
     monkeypatch.setattr(VerifierProcess, "_ask", in_no_time)
     texts = ["error once more", "timeout once more", "down", "error, and hang once more", "raise"]
@@ -287,7 +287,7 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
             wait_for(lambda: len(fork_server.below(server)) == 5)
             below.extend(fork_server.below(server))
             scores += await verifiers.score_task(["start and die"], prompts("a"), 2000)
-            assert not any(os.path.exists(f"/proc/{one}") for one in below), "something has outlived its verifier"
+            assert not any(os.path.exists(f"/proc/{pid}") for pid in below), "something has outlived its verifier"
             below[:] = fork_server.below(server)
             return scores
         finally:
@@ -297,7 +297,7 @@ def test_a_limit_ends_a_verifier_with_all_that_it_has_started_and_names_itself(o
     assert [score.cause for score in scores] == ["memory", "memory", "processes", "", "", "crash"]
     assert [score.parts and score.parts["judge"] for score in scores] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert "200 MiB of memory (phases.reward.memory_mib)" in scores[0].failure
-    assert not any(os.path.exists(f"/proc/{one}") for one in [server, *below])
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in [server, *below])
 
 
 @pytest.mark.parametrize(("processes", "zombies", "expected"), [(2, 9, ""), (1, 0, "processes"), (2, 3, "processes")])
@@ -344,7 +344,7 @@ asyncio.run(play())
     assert len(processes) > 3
     asking.kill()
     asking.communicate()
-    wait_for(lambda: not any(os.path.exists(f"/proc/{one}") for one in processes))
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in processes))
 
 
 def test_a_reward_sees_what_was_sampled_but_for_the_token_that_ends_it(tmp_path, model, own_rewards):

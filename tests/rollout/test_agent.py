@@ -46,12 +46,12 @@ class Agents:
         """Return what comes of a row; with `ends` somebody ends it as soon as it runs."""
 
         async def ask() -> Reply:
-            asked = asyncio.ensure_future(self.worker.ask("one", AgentRun(row, self.url, "key", 7)))
+            task = asyncio.ensure_future(self.worker.ask("one", AgentRun(row, self.url, "key", 7)))
             if ends:
                 await asyncio.to_thread(wait_for, lambda: len(below(self.worker._server.process)) >= 2)
                 await self.worker.end("one")
             try:
-                return await asyncio.wait_for(asked, 60)
+                return await asyncio.wait_for(task, 60)
             finally:
                 await self.worker.end("one")
 
@@ -64,9 +64,9 @@ class Agents:
 
 @pytest.fixture(scope="module")
 def agents() -> Iterator[Agents]:
-    made = Agents()
-    yield made
-    made.close()
+    instance = Agents()
+    yield instance
+    instance.close()
 
 
 # What an agent does: the cause, and some words of the failure. COMMANDS has what any process may do.
@@ -117,9 +117,9 @@ def test_the_row_names_a_field_that_it_lacks(agents: Agents) -> None:
 def programs() -> Iterator[Agents]:
     """Run the row's own program, which a recipe would name."""
     read = 'python -c \'import json, os; print(json.load(open(os.environ["MEGARL_ROW"]))["program"])\''
-    made = Agents(run=f'eval "$({read})"')
-    yield made
-    made.close()
+    instance = Agents(run=f'eval "$({read})"')
+    yield instance
+    instance.close()
 
 
 COMMANDS = {
@@ -180,21 +180,23 @@ def test_a_command_that_never_stops_is_ended(programs: Agents, program: str) -> 
 
 def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
     program = 'touch here; test "$(ls)" = here && cat $MEGARL_ROW > $MEGARL_REWARD; pwd >&2; exit $(cat $MEGARL_ROW)'
-    made = Agents(run=program)
+    shell_agents = Agents(run=program)
     rows: list[Any] = [0, 1, *[0] * 6]
 
     async def run_all() -> list[Reply]:
-        return await asyncio.gather(*(made.worker.ask(n, AgentRun(row, made.url, "key", 1)) for n, row in enumerate(rows)))
+        return await asyncio.gather(
+            *(shell_agents.worker.ask(n, AgentRun(row, shell_agents.url, "key", 1)) for n, row in enumerate(rows))
+        )
 
-    replies = made.runner.run(run_all())
+    replies = shell_agents.runner.run(run_all())
     assert [reply.failure != "" for reply in replies] == [bool(row) for row in rows]
     work = Path(replies[1].failure.split(": ")[1])
     assert len(list(work.parents[1].iterdir())) <= 8
-    made.close()
+    shell_agents.close()
     assert work.name == "work" and not work.parents[1].exists()
 
 
-@pytest.mark.parametrize(("value", "said"), [
+@pytest.mark.parametrize(("value", "message"), [
     (None, "its reward is None (NoneType); a number is needed"),
     (float("nan"), "its reward is nan; a finite number is needed"),
     (1j, "its reward is 1j (complex); a number is needed"),
@@ -202,19 +204,19 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
     (Result(1.0, {f"m{number}": 1.0 for number in range(99)}), "at most 32 numbers by name are needed"),
     (Result([0.5, "much"]), "its reward is 'much' (str); a number is needed"),  # type: ignore[list-item]
 ])  # fmt: skip
-def test_what_is_no_result_is_named(value: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+def test_what_is_no_result_is_named(value: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         checked_result(value)
 
 
-@pytest.mark.parametrize(("target", "options", "key", "said"), [
+@pytest.mark.parametrize(("target", "options", "key", "message"), [
     ("tests.agents:nobody", {}, "environment.target", "nobody"),
     ("tests.agents:answer", {}, "environment.target", "is no coroutine"),
     ("tests.agents:run", {"speed": 1}, "environment.options", "unexpected keyword argument 'speed'"),
     ("tests.agents:needs_board", {}, "environment.options", "missing a required argument: 'board'"),
 ])  # fmt: skip
-def test_an_agent_that_cannot_be_called_is_refused(target: str, options: dict[str, Any], key: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said) as raised:
+def test_an_agent_that_cannot_be_called_is_refused(target: str, options: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as raised:
         load_agent(target, options)
     assert raised.value.violations[0].key == key
 

@@ -60,13 +60,13 @@ def play(
     limits = {"max_turns": 3, "max_episode_tokens": 30, "max_segments": 2}
     section = {"kind": "agent", "target": "tests.agents:run"} | limits | changes
     recipe = pool_recipe(Path("model"), ("data.max_prompt_tokens", 40), ("environment", section), max_new_tokens=4)
-    made = SimpleNamespace(
+    environments = SimpleNamespace(
         section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
         observations=Observations(tokenizer, recipe.data, VOCAB), workers=ScriptedWorkers(agent), numbers=iter(range(99)),
         limits=SessionLimits.of(recipe),
     )  # fmt: skip
-    made.gateway = Environments._open_gateway(made, recipe.environment)  # type: ignore[arg-type]
-    played = AgentEpisodes(made, prompts(tokenizer, 1)[0], size, None, DRAW)  # type: ignore[arg-type]
+    environments.gateway = Environments._open_gateway(environments, recipe.environment)  # type: ignore[arg-type]
+    played = AgentEpisodes(environments, prompts(tokenizer, 1)[0], size, None, DRAW)  # type: ignore[arg-type]
 
     async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
         await barrier.wait()
@@ -74,14 +74,14 @@ def play(
         return result(request, tokens[: request.max_new_tokens], version=episode.turns)
 
     async def run() -> None:
-        made.gateway.serve()
+        environments.gateway.serve()
         try:
             await played.play(generate)
         finally:
-            await made.gateway.close()
+            await environments.gateway.close()
 
     asyncio.run(run())
-    return played, made
+    return played, environments
 
 
 async def ask(client: Any, *texts: str, **options: Any) -> Any:
@@ -103,7 +103,7 @@ async def two_turns(client: Any, run: AgentRun) -> Reply:
 
 
 def test_the_tokens_are_those_that_were_sampled(tokenizer: Any) -> None:
-    played, made = play(tokenizer, two_turns, words("20 21", "22"), size=2)
+    played, environments = play(tokenizer, two_turns, words("20 21", "22"), size=2)
     facts, group = played.facts(), played.result()
     assert facts.rewards.tolist() == [0.5, 0.5] and facts.turns.tolist() == [2, 2] and facts.done.all()
     assert group.members.tolist() == [0, 1] and group.finish_reasons == ("stop", "stop") and len(group.prompt_lengths) == 1
@@ -112,9 +112,9 @@ def test_the_tokens_are_those_that_were_sampled(tokenizer: Any) -> None:
         assert completion.token_ids[completion.own].tolist() == [20, 21, END, 22, END]
         assert set(completion.versions[completion.own].tolist()) == {0, 1}
         assert (completion.logprobs[~completion.own] == 0).all() and (~completion.own).any()
-    first, second = made.workers.runs
+    first, second = environments.workers.runs
     assert first.seed == second.seed and first.token != second.token and first.url != second.url
-    assert sorted(made.workers.ended) == [0, 1]
+    assert sorted(environments.workers.ended) == [0, 1]
     assert facts.metrics()["agent/calls"] == 2.0 and facts.metrics()["rollout/segments_begun"] == 2
 
 

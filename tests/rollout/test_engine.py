@@ -118,11 +118,11 @@ def test_a_batch_that_a_sync_overtakes_generates_nothing_before_the_new_weights(
         pause = begin(engine.pause(3, in_flight))
         await let_go_on()
         core.go_on.set()
-        said = await pause
+        metrics = await pause
         await let_go_on()
         assert batch.done(), "the pause did not wait for the batch that came before it"
         assert not core.generates, "it generates between the pause and the new weights"
-        assert said["in_flight"] == 4.0
+        assert metrics["in_flight"] == 4.0
         resumed = len(core.generated)
         receive = begin(engine.receive({"version": 3}))
         late = begin(engine.submit([replace(request, position=request.position + 2) for request in BATCH]))
@@ -238,11 +238,11 @@ def test_experts_have_the_kernel_that_takes_weights_as_they_are(tmp_path: Path) 
 
 
 def test_sleep_keeps_what_no_sync_sends_and_leaves_no_graphs_on_the_device(tmp_path: Path) -> None:
-    kept = {
+    preserved = {
         model: engine_arguments(settings(tmp_path, model, takes_turns=True), 80 * GIB)["sleep_preserve_parameter_names"]
         for model in MODELS
     }
-    assert kept == {"dense": [], "experts": [], "latent": ["*.mlp.gate.e_score_correction_bias"]}
+    assert preserved == {"dense": [], "experts": [], "latent": ["*.mlp.gate.e_score_correction_bias"]}
     turns = engine_arguments(settings(tmp_path, "dense", takes_turns=True), 80 * GIB)
     assert turns["enable_sleep_mode"] and turns["sleep_mode_offload_cudagraph"]
     assert "enable_sleep_mode" not in engine_arguments(settings(tmp_path, "dense"), 80 * GIB)
@@ -259,11 +259,11 @@ def test_the_recipe_s_arguments_go_before_megarl_s_choices_and_every_other_one_h
         plain = settings(tmp_path, model, takes_turns=True, record_routing=True)
         arguments = engine_arguments(dataclasses.replace(plain, engine_args=given), device_bytes)
         assert given.items() <= arguments.items()
-        made = engine_arguments(plain, device_bytes).keys()
-        assert made <= known.keys()
+        argument_names = engine_arguments(plain, device_bytes).keys()
+        assert argument_names <= known.keys()
         # On CPUs it is the start of an engine that refuses these.
-        refused_at_start = {"enable_chunked_prefill", "compilation_config", "enable_prefix_caching"} & made
-        assert made - owned - CHOICES == refused_at_start
+        refused_at_start = {"enable_chunked_prefill", "compilation_config", "enable_prefix_caching"} & argument_names
+        assert argument_names - owned - CHOICES == refused_at_start
         for name in refused_at_start:
             with pytest.raises(RolloutError, match=f"rollout.engine_args.{name} = True: engines on CPUs need"):
                 engine_arguments(dataclasses.replace(plain, engine_args={name: True}), device_bytes)
@@ -279,14 +279,16 @@ def test_an_argument_that_vllm_lacks_is_named_with_the_nearest_and_one_of_the_re
              "max_num_seqz": 9, "logprob_mode": "raw_logprobs", "_api_process_count": 2}  # fmt: skip
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(folder, edited(("rollout.engine_args", given))))
-    found = {one.key.removeprefix("rollout.engine_args."): one for one in caught.value.violations}
-    assert found.keys() == given.keys() - {"enforce_eager"}
-    assert "has no such field" in found["max_num_batched_token"].rule
-    assert found["max_num_batched_token"].nearest == "rollout.engine_args.max_num_batched_tokens"
-    assert found["max_num_seqs"].nearest == found["max_num_seqz"].nearest == "phases.rollout.max_concurrent"
-    assert found["logprob_mode"].nearest == "remove rollout.engine_args.logprob_mode"
-    assert "has no such field" in found["_api_process_count"].rule and "._" not in found["_api_process_count"].nearest
-    assert found["logprobs_mode"].nearest == "remove rollout.engine_args.logprobs_mode"
+    violations = {violation.key.removeprefix("rollout.engine_args."): violation for violation in caught.value.violations}
+    assert violations.keys() == given.keys() - {"enforce_eager"}
+    assert "has no such field" in violations["max_num_batched_token"].rule
+    assert violations["max_num_batched_token"].nearest == "rollout.engine_args.max_num_batched_tokens"
+    assert violations["max_num_seqs"].nearest == violations["max_num_seqz"].nearest == "phases.rollout.max_concurrent"
+    assert violations["logprob_mode"].nearest == "remove rollout.engine_args.logprob_mode"
+    assert (
+        "has no such field" in violations["_api_process_count"].rule and "._" not in violations["_api_process_count"].nearest
+    )
+    assert violations["logprobs_mode"].nearest == "remove rollout.engine_args.logprobs_mode"
 
 
 @pytest.mark.parametrize("tokens", ["abc", -5, True])
@@ -311,12 +313,12 @@ def test_null_is_what_the_device_leaves_and_enough_for_every_sequence(tmp_path: 
     for memory_gib in (34, 36, 80, 141):
         recipe = qwen(tmp_path, f"device.memory_gib={memory_gib}")
         assert recipe.rollout.kv_cache_bytes is not None and recipe.phases.rollout.max_concurrent == 64
-        found = forecast_of(write_qwen(tmp_path, rollout=NULL), [f"device.memory_gib={memory_gib}"])
+        forecast = forecast_of(write_qwen(tmp_path, rollout=NULL), [f"device.memory_gib={memory_gib}"])
         engines = engines_of(recipe, ModelShape.from_directory(tmp_path / "qwen-model"))
         cache = recipe.rollout.kv_cache_bytes
-        assert engines is not None and cache is not None and found.engine_room is not None
-        assert engines.memory.total <= found.engine_room  # the cache is all of it, or all that is of use
-        assert engines.memory.total == found.engine_room or 64 * longest <= cache < 64 * longest + 2**20
+        assert engines is not None and cache is not None and forecast.engine_room is not None
+        assert engines.memory.total <= forecast.engine_room  # the cache is all of it, or all that is of use
+        assert engines.memory.total == forecast.engine_room or 64 * longest <= cache < 64 * longest + 2**20
         caches[memory_gib] = cache
     assert list(caches.values()) == sorted(caches.values())
     assert caches[34] < caches[36] and caches[80] == caches[141]
@@ -337,8 +339,8 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
     assert unsized.rollout.kv_cache_bytes is None and "null" in engine_lines(unsized)[1]
     assert with_engine_sizes(unsized, None).rollout.kv_cache_bytes == 256 << 20
     # The device that is found counts as the one that is stated.
-    found, stated = with_engine_sizes(unsized, 80 * GIB), qwen(tmp_path, "device.memory_gib=80")
-    assert found.rollout == stated.rollout and found.phases == stated.phases
+    detected, stated = with_engine_sizes(unsized, 80 * GIB), qwen(tmp_path, "device.memory_gib=80")
+    assert detected.rollout == stated.rollout and detected.phases == stated.phases
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,7 @@ def test_on_cpus_null_is_small_and_without_a_device_a_run_settles_it(
 def test_engines_that_cannot_start_are_refused(tmp_path: Path, overrides: list[str], key: str, text: str) -> None:
     with pytest.raises(RecipeError, match=text) as caught:
         qwen(tmp_path, *overrides)
-    assert [one.key for one in caught.value.violations] == [key]
+    assert [violation.key for violation in caught.value.violations] == [key]
 
 
 def test_a_megarl_that_is_only_on_the_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_a_call_is_read_out_of_the_text_around_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     {
         CALL.removesuffix("</tool_call>"): "no </tool_call>",
         CALL + CALL: "one call at a time",
@@ -52,8 +52,8 @@ def test_a_call_is_read_out_of_the_text_around_it() -> None:
         CALL.replace('"2*3"', "6"): 'calculator: expression must keep to type = "string"',
     }.items(),
 )
-def test_what_is_wrong_with_a_call_is_said_to_the_policy(text: str, said: str) -> None:
-    with pytest.raises(MalformedCall, match=re.escape(said)):
+def test_what_is_wrong_with_a_call_is_said_to_the_policy(text: str, message: str) -> None:
+    with pytest.raises(MalformedCall, match=re.escape(message)):
         read_call(text, TOOLS)
 
 
@@ -74,9 +74,9 @@ def test_the_calculator_s_examples_are_what_it_would_answer() -> None:
     """A model that was shown no tool calls one as it is shown here."""
     game = Calculator(examples=4)
     messages: Any = game.reset({"question": "Calculate 2 * 3.", "answer": "6"}, 1)
-    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "assistant"] * 4 + ["user"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"] * 4 + ["user"]
     assert messages[-1]["content"] == "Calculate 2 * 3."
-    assert len({one["content"] for one in messages}) == 3 * 4 + 1, "four different ones"
+    assert len({message["content"] for message in messages}) == 3 * 4 + 1, "four different ones"
     for question, call, result, answer in (messages[n : n + 4] for n in range(0, 16, 4)):
         left, right = map(int, re.findall("[0-9]+", question["content"]))
         game.reset({"question": "", "answer": str(left * right)}, 1)
@@ -157,13 +157,13 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     with closing(Worker()) as worker:
         assert worker.reset("good") == Reply()
         for fault, words in FAULTS.items():
-            said = worker.reset(fault, fault)
+            reply = worker.reset(fault, fault)
             if not fault.startswith("reset"):
-                assert said == Reply(), "reset went well"
-                said = worker.ask(fault, Step("x"))
-            assert words in said.failure, said
+                assert reply == Reply(), "reset went well"
+                reply = worker.ask(fault, Step("x"))
+            assert words in reply.failure, reply
             cause = "" if fault.startswith("reset") or fault == "is cut off" else "crash" if fault == "dies" else "error"
-            assert said.cause == cause, "what follows a turn of the policy has a cause, and is scored, but for an outage"
+            assert reply.cause == cause, "what follows a turn of the policy has a cause, and is scored, but for an outage"
         missing = worker.ask("row", Reset({"question": 1}, 1))
         malformed = worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": "b"}}</tool_call>'))
         good = worker.ask("good", Step('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>'))
@@ -288,26 +288,26 @@ def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_clo
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "said"),
+    ("target", "options", "message"),
     [
         ("recipes.environments.guessing_game:GuessingGame", {"low": 5, "high": 1}, "raised ValueError: .*low = 5"),
         ("tests.environments:Faulty", {"hangs": True}, "its constructor gave no answer within environment.timeout_s = 0.5"),
     ],
 )
 def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
-    target: str, options: dict[str, Any], said: str
+    target: str, options: dict[str, Any], message: str
 ) -> None:
     load_environment(target, options)  # on each rank: it makes none
     limit_s = 0.5 if "hangs" in options else 20.0
     with (
         closing(Worker(target=target, options=options, timeout_s=limit_s)) as worker,
-        pytest.raises(ValueError, match=f"environment.options = .*{target}.*{said}"),
+        pytest.raises(ValueError, match=f"environment.options = .*{target}.*{message}"),
     ):
         worker.runner.run(worker.worker.ready())
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "key", "said"),
+    ("target", "options", "key", "message"),
     [
         ("tests.environments:Unmarked", {}, "environment.target", "is not decorated"),
         ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
@@ -317,9 +317,9 @@ def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
     ],
 )
 def test_a_class_that_cannot_be_used_is_named_before_the_run(
-    target: str, options: dict[str, Any], key: str, said: str
+    target: str, options: dict[str, Any], key: str, message: str
 ) -> None:
-    with pytest.raises(RecipeError, match=said) as refused:
+    with pytest.raises(RecipeError, match=message) as refused:
         load_environment(target, options)
     assert refused.value.violations[0].key == key
 
@@ -332,11 +332,11 @@ def test_the_page_says_what_the_code_does() -> None:
     given = EnvironmentSection.model_validate(yaml.safe_load(recipe)["environment"])
     names: dict[str, Any] = {}
     exec(compile(code, "docs/agents.md", "exec"), names)
-    made = names[given.target.split(":")[1]](**given.options)
-    assert made.reset({"author": "Eve", "answer": 7}, 1) is None
-    said = made.step(Turn(call, read_call(call, made.tools)))
-    assert said == Observation([{"role": "tool", "content": "Eve"}], -0.1)
-    assert made.step(Turn(" 7 ")) == Observation(reward=1.0, done=True)
+    environment = names[given.target.split(":")[1]](**given.options)
+    assert environment.reset({"author": "Eve", "answer": 7}, 1) is None
+    observation = environment.step(Turn(call, read_call(call, environment.tools)))
+    assert observation == Observation([{"role": "tool", "content": "Eve"}], -0.1)
+    assert environment.step(Turn(" 7 ")) == Observation(reward=1.0, done=True)
 
 
 @pytest.mark.parametrize("told_of_the_tool", [True, False])
@@ -350,10 +350,10 @@ def test_the_page_takes_an_agent_to_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "my_agent.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     run = load_agent(agent.target, agent.options)
-    said = ["is it 7?" if told_of_the_tool else "no", "it is 7"]
+    replies = ["is it 7?" if told_of_the_tool else "no", "it is 7"]
 
     async def create(model: str, messages: list[dict[str, str]]) -> Any:
-        message = ChatCompletionMessage(role="assistant", content=said[len(messages) // 2])
+        message = ChatCompletionMessage(role="assistant", content=replies[len(messages) // 2])
         return SimpleNamespace(choices=[SimpleNamespace(message=message)])
 
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))

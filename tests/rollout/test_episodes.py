@@ -35,9 +35,9 @@ FIRST = {"role": "user", "content": "ok"}
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tiny_tokenizer(folder)
-    made = load_tokenizer(str(folder))
-    made.add_tokens(["12"])
-    return made
+    tiny_tokenizer = load_tokenizer(str(folder))
+    tiny_tokenizer.add_tokens(["12"])
+    return tiny_tokenizer
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -130,16 +130,16 @@ def policy_of(sample: int, turn: int) -> list[int]:
 def test_who_answers_first_changes_nothing(tokenizer: Any) -> None:
     groups: list[Any] = [(prompt, 4, None) for prompt in prompts(tokenizer, 4)]
     generator = random.Random(5)
-    orders, asked, results = [], [], []
+    orders, requests, results = [], [], []
     for delay in (lambda: 0, lambda: generator.randrange(9)):
         given = environments(tokenizer, says("ok", "go"))
         given.workers = Scripted(says("ok", "go"), delay)
         played = play(given, groups, policy_of, delay)
         orders.append([number for number, _ in given.workers.heard])
-        asked.append([{n: (turn[n].seeds, turn[n].prompt_ids.tolist()) for n in sorted(turn)} for turn in given.requests])
+        requests.append([{n: (turn[n].seeds, turn[n].prompt_ids.tolist()) for n in sorted(turn)} for turn in given.requests])
         results.append([episodes.result() for episodes in played])
     assert orders[0] != orders[1] and orders[1] != sorted(orders[1]), "answers come in another order"
-    assert asked[0] == asked[1] and len(asked[0]) == 3
+    assert requests[0] == requests[1] and len(requests[0]) == 3
     for first, other in zip(*results, strict=True):
         assert first.token_ids.tolist() == other.token_ids.tolist() and first.finish_reasons == other.finish_reasons
         assert first.logprobs.tolist() == other.logprobs.tolist() and first.own.tolist() == other.own.tolist()
@@ -186,8 +186,8 @@ def says(*texts: str, reward: float = 0.0) -> Callable[[int, Reset | Step], Repl
 
 def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer: Any) -> None:
     # The policy writes 12 as two tokens, for which the tokenizer has one.
-    one, two = ids(tokenizer, "1")[0], ids(tokenizer, "2")[0]
-    sampled = {0: [5, one, two, END], 1: [one, two, END], 2: [one, two]}
+    digit_1, digit_2 = ids(tokenizer, "1")[0], ids(tokenizer, "2")[0]
+    sampled = {0: [5, digit_1, digit_2, END], 1: [digit_1, digit_2, END], 2: [digit_1, digit_2]}
     assert ids(tokenizer, tokenizer.decode(sampled[0])) != sampled[0], "the policy's tokens do not come back from their text"
     given = environments(tokenizer, says("ok", "go", reward=0.5))
     groups = [(prompt, 2, None) for prompt in prompts(tokenizer)]
@@ -205,21 +205,25 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
             assert completion.token_ids.tolist() == whole and completion.own.astype(int).tolist() == marks
             assert completion.final_ids.tolist() == sampled[2]
             starts = [len(prompt.token_ids), len(prompt.token_ids) + 7, len(prompt.token_ids) + 13]
-            said = [-0.01 * token - start for start, turn in zip(starts, sampled, strict=True) for token in sampled[turn]]
-            np.testing.assert_allclose(completion.logprobs[completion.own], said, rtol=1e-6)
+            logprobs = [
+                -0.01 * token - start for start, turn in zip(starts, sampled, strict=True) for token in sampled[turn]
+            ]
+            np.testing.assert_allclose(completion.logprobs[completion.own], logprobs, rtol=1e-6)
             assert not completion.logprobs[~completion.own].any()
             assert completion.versions.tolist() == [0] * 7 + [1] * 6 + [2] * 2, "an observation has that of the turn before"
     for turn, requests in enumerate(given.requests):
-        behind = [[], whole[:7], whole[:13]][turn]
+        history = [[], whole[:7], whole[:13]][turn]
         for number, request in requests.items():
-            assert request.prompt_ids.tolist() == [*groups[number // 2][0].token_ids, *behind]
+            assert request.prompt_ids.tolist() == [*groups[number // 2][0].token_ids, *history]
             assert request.seeds == (request_seed(SEED, DRAW, 10 + number // 2, number % 2, turn),)
     seeds = {request.seeds for requests in given.requests for request in requests.values()}
     assert len(seeds) == 12, "each turn of each episode draws by itself"
     facts = EpisodeFacts.joined([group.facts() for group in episodes])
     assert facts.rewards.tolist() == [1.5] * 4 and facts.turns.tolist() == [3] * 4 and facts.done.all()
     steps = [question.text for _, question in given.workers.heard if isinstance(question, Step)]
-    assert steps[0] == tokenizer.decode([5, one, two]), "the environment hears the turn without the token that ended it"
+    assert steps[0] == tokenizer.decode([5, digit_1, digit_2]), (
+        "the environment hears the turn without the token that ended it"
+    )
 
 
 def test_a_turn_that_was_cut_gets_the_template_s_end(tokenizer: Any) -> None:
@@ -264,8 +268,8 @@ def test_a_prompt_that_reset_gives_takes_the_place_of_the_row_s(tokenizer: Any) 
     given = environments(tokenizer, answer)
     (episodes,) = play(given, [(prompts(tokenizer)[0], 3, None)], lambda sample, turn: [5, END])
     played = episodes.result()
-    own, given_by_reset = prompts(tokenizer)[0].token_ids.tolist(), ids(tokenizer, "what=")
-    assert [played.sample(member).prompt_ids.tolist() for member in range(3)] == [own, given_by_reset, given_by_reset]
+    row_ids, given_by_reset = prompts(tokenizer)[0].token_ids.tolist(), ids(tokenizer, "what=")
+    assert [played.sample(member).prompt_ids.tolist() for member in range(3)] == [row_ids, given_by_reset, given_by_reset]
     assert played.finish_reasons == ("failed", "stop", "stop"), "it samples one turn, which does not count"
     assert np.isnan(episodes.facts().rewards).tolist() == [True, False, False]
 
@@ -282,7 +286,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_failure_behind_a_turn_is_scored_another_one_masked_and_either_may_end_the_run(tokenizer: Any, case: str) -> None:
-    reply, said, cause = BAD[case]
+    reply, message, cause = BAD[case]
 
     def answer(number: int, question: Reset | Step) -> Reply:
         if isinstance(question, Reset):
@@ -294,14 +298,14 @@ def test_a_failure_behind_a_turn_is_scored_another_one_masked_and_either_may_end
     facts = episodes.facts()
     name = "rows line 0: environment tests.environments:Counting, member 1 of prompt 10, behind turn 1: "
     assert facts.failures.tolist()[0] == "" and facts.failures.tolist()[1].startswith(name)
-    assert said in facts.failures.tolist()[1] and facts.causes.tolist() == ["", cause]
+    assert message in facts.failures.tolist()[1] and facts.causes.tolist() == ["", cause]
     np.testing.assert_array_equal(facts.rewards, [1.0, 0.0 if cause else np.nan])
     scored = RewardResult(np.zeros(2, np.float32), np.ones(2, bool), {}, {}, 0, (2,))
     metrics = add_episodes(scored, facts).metrics()
     assert metrics["reward/num_masked"] == metrics["reward/num_masked_environment"] == (not cause)
     assert not cause or metrics[f"reward/num_zero_{cause}"] == 1
     assert episodes.result().finish_reasons == ("stop", "failed")
-    with pytest.raises(RolloutError, match=f"rows line 0: .*{said}.*environment.on_error: mask"):
+    with pytest.raises(RolloutError, match=f"rows line 0: .*{message}.*environment.on_error: mask"):
         play(environments(tokenizer, answer, on_error="stop"), groups, lambda sample, turn: [5, END])
 
 
@@ -333,7 +337,7 @@ def test_a_tool_s_role_is_tried_before_the_first_step(tokenizer: Any) -> None:
     check_tool_role(section(size), shows)
     with pytest.raises(ValueError, match=f"max_observation_tokens = {size - 1}: .* has {size} tokens"):
         check_tool_role(section(size - 1), shows)
-    refuses, hides = (SimpleNamespace(behind=one) for one in (_refuse_role, lambda last, messages: np.array([5])))
+    refuses, hides = (SimpleNamespace(behind=function) for function in (_refuse_role, lambda last, messages: np.array([5])))
     with pytest.raises(ValueError, match="Faulty, tool_role = 'tool': roles must alternate; give the class another"):
         check_tool_role(section(size), refuses)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tool_role = 'tool': the model's chat template leaves messages of that role out"):
@@ -350,10 +354,10 @@ def test_what_environments_gave_is_added_to_the_rewards_and_a_failure_masks_both
     given, failures = np.array([1.0, nan, 2.0, -1.0], np.float32), np.array(["", "it broke", "", ""])
     notes = np.full(4, '{"rewards": [], "metrics": {}, "segments": {"begun": 1}}')
     facts = EpisodeFacts(given, np.arange(4) + 1, np.zeros(4, int), ~np.isnan(given), failures, np.full(4, ""), notes)
-    found = add_episodes(scored, facts)
-    np.testing.assert_array_equal(found.rewards, [1.5, nan, nan, 0.0])
-    np.testing.assert_array_equal(found.parts["exact"], [0.5, nan, nan, 1.0])
-    np.testing.assert_array_equal(found.parts["environment"], [1.0, nan, nan, -1.0])
-    assert found.valid.tolist() == [True, False, False, True] and found.failures == {1: "it broke", 2: "timeout"}
-    assert found.metrics()["reward/num_masked"] == 2 and found.metrics()["reward/environment"] == 0.0
+    combined = add_episodes(scored, facts)
+    np.testing.assert_array_equal(combined.rewards, [1.5, nan, nan, 0.0])
+    np.testing.assert_array_equal(combined.parts["exact"], [0.5, nan, nan, 1.0])
+    np.testing.assert_array_equal(combined.parts["environment"], [1.0, nan, nan, -1.0])
+    assert combined.valid.tolist() == [True, False, False, True] and combined.failures == {1: "it broke", 2: "timeout"}
+    assert combined.metrics()["reward/num_masked"] == 2 and combined.metrics()["reward/environment"] == 0.0
     assert add_episodes(scored, None) is scored

@@ -29,18 +29,18 @@ REWARDS = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6), min_s
 @given(REWARDS, st.integers(1, 6))
 def test_pass_at_k_is_the_share_of_subsets_with_one_that_passes(rewards: list[list[float]], k: int) -> None:
     shares = []
-    for one in rewards:
-        subsets = list(itertools.combinations(one, k))
+    for prompt_rewards in rewards:
+        subsets = list(itertools.combinations(prompt_rewards, k))
         if subsets:
             shares.append(sum(max(subset) >= 1.0 for subset in subsets) / len(subsets))
-    found = pass_at([np.array(one) for one in rewards], k, 1.0)
-    assert found.num_prompts == len(shares)
-    assert found.value == pytest.approx(sum(shares) / len(shares), abs=1e-12) if shares else math.isnan(found.value)
+    estimate = pass_at([np.array(prompt_rewards) for prompt_rewards in rewards], k, 1.0)
+    assert estimate.num_prompts == len(shares)
+    assert estimate.value == pytest.approx(sum(shares) / len(shares), abs=1e-12) if shares else math.isnan(estimate.value)
 
 
 def test_a_mean_gives_every_prompt_the_same_weight() -> None:
-    found = mean_reward([np.array([1.0]), np.array([0.0, 0.0, 0.0]), np.array([])])
-    assert (found.value, found.num_prompts) == (0.5, 2)
+    estimate = mean_reward([np.array([1.0]), np.array([0.0, 0.0, 0.0]), np.array([])])
+    assert (estimate.value, estimate.num_prompts) == (0.5, 2)
 
 
 def test_the_error_is_that_of_means_over_other_prompts() -> None:
@@ -49,8 +49,8 @@ def test_the_error_is_that_of_means_over_other_prompts() -> None:
     held = 0
     for _ in range(4000):
         difficulty = random.beta(2.0, 2.0, 50)
-        found = mean_reward([random.binomial(1, p, 8).astype(float) for p in difficulty])
-        held += abs(found.value - 0.5) <= found.error
+        estimate = mean_reward([random.binomial(1, p, 8).astype(float) for p in difficulty])
+        held += abs(estimate.value - 0.5) <= estimate.error
     assert 0.93 < held / 4000 < 0.965
 
 
@@ -92,18 +92,18 @@ def evaluation(rewards: list[list[float]], **counts: int) -> Evaluation:
     """Of completions of these rewards, none of which says an answer; half of them are cut."""
     prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(len(rewards))]
     size = sum(map(len, rewards))
-    found = [np.array(one, np.float32) for one in rewards]
+    reward_arrays = [np.array(prompt_rewards, np.float32) for prompt_rewards in rewards]
     truncated = [number % 2 == 0 for number in range(size)]
-    return Evaluation(prompts, counts_of(prompts, **counts), found, [], list(range(size)), truncated)
+    return Evaluation(prompts, counts_of(prompts, **counts), reward_arrays, [], list(range(size)), truncated)
 
 
 def test_engines_take_the_devices_of_this_machine_as_many_as_fit(tmp_path: Path) -> None:
-    made = recipe(save_model(tmp_path / "m", "llama", True, 0, layers=1), engines=4, tensor=2)
+    eval_recipe = recipe(save_model(tmp_path / "m", "llama", True, 0, layers=1), engines=4, tensor=2)
     first, second = EnginePlace(0, (0, 1)), EnginePlace(0, (2, 3))
-    assert engine_places(made, 5) == (first, second)
-    assert len(engine_places(made, 64)) == len(engine_places(made, None)) == 4
+    assert engine_places(eval_recipe, 5) == (first, second)
+    assert len(engine_places(eval_recipe, 64)) == len(engine_places(eval_recipe, None)) == 4
     with pytest.raises(ValueError, match="takes 2 devices .* this machine has 1; override them, as rollout.tensor=1"):
-        engine_places(made, 1)
+        engine_places(eval_recipe, 1)
 
 
 def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_path: Path) -> None:
@@ -134,16 +134,16 @@ def test_what_could_not_be_scored_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_says_each_estimate_with_its_error_and_what_did_not_count() -> None:
-    asked = measured(completions=2, pass_at=[1, 2])
-    said = report(asked, evaluation([[1.0, 0.0], [0.0, 0.0]]), as_json=False).splitlines()
-    assert said == [
+    eval_recipe = measured(completions=2, pass_at=[1, 2])
+    lines = report(eval_recipe, evaluation([[1.0, 0.0], [0.0, 0.0]]), as_json=False).splitlines()
+    assert lines == [
         "mean 0.250 ±0.490, pass@1 0.250 ±0.490, pass@2 0.500 ±0.980 on 2 held-out prompts",
         "completions of 1.5 tokens, 50.0% of them cut at rollout.max_new_tokens",
     ]
     beside = evaluation([[1.0, np.nan], [np.nan, np.nan]], num_left_out=4, num_dropped=2, num_bad_rows=5)
-    said = report(asked, beside, as_json=False).splitlines()
-    assert said[0] == "mean 1.000, pass@1 1.000, pass@2 nan on 2 held-out prompts", "of a single prompt there is no error"
-    assert said[2:] == [
+    lines = report(eval_recipe, beside, as_json=False).splitlines()
+    assert lines[0] == "mean 1.000, pass@1 1.000, pass@2 nan on 2 held-out prompts", "of a single prompt there is no error"
+    assert lines[2:] == [
         "3 completions could not be scored and count for nothing",
         "4 prompts left out, which are among the training prompts",
         "7 prompts left out, longer than data.max_prompt_tokens or bad rows",

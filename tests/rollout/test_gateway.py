@@ -226,7 +226,11 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(served: Served) -> No
     opened = served.open(Script("ab"))
     choice = openai_client(opened).chat.completions.create(model="any", messages=ASKED, logprobs=True).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert [(one.token, one.logprob) for one in choice.logprobs.content] == [("a", 0.0), ("b", -1.0), ("<|turn_end|>", -2.0)]
+    assert [(token.token, token.logprob) for token in choice.logprobs.content] == [
+        ("a", 0.0),
+        ("b", -1.0),
+        ("<|turn_end|>", -2.0),
+    ]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "messages"])
@@ -354,7 +358,7 @@ def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served: Serv
     post(served.open(Script("x")), "chat/completions", model="any", messages=ASKED)
     connections: Any = served.gateway._server.server_state.connections
     sockets = [connection.transport.get_extra_info("socket") for connection in connections]
-    assert sockets and all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets)
+    assert sockets and all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in sockets)
 
 
 def test_the_model_is_listed(served: Served) -> None:

@@ -71,14 +71,14 @@ def test_engines_and_transport_follow_the_nodes(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, None, num_nodes=2)
-    for said, recipe, variables in (
+    for message, recipe, variables in (
         ("trainer.ranks = 4, but 2 ranks were started", of(4), started(2, 2)),
         ("4 trainer ranks are on 2 nodes, and MEGARL_RAY_ADDRESS names no Ray cluster", of(4), started(4, 2)),
         ("need 3 nodes, and there are 2", of(6), started(6, 2, ADDRESS)),
         ("mapped: trainer ranks and engines are on several hosts; use auto", of(4, "colocated", MAPPED),
          started(4, 2, ADDRESS)),
     ):  # fmt: skip
-        with pytest.raises(PlacementError, match=said):
+        with pytest.raises(PlacementError, match=message):
             nodes.set_stage(recipe, variables)
     have(monkeypatch, [4, 2])
     with pytest.raises(PlacementError, match="4 trainer ranks a node need 4 devices, and a node has 2"):

@@ -68,8 +68,8 @@ def pools(model: Path) -> Pools:
     """A pool of scripted engines, with no second chance for one that took wrong bytes."""
 
     def of(*engines: Scripted, **section: Any) -> EnginePool:
-        made = recipe(model, ("weight_sync", {"retries": 0} | section), max_restarts=2)
-        pool = EnginePool(made, str(model), (), seed=0)
+        pool_recipe = recipe(model, ("weight_sync", {"retries": 0} | section), max_restarts=2)
+        pool = EnginePool(pool_recipe, str(model), (), seed=0)
         pool.engines = list(engines)
         return pool
 
@@ -147,17 +147,17 @@ def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> No
 
 def test_what_an_engine_leaves_behind_is_removed_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(node: int) -> None:
-        asked.append("there")
+        calls.append("there")
         raise RolloutError("its node is gone")
 
-    asked: list[str] = []
-    monkeypatch.setattr(handle, "clear_away", lambda process: asked.append("here"))
+    calls: list[str] = []
+    monkeypatch.setattr(handle, "clear_away", lambda process: calls.append("here"))
     monkeypatch.setattr(handle, "node_share", gone)
     for node in (0, 1):
         engine = EngineHandle(SimpleNamespace(name="", place=SimpleNamespace(node=node)), 1.0, 1)  # type: ignore[arg-type]
         engine.process = EngineProcess("node0", (), (), 4)
         engine.kill()
-    assert asked == ["here", "there"]
+    assert calls == ["here", "there"]
 
 
 def test_colocated_engines_rest_on_gpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +179,10 @@ def test_an_engine_that_dies_while_it_falls_asleep_is_left_to_the_sync() -> None
         called.append(reference)
         raise EngineDied("its process is gone")
 
-    def one(turns: bool, name: str) -> Any:
+    def make_engine(turns: bool, name: str) -> Any:
         return SimpleNamespace(settings=SimpleNamespace(takes_turns=turns), call=lambda method: f"{name} {method}", get=ends)
 
-    pool: Any = SimpleNamespace(engines=[one(True, "a"), one(False, "b"), one(True, "c")])
+    pool: Any = SimpleNamespace(engines=[make_engine(True, "a"), make_engine(False, "b"), make_engine(True, "c")])
     EnginePool.rest(pool)
     assert called == ["a sleep", "c sleep"]
 
@@ -227,6 +227,6 @@ def test_a_store_of_rollouts_that_does_not_answer_is_named(pools: Pools, error: 
 
 def test_preemptions_are_counted_where_concurrency_follows_them_even_without_a_trace(model: Path) -> None:
     for trace, staleness, counts in (("none", 0, False), ("none", 1, True), ("phases", 0, True)):
-        made = recipe(model, ("run.trace", trace), engines=2, max_staleness=staleness)
-        pool = EnginePool(made, str(model), (), seed=0)
+        pool_recipe = recipe(model, ("run.trace", trace), engines=2, max_staleness=staleness)
+        pool = EnginePool(pool_recipe, str(model), (), seed=0)
         assert {engine.settings.times_requests for engine in pool.engines} == {counts}

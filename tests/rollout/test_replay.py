@@ -50,11 +50,11 @@ def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
     whole = np.concatenate([_routing(samples[s]) for s in range(4)])
     assert np.array_equal(whole, np.concatenate([group.routing for group in groups if group.routing is not None]))
     batch = batch_of(groups)
-    found = FilePayload(str(dump_rollout(tmp_path, 1, batch))).fetch([3, 0, 1, 2])
+    replayed = FilePayload(str(dump_rollout(tmp_path, 1, batch))).fetch([3, 0, 1, 2])
     for s, sample in samples.items():
-        assert np.array_equal(_routing(found[s]), _routing(sample)), s
-        assert _routing(found[s]).dtype == np.uint8
-        assert np.array_equal(found[s].completion.versions, sample.completion.versions), s
+        assert np.array_equal(_routing(replayed[s]), _routing(sample)), s
+        assert _routing(replayed[s]).dtype == np.uint8
+        assert np.array_equal(replayed[s].completion.versions, sample.completion.versions), s
     versions = [(batch.first_version[s], batch.last_version[s]) for s in range(4)]
     assert versions == [
         (sample.completion.versions[0], sample.completion.versions[-1]) for _, sample in sorted(samples.items())

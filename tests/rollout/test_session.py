@@ -48,7 +48,7 @@ def test_eight_turns_are_one_segment_of_sampled_tokens(name: str, tools: Any, tu
     session, policy = Session(chat, LIMITS), Policy(chat)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
     before = np.empty(0, np.int32)
-    for said, asked, is_cut, num_calls in turns:
+    for answer, question, is_cut, num_calls in turns:
         turn = session.next_turn(messages, tools)
         assert is_continued(turn, before), "the prompt has the tokens of all turns before"
         shown, wanted = chat.tokenizer.decode(turn.prompt_ids), chat.render(messages, tools)
@@ -59,16 +59,16 @@ def test_eight_turns_are_one_segment_of_sampled_tokens(name: str, tools: Any, tu
             tool_call("add", {"a": number})
             for number in range(num_calls if tools and "tool_calls" in TEMPLATES[name] else 0)
         ]
-        text = said + "".join(
+        text = answer + "".join(
             f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': n}})}</tool_call>" for n in range(len(calls))
         )
         sampled = policy.write(text, is_cut)
-        reply = {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
+        reply = {"role": "assistant", "content": answer} | ({"tool_calls": calls} if calls else {})
         session.record(turn, sampled, reply)
         before = np.concatenate([turn.prompt_ids, sampled.token_ids])
         messages = [*messages, sent_back(reply, True)]
-        messages += [{"role": "tool", "content": asked, "tool_call_id": "1"} for _ in calls] or [
-            {"role": "user", "content": asked}
+        messages += [{"role": "tool", "content": question, "tool_call_id": "1"} for _ in calls] or [
+            {"role": "user", "content": question}
         ]
     check_trained(session.segments, policy.sampled)
     (segment,) = session.segments
@@ -84,13 +84,13 @@ def test_a_template_that_changes_earlier_turns_begins_segments(name: str, tools:
     chat = renderer(name)
     session, policy = Session(chat, LIMITS), Policy(chat)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
-    for number, (said, asked, is_cut, _) in enumerate(turns):
+    for number, (answer, question, is_cut, _) in enumerate(turns):
         turn = session.next_turn(messages, tools)
         assert turn.prompt_ids.tolist() == chat.ids(chat.render(messages, tools)).tolist()
-        text = said if name == "opens thoughts itself" else f"<think>{said}</think>{said}"
+        text = answer if name == "opens thoughts itself" else f"<think>{answer}</think>{answer}"
         session.record(turn, policy.write(text, is_cut), {"role": "assistant", "content": text})
         assert session.counts["template"] == number == len(session.segments) - 1
-        messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": asked}]
+        messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": question}]
     check_trained(session.segments, policy.sampled)
 
 
@@ -140,10 +140,10 @@ class Client:
     def ask(self) -> None:
         """Send a request: one of its turns continued, with all its tokens, or a history that the session does not have."""
         self.number += 1
-        asked = {"role": "user", "content": f"{self.name} asks {self.number}"}
+        message = {"role": "user", "content": f"{self.name} asks {self.number}"}
         kind = self.random.choice(("newest", "newest", "any", "edited", "new")) if self.known else "new"
         if kind == "new":
-            self.open.append((self.session.next_turn([asked]), None))
+            self.open.append((self.session.next_turn([message]), None))
             return
         messages, tokens = self.known[-1] if kind == "newest" else self.random.choice(self.known)
         if kind == "edited":
@@ -151,7 +151,7 @@ class Client:
             messages = [
                 m | {"content": f"{self.name} edits {self.number}"} if n == place else m for n, m in enumerate(messages)
             ]
-        self.open.append((self.session.next_turn([*messages, asked]), None if kind == "edited" else tokens))
+        self.open.append((self.session.next_turn([*messages, message]), None if kind == "edited" else tokens))
 
     def answer(self) -> None:
         """Complete one of the requests, or give it up."""
@@ -220,9 +220,9 @@ def test_text_and_tokens_that_go_on_continue_their_turn() -> None:
 def test_one_request_may_have_several_completions() -> None:
     chat = renderer("plain")
     session, policy = Session(chat, LIMITS), Policy(chat)
-    asked = [{"role": "user", "content": "?"}]
-    session.record(session.next_turn(asked), policy.write("a"), {"role": "assistant", "content": "a"})
-    history = [*asked, {"role": "assistant", "content": "a"}, {"role": "user", "content": "!"}]
+    first_messages = [{"role": "user", "content": "?"}]
+    session.record(session.next_turn(first_messages), policy.write("a"), {"role": "assistant", "content": "a"})
+    history = [*first_messages, {"role": "assistant", "content": "a"}, {"role": "user", "content": "!"}]
     turn = session.next_turn(history)
     for text in "bcd":
         session.record(turn, policy.write(text), {"role": "assistant", "content": text})
@@ -236,13 +236,13 @@ def test_one_request_may_have_several_completions() -> None:
 def test_limits_hold_for_each_segment() -> None:
     chat = renderer("plain")
     session, policy = Session(chat, SessionLimits(12, 12, max_segments=2, max_branches=1)), Policy(chat)
-    asked = [{"role": "user", "content": "12345"}]
+    first_messages = [{"role": "user", "content": "12345"}]
     with pytest.raises(ContextTooLong, match="the prompt has 13 tokens; 1 to 12"):
         session.next_turn([{"role": "user", "content": "1234567890"}])
-    turn = session.next_turn(asked)
+    turn = session.next_turn(first_messages)
     assert turn.max_new_tokens == 12
     session.record(turn, policy.write("abcd"), {"role": "assistant", "content": "abcd"})
-    history = [*asked, {"role": "assistant", "content": "abcd"}, {"role": "user", "content": "12"}]
+    history = [*first_messages, {"role": "assistant", "content": "abcd"}, {"role": "user", "content": "12"}]
     assert session.next_turn(history).max_new_tokens == 12 - 5 - 5
     with pytest.raises(ContextTooLong, match="has 12 tokens after its first prompt"):
         session.next_turn([*history[:-1], {"role": "user", "content": "1234"}])

@@ -72,8 +72,8 @@ def test_trainer_and_engine_agree(engine_process: ProcessPoolExecutor, tmp_path:
     model = save_model(tmp_path / "model", family.removesuffix("_text"), False, 0, vocab=VOCAB)
     segments = engine_process.submit(talks, model).result(300)
     assert sum(int(completion.own.sum()) for _, completion in segments) > 40
-    (found,) = run_ranks(computes, 1, str(model), segments)
-    for (_, completion), logprobs in zip(segments, found, strict=True):
+    (trainer_logprobs,) = run_ranks(computes, 1, str(model), segments)
+    for (_, completion), logprobs in zip(segments, trainer_logprobs, strict=True):
         np.testing.assert_allclose(completion.logprobs[completion.own], logprobs, atol=1e-4)
 
 

@@ -59,7 +59,7 @@ class Flight:
 
     def generate(self) -> RolloutBatch:
         ids = [np.random.default_rng(index).integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32) for index in range(4)]
-        return generate(self.pool, [Prompt(index, one, "", "", {}) for index, one in enumerate(ids)], STEP)
+        return generate(self.pool, [Prompt(index, token_ids, "", "", {}) for index, token_ids in enumerate(ids)], STEP)
 
     def in_the_middle(self, in_flight: str, sync: Callable[[], float]) -> tuple[Future[RolloutBatch], int]:
         """A rollout that decoded for a while under the old weights until `sync` came, before any group was complete, and the
@@ -148,7 +148,7 @@ def test_completions_go_on_under_the_new_weights_and_not_under_torn_ones(flight:
 
 
 def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def too_long() -> float:
         recipe = flight.pool._recipe
@@ -157,12 +157,12 @@ def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> No
             try:
                 return flight.publish(NEW)["sync/in_flight"]
             except RolloutError as error:
-                said.append(str(error))
+                messages.append(str(error))
                 return ALL
 
     rollout, _ = flight.in_the_middle("wait", too_long)
-    assert len(said) == 1
+    assert len(messages) == 1
     rule = r"rollout engine 0 in phase weight_sync within rollout\.timeout_s = 0\.01: weight_sync\.in_flight = wait"
-    assert re.search(rule, said[0]), said
+    assert re.search(rule, messages[0]), messages
     assert same(drawn(rollout.result()), flight.undisturbed[OLD])
     assert same(flight.after_sync(NEW), flight.undisturbed[NEW])

@@ -82,9 +82,9 @@ def samples(*groups: GroupResult) -> dict[int, Sample]:
 
 def assert_sampled(model: Path, *groups: GroupResult) -> None:
     """Every completion is whole, and has the log-probabilities of transformers."""
-    made = samples(*groups)
-    expected = huggingface_logprobs(model, made, 1.0)
-    for s, sample in made.items():
+    all_samples = samples(*groups)
+    expected = huggingface_logprobs(model, all_samples, 1.0)
+    for s, sample in all_samples.items():
         assert len(sample.completion.token_ids) == NEW_TOKENS and sample.completion.finish_reason == "length"
         np.testing.assert_allclose(sample.completion.logprobs, expected[s], atol=1e-4)
 
@@ -174,8 +174,8 @@ def test_recorded_experts_of_a_cut_completion_cover_the_whole_sequence(cluster: 
     as the cache has blocks for two of three completions. What nobody takes is not kept."""
     model = save_model(tmp_path, "qwen3_moe", True, 0)
     edits = ("data.max_prompt_tokens", PROMPT_TOKENS), ("actor.router_replay", True)
-    made = recipe(model, *edits, max_new_tokens=40, kv_cache_bytes=5 * BLOCK_BYTES)
-    pool = EnginePool(made, str(model), (), seed=3)
+    routing_recipe = recipe(model, *edits, max_new_tokens=40, kv_cache_bytes=5 * BLOCK_BYTES)
+    pool = EnginePool(routing_recipe, str(model), (), seed=3)
     pool.start()
     try:
         client = Client(pool.engines[0])

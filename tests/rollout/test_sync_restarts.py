@@ -156,8 +156,8 @@ def test_a_killed_actor_comes_back_and_leaves_no_process(faulty: Faulty) -> None
     [
         ("core", "receive"),
         *(
-            pytest.param(*one, marks=pytest.mark.nightly)
-            for one in (("actor", "receive"), ("core", "pause"), ("actor", "pause"))
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("actor", "receive"), ("core", "pause"), ("actor", "pause"))
         ),
     ],
 )
@@ -202,8 +202,8 @@ def test_an_engine_that_hangs_is_named_at_the_deadline_and_one_that_died_too_oft
     patient_s, restarts = pool._recipe.rollout.timeout_s, pool.engines[0].restarts
     change_rollout(pool, timeout_s=4.0)
     core = busiest_child(pool)
-    said = generate_stopped(faulty, 1, core)
-    assert re.search(r"rollout engine 0: .* groups of step 1 .*phase rollout.*timeout_s = 4", said), said
+    message = generate_stopped(faulty, 1, core)
+    assert re.search(r"rollout engine 0: .* groups of step 1 .*phase rollout.*timeout_s = 4", message), message
 
     change_rollout(pool, timeout_s=patient_s, max_restarts=restarts)
     core.kill()

@@ -40,13 +40,13 @@ def pool(cluster: None, teacher: Path, tmp_path: Path) -> Iterator[EnginePool]:
 
 def samples() -> list[Sample]:
     """Sequences up to the longest that the recipe allows, some with tokens that the policy did not sample."""
-    random, made = np.random.default_rng(0), []
+    random, sequences = np.random.default_rng(0), []
     for number, (prompt, length) in enumerate([(16, 24), (3, 1), (9, 17), (1, 24), (12, 6)]):
         tokens = random.integers(0, VOCAB, prompt + length).astype(np.int32)
-        own = np.ones(length, bool) if number % 2 else random.random(length) < 0.6
+        own_mask = np.ones(length, bool) if number % 2 else random.random(length) < 0.6
         unread = np.zeros(length, np.float32), "stop", np.zeros(length, np.int64)
-        made.append(Sample(number, tokens[:prompt], Completion(tokens[prompt:], *unread, own=own)))
-    return made
+        sequences.append(Sample(number, tokens[:prompt], Completion(tokens[prompt:], *unread, own=own_mask)))
+    return sequences
 
 
 def test_an_engine_gives_what_the_teacher_computes_also_after_a_restart(pool: EnginePool, teacher: Path) -> None:
@@ -55,8 +55,8 @@ def test_an_engine_gives_what_the_teacher_computes_also_after_a_restart(pool: En
     chosen = [4, 0, 2, 1, 3]
     for restarts in range(1 + RESTARTS):
         scores = pool.judge(NAME, DataPayload(tuple(every)), chosen)
-        for sample, found in zip(chosen, scores, strict=True):
-            assert found == pytest.approx(expected[sample][every[sample].completion.own], abs=2e-5)
+        for sample, logprobs in zip(chosen, scores, strict=True):
+            assert logprobs == pytest.approx(expected[sample][every[sample].completion.own], abs=2e-5)
         engine = pool.teachers[NAME]
         assert engine.restarts == restarts
         ray.kill(engine._actor)

@@ -75,7 +75,7 @@ def test_a_healthy_run_has_nothing_to_change():
 )
 def test_a_fault_is_found_alone_and_says_what_to_change(metric, value, says, do):
     lines = [metrics_of(step) | {metric: value, "time/weight_sync": 1.4} for step in range(1, 13)]
-    (finding,) = [one for one in find(run_of(lines)) if one.metric != "time/weight_sync"]
+    (finding,) = [candidate for candidate in find(run_of(lines)) if candidate.metric != "time/weight_sync"]
     assert finding.metric == metric and says in finding.says and do in finding.do
 
 
@@ -137,14 +137,18 @@ def test_under_dynamic_sampling_the_reward_is_that_of_all_that_was_sampled(tmp_p
     """The groups that are trained on have a mean of a half in every step: the policy learns all the same. In each place that
     shows a reward or judges by it."""
     rises = [0.1 + 0.05 * step for step in range(12)]
-    run = run_of([metrics_of(step) | {"reward/mean": 0.5, "reward/sampled_mean": one} for step, one in enumerate(rises, 1)])
+    run = run_of(
+        [metrics_of(step) | {"reward/mean": 0.5, "reward/sampled_mean": mean} for step, mean in enumerate(rises, 1)]
+    )
     flat = run_of([metrics_of(step) | {"reward/mean": 0.5} for step in range(1, 13)], "flat")
     assert learning(run, []).verdict == "Yes" and learning(flat, []).verdict == "Not so far"
     assert reward(run)[0].data[0]["y"] == pytest.approx(rises)
     assert better(run, flat, ("made", "flat")).says[0].startswith("After 12 steps: 0.62")  # the last two: 0.6 and 0.65
     shown = io.StringIO()
-    made = make_run(tmp_path / "run", [{key: value for key, value in line.items() if key != "step"} for line in run.steps])
-    show_curve(read_run(made), Console(file=shown))
+    directory = make_run(
+        tmp_path / "run", [{key: value for key, value in line.items() if key != "step"} for line in run.steps]
+    )
+    show_curve(read_run(directory), Console(file=shown))
     assert "first 3 steps 0.150, last 3 steps 0.600" in shown.getvalue()
     assert "reward 0.650" in step_line(12, 12, run.steps[-1])
 
@@ -215,7 +219,7 @@ def test_the_docs_say_what_the_report_says():
     assert advice_table() in page
     lines = page.splitlines()
     idle = [advice for advice in ADVICE if advice.metric.startswith("idle/")]
-    missing = [one for one in idle if not any(f"`{one.metric}`" in line and one.do in line for line in lines)]
+    missing = [advice for advice in idle if not any(f"`{advice.metric}`" in line and advice.do in line for line in lines)]
     assert missing == []
 
 
@@ -355,18 +359,18 @@ def test_a_missing_plotly_is_named_after_the_curve_was_shown(tmp_path, monkeypat
 
 
 def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tmp_path):
-    made = make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 5)])
-    assert evaluation(read_run(made)) == []
+    directory = make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 5)])
+    assert evaluation(read_run(directory)) == []
     lines = [
         {"step": step, "evaluation/mean": mean, "evaluation/mean_error": error, "evaluation/num_prompts": 9}
         for step, mean, error in ((0, 0.1, 0.05), (4, 0.6, None))
     ]
-    (made / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (chart,) = evaluation(read_run(made))
+    (directory / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (chart,) = evaluation(read_run(directory))
     (curve,) = chart.data
     assert (curve["name"], curve["x"], curve["y"]) == ("mean", [0, 4], [0.1, 0.6])
     assert curve["error_y"]["array"] == [0.05, 0.0]
-    assert "Held-out prompts" in run_page(read_run(made))
+    assert "Held-out prompts" in run_page(read_run(directory))
 
 
 def test_a_report_shows_the_curve_and_writes_a_page(tmp_path):

@@ -88,18 +88,18 @@ def test_a_hanging_sink_delays_no_step_and_the_end_only_briefly(tmp_path, caplog
 
 
 def test_a_sink_that_cannot_be_opened_is_tried_again(tmp_path):
-    kept, tries = Kept(), []
+    sink, tries = Kept(), []
 
     def open_late() -> Kept:
         tries.append(1)
         if len(tries) <= 2:
             raise ConnectionError("no route to host")
-        return kept
+        return sink
 
     with Sinks([Relay("telemetry.sinks.0", "wandb", Memory(tmp_path / "wandb.json", True), open_late)]) as sinks:
         for step in (1, 2):
             sinks.write(step, {"reward/mean": 0.0}, [])
-    assert kept.given == [(2, 0.0, 0), COMPLETE]
+    assert sink.given == [(2, 0.0, 0), COMPLETE]
     assert sinks.metrics() == {"telemetry/sink_failures": 2}, "at the start, and step 1"
 
 
@@ -108,11 +108,11 @@ ENDS = [(KeyError("it fails"), FAILED), (Preempted("later", REQUEUE), REQUEUE), 
 
 @pytest.mark.parametrize(("error", "end"), ENDS)
 def test_a_sink_learns_of_an_end_before_the_last_step(tmp_path, error, end):
-    kept = Kept()
-    with pytest.raises(type(error)), Sinks([relay_to(kept, tmp_path)]) as sinks:
+    sink = Kept()
+    with pytest.raises(type(error)), Sinks([relay_to(sink, tmp_path)]) as sinks:
         sinks.write(1, {"reward/mean": 0.0}, [])
         raise error
-    assert kept.given == [(1, 0.0, 0), end]
+    assert sink.given == [(1, 0.0, 0), end]
 
 
 def recipe_with(**telemetry: Any) -> Recipe:
@@ -205,8 +205,8 @@ def test_wandb_offline_has_each_step_once_in_one_run_and_no_facts_about_the_mach
     assert wandb_points(twice, "reward/mean") == FIRST_KEPT
     records = list(wandb_records(twice))
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    kept = json.loads((twice / "sinks" / "wandb.json").read_text())
-    assert {run.run_id for run in runs} == {kept["id"]} and kept["step"] == 4
+    memory = json.loads((twice / "sinks" / "wandb.json").read_text())
+    assert {run.run_id for run in runs} == {memory["id"]} and memory["step"] == 4
     assert {run.project for run in runs} == {"megarl"}
     kinds = {record.WhichOneof("record_type") for record in records}
     assert not kinds & {"stats", "environment", "output", "output_raw", "metadata"}, kinds

@@ -87,14 +87,14 @@ def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], *
 )
 def test_two_ranks_give_the_numbers_of_one(folder: Path, name: str) -> None:
     changes, more = CASES[name]
-    one = trained(folder, f"{name}-1", 1, changes | CHECKPOINTS)
-    two = trained(folder, f"{name}-2", 2, changes, tensor=1 if name == "cispo" else 2)
-    assert len(one) == len(two) == STEPS
-    for alone, together in zip(one, two, strict=True):
+    one_rank = trained(folder, f"{name}-1", 1, changes | CHECKPOINTS)
+    two_ranks = trained(folder, f"{name}-2", 2, changes, tensor=1 if name == "cispo" else 2)
+    assert len(one_rank) == len(two_ranks) == STEPS
+    for alone, together in zip(one_rank, two_ranks, strict=True):
         for key in (*LOSSES, *more):
             assert together[key] == pytest.approx(alone[key], rel=2e-3, abs=1e-5), (key, alone["step"])
         assert alone["actor/grad_norm"] > 0
-    assert any(line["actor/clip_fraction"] > 0 for line in one), "bounds this close are reached"
+    assert any(line["actor/clip_fraction"] > 0 for line in one_rank), "bounds this close are reached"
 
 
 def test_a_resume_goes_on_with_the_kl_coefficient(folder: Path) -> None:
@@ -132,11 +132,13 @@ def weights(folder: Path, step: int, role: str) -> dict[str, torch.Tensor]:
     directory = folder / "runs" / "moving-1" / "checkpoints" / f"step-{step:06d}" / role
     known = stored.FileSystemReader(directory).read_metadata().state_dict_metadata
     tensors = {
-        name: one for name, one in known.items() if isinstance(one, TensorStorageMetadata) and name.startswith(f"{role}.")
+        name: metadata
+        for name, metadata in known.items()
+        if isinstance(metadata, TensorStorageMetadata) and name.startswith(f"{role}.")
     }
-    found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in tensors.items()}
-    stored.load(found, checkpoint_id=directory, no_dist=True)
-    return {name.removeprefix(f"{role}."): weight for name, weight in found.items()}
+    loaded = {name: torch.empty(metadata.size, dtype=metadata.properties.dtype) for name, metadata in tensors.items()}
+    stored.load(loaded, checkpoint_id=directory, no_dist=True)
+    return {name.removeprefix(f"{role}."): weight for name, weight in loaded.items()}
 
 
 def scheduled(update: int, updates: int, warmup: int, lowest: float, fall: Any) -> float:
@@ -148,11 +150,11 @@ def scheduled(update: int, updates: int, warmup: int, lowest: float, fall: Any) 
 
 @pytest.mark.layout
 def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
-    one = trained(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True)
-    assert resumed_after(folder, "moving-1", MORE_STEPS - 1, MOVING, steps=MORE_STEPS, ppo=True) == one
-    assert len(one) == MORE_STEPS
+    lines = trained(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True)
+    assert resumed_after(folder, "moving-1", MORE_STEPS - 1, MOVING, steps=MORE_STEPS, ppo=True) == lines
+    assert len(lines) == MORE_STEPS
     stopped = 0
-    for line in one:
+    for line in lines:
         step = line["step"]
         assert line["critic/warmup"] == int(step <= CRITIC_WARMUP)
         assert line["sync/version"] == max(0, step - CRITIC_WARMUP)
@@ -172,8 +174,8 @@ def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
         assert line["actor/learning_rate"] == pytest.approx(actor, rel=1e-9)
         assert line["reference/of_step"] == step // REFRESH * REFRESH
         stopped += skipped > 0
-    said = [(line.get("actor/early_stopped_updates"), line.get("actor/moved_kl")) for line in one]
-    assert 0 < stopped < MORE_STEPS - CRITIC_WARMUP, said
+    early_stops = [(line.get("actor/early_stopped_updates"), line.get("actor/moved_kl")) for line in lines]
+    assert 0 < stopped < MORE_STEPS - CRITIC_WARMUP, early_stops
     for step in range(1, MORE_STEPS + 1):
         reference, source = weights(folder, step, "reference"), weights(folder, max(1, step // REFRESH * REFRESH), "actor")
         assert reference.keys() == source.keys() and len(source) > 10

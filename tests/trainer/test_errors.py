@@ -23,16 +23,16 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(folder):
 
 def test_a_checkpoint_of_another_shape_is_named_before_a_rank_starts(folder):
     config = json.loads((folder / "model" / "config.json").read_text())
-    kept = json.dumps(config)
+    original = json.dumps(config)
     (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     try:
         done = _train(folder, "shape", ranks=2, pipeline=2)
     finally:
-        (folder / "model" / "config.json").write_text(kept)
+        (folder / "model" / "config.json").write_text(original)
     assert done.returncode == 2
-    said = " ".join(done.stderr.split())
-    assert "model.path" in said and "model.safetensors: model.embed_tokens.weight has shape 131 x 32" in said
-    assert "expected 100 x 32 by config.json" in said
+    message = " ".join(done.stderr.split())
+    assert "model.path" in message and "model.safetensors: model.embed_tokens.weight has shape 131 x 32" in message
+    assert "expected 100 x 32 by config.json" in message
 
 
 def said_before_engines_start(recipe):
@@ -53,12 +53,12 @@ def said_before_engines_start(recipe):
 
 
 def test_whole_models_for_every_worker_are_announced(folder):
-    said = {}
+    warnings = {}
     for mode in ("checkpoint", "reshard"):
         recipe = tiny_recipe(folder, f"mode-{mode}", False, 1, 1, 1, 1, weight_sync={"mode": mode})
-        (said[mode],) = run_ranks(said_before_engines_start, 1, str(recipe))
-    assert said["reshard"] == []
-    assert said["checkpoint"] == [
+        (warnings[mode],) = run_ranks(said_before_engines_start, 1, str(recipe))
+    assert warnings["reshard"] == []
+    assert warnings["checkpoint"] == [
         "weight_sync.mode = checkpoint: every worker of an engine receives the whole model at each sync"
     ]
 

@@ -22,7 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     """A run of two data-parallel ranks, evaluated before, after two steps and at the end, and the changes of its recipe."""
     folder = tmp_path_factory.mktemp("run")
     tiny_run(folder)
-    rows = [{"question": f"{one}*{one}", "answer": str(one)} for one in range(HELD_OUT)]
+    rows = [{"question": f"{number}*{number}", "answer": str(number)} for number in range(HELD_OUT)]
     rows.append(json.loads((folder / "prompts.jsonl").read_text().splitlines()[3]))
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = {"kind": "jsonl", "path": str(folder / "held_out.jsonl"), "prompt_field": "question", "answer_field": "answer"}
@@ -68,9 +68,9 @@ def test_the_command_finds_what_the_run_found_after_its_last_step(run: tuple[Pat
     """The same draws, by engines that loaded the exported checkpoint in place of receiving its weights."""
     folder, _ = run
     (printed,) = run_ranks(evaluated, 1, str(folder / "runs" / "whole"), deadline_s=RUN_DEADLINE_S)
-    found = json.loads(printed)
+    result = json.loads(printed)
     last = evaluations_of(folder, "whole")[-1]
-    assert found == {key: value for key, value in last.items() if key.startswith("evaluation/")}
+    assert result == {key: value for key, value in last.items() if key.startswith("evaluation/")}
 
 
 def test_one_update_a_batch_has_a_ratio_of_exactly_one(run: tuple[Path, dict[str, Any]]) -> None:

@@ -140,9 +140,9 @@ def _assert_synchronised(lines):
 
 
 def test_syncs_to_engines_that_were_started_again_are_added_up():
-    found = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/mapped": 1.0},
+    sync_metrics = iter([{"sync/sent_bytes": 5, "sync/total_s": 0.5, "sync/bytes_per_s": 10.0, "sync/mapped": 1.0},
                   {"sync/sent_bytes": 7, "sync/total_s": 0.25, "sync/bytes_per_s": 28.0, "sync/mapped": 0.0}])  # fmt: skip
-    pipeline: Any = SimpleNamespace(version=3, restart_metrics={}, _publish=lambda version, engines: next(found))
+    pipeline: Any = SimpleNamespace(version=3, restart_metrics={}, _publish=lambda version, engines: next(sync_metrics))
     assert Trainer.take_restart_metrics(pipeline) == {}
     for engine in (0, 1):
         Trainer._sync_restarted(pipeline, [engine])

@@ -41,9 +41,9 @@ def train_with_faults(recipe: str) -> None:
             results["logprobs"][5][0] = math.nan
         return results, executed
 
-    def infinite(own: Any, micro: Any, outputs: Any) -> Any:
+    def infinite(instance: Any, micro: Any, outputs: Any) -> Any:
         nonlocal updates
-        loss, sums = objective(own, micro, outputs)
+        loss, sums = objective(instance, micro, outputs)
         if running[0] == 2 and updates == 0:
             updates += 1
             return loss + math.inf, sums
@@ -140,13 +140,13 @@ def batch_of(count: int) -> Batch:
 
 
 def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
-    for policy, wrong, said in (
+    for policy, wrong, message in (
         ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples\)"),
         ("skip", [0, 1], "no other sample is valid"),
     ):
         batch = batch_of(2)
         batch.rewards[wrong] = np.inf
-        with pytest.raises(NotFinite, match=said):
+        with pytest.raises(NotFinite, match=message):
             FiniteGuard(policy, 0).rewards(batch)  # type: ignore[arg-type]
     batch, guard = batch_of(2), FiniteGuard("skip", 0)
     batch.rewards[1] = np.inf

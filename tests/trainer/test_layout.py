@@ -41,25 +41,25 @@ PLAIN = {"tp2pp2", "tp2", "pp2", "dp2"}
 def test_four_rank_ppo_does_not_depend_on_the_layout(tmp_path, names):
     tiny_run(tmp_path, "qwen3")
     replay = fake_rollouts(tmp_path, STEPS)
-    found = {}
+    metrics = {}
     for name in sorted(names):
         ranks, tensor, pipeline, more = RUNS[name]
         run = name.replace(" ", "-")
         recipe = tiny_recipe(tmp_path, run, True, ranks, tensor, pipeline, STEPS, rollout__replay=str(replay), **more)
         train_on_ranks(recipe)
-        found[name] = metrics_of(tmp_path, run)
-        assert len(found[name]) == STEPS
-    for name, lines in found.items():
-        for line, expected in zip(lines, found["one"], strict=True):
+        metrics[name] = metrics_of(tmp_path, run)
+        assert len(metrics[name]) == STEPS
+    for name, lines in metrics.items():
+        for line, expected in zip(lines, metrics["one"], strict=True):
             for key in EXACT:
                 assert line[key] == expected[key], (name, key)
             for key in CLOSE:
                 assert line[key] == pytest.approx(expected[key], rel=1e-4), (name, line["step"], key)
-    losses = [line["critic/loss"] for line in found["one"]]
+    losses = [line["critic/loss"] for line in metrics["one"]]
     assert len(set(losses)) == STEPS, "the updates move the weights"
     # Each phase is planned for its own role's layout: 16 sequences, the critic's by 2 and the reference's by 4.
     data_ranks = {"mixed": (2, 4), "interleaved": (2, 2)}
-    for name in found.keys() & data_ranks.keys():
+    for name in metrics.keys() & data_ranks.keys():
         of_critic, of_reference = data_ranks[name]
-        assert found[name][0]["schedule/critic_update/micro_batches"] == 2 * 8 // 2 // of_critic
-        assert found[name][0]["schedule/reference_logprob/micro_batches"] == 4 // of_reference
+        assert metrics[name][0]["schedule/critic_update/micro_batches"] == 2 * 8 // 2 // of_critic
+        assert metrics[name][0]["schedule/reference_logprob/micro_batches"] == 4 // of_reference

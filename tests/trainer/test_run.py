@@ -120,15 +120,15 @@ def test_every_second_of_every_rank_is_in_a_phase_and_waits_are_seen(folder, sli
     check_spans(folder / "runs" / "whole", ranks=4)
     assert {event["pid"] for event in slices} == {*range(4), FIRST_PROCESS}
     for rank in range(4):
-        own = [event for event in slices if event["pid"] == rank]
-        steps = [event for event in own if event["cat"] == "step"]
+        rank_slices = [event for event in slices if event["pid"] == rank]
+        steps = [event for event in rank_slices if event["cat"] == "step"]
         assert [event["name"] for event in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
-        parts = [event for event in own if event["cat"] == "part"]
+        parts = [event for event in rank_slices if event["cat"] == "part"]
         assert [event["name"] for event in parts] == ["start", "end"]
         assert parts[0]["ts"] < steps[0]["ts"] and parts[1]["ts"] > steps[-1]["ts"]
         wall = sum(event["dur"] for event in (*parts, *steps))
-        assert sum(event["dur"] for event in own if event["cat"] == "phase") > 0.95 * wall
-        seen = {event["name"] for event in own}
+        assert sum(event["dur"] for event in rank_slices if event["cat"] == "phase") > 0.95 * wall
+        seen = {event["name"] for event in rank_slices}
         assert {"forward", "backward", "optimizer", "wait_pipeline", "wait_engines", "wait_rewards", "wait_ranks"} <= seen
         assert "critic_update" in seen
     for line in lines:
@@ -194,11 +194,11 @@ def test_a_run_resumes_under_another_layout(folder):
     # The same rollouts: one flipped last bit could sample another token.
     changes = CHANGES | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
     train_on_ranks(tiny_recipe(folder, "other", True, 2, 1, 2, STEPS, **changes), resume=True)
-    found, whole = metrics_of(folder, "other"), metrics_of(folder, "whole")
-    assert len(found) == STEPS
+    resumed, whole = metrics_of(folder, "other"), metrics_of(folder, "whole")
+    assert len(resumed) == STEPS
     keys = [key for key in whole[0] if key.split("/")[-1] in ("loss", "policy_loss", "grad_norm", "entropy", "value_mean")]
     assert len(keys) >= 6
-    for line, expected in zip(found, whole, strict=True):
+    for line, expected in zip(resumed, whole, strict=True):
         for key in keys:
             assert line[key] == pytest.approx(expected[key], rel=1e-4), (line["step"], key)
 

@@ -42,7 +42,7 @@ def complete(request: GroupRequest, step: int) -> GroupResult:
     drawn = [draw(step, request.group, member) for member in range(SIZE)]
     tokens = np.concatenate(drawn)
     logprobs, versions = np.full(len(tokens), -4.0, np.float32), np.zeros(len(tokens), np.int64)
-    lengths, reasons = np.array([len(one) for one in drawn], np.int32), ("stop",) * SIZE
+    lengths, reasons = np.array([len(completion) for completion in drawn], np.int32), ("stop",) * SIZE
     return GroupResult(request.group, request.prompt_ids, tokens, logprobs, lengths, reasons, versions)
 
 
@@ -99,8 +99,8 @@ def expected(folder: Path) -> list[dict[str, Any]]:
                 ]
                 groups.append((prompt, [rarely(text, None) for text in texts]))  # type: ignore[arg-type]
             position, rounds = position + PROMPTS, rounds + 1
-        with_signal = [one for one in groups if len(set(one[1])) > 1]
-        without = [one for one in groups if len(set(one[1])) == 1]
+        with_signal = [group for group in groups if len(set(group[1])) > 1]
+        without = [group for group in groups if len(set(group[1])) == 1]
         chosen = sorted((with_signal + without)[:PROMPTS])
         steps.append({"groups": chosen, "rounds": rounds, "filled": max(0, PROMPTS - len(with_signal))})
     return steps

@@ -47,8 +47,8 @@ def train_short_of_a_sequence(recipe):
 def test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes(folder):
     cut = {"micro_batch": {"sequences": 2}}
     recipe = replayed_recipe(folder, "torn", True, 2, 1, 2, STEPS, phases__actor_logprob=cut)
-    for said in run_ranks(train_short_of_a_sequence, 2, str(recipe)):
-        assert re.search(r"reference_logprob.*planned 4 sequences.*executed 3 sequences", said), said
+    for message in run_ranks(train_short_of_a_sequence, 2, str(recipe)):
+        assert re.search(r"reference_logprob.*planned 4 sequences.*executed 3 sequences", message), message
 
 
 def train_unlike(recipe):
@@ -59,12 +59,12 @@ def train_unlike(recipe):
 
 def test_ranks_that_would_run_unequal_forward_passes_are_told_both_counts_and_wait_for_nobody(folder):
     recipe = replayed_recipe(folder, "unlike", True, 2, 1, 2, STEPS)
-    said = (
+    pattern = (
         r"phase reference_logprob of step 1: rank 0 has planned 4 micro-batches \(mini-batches: 1, plan \w{12}\), and "
         r"rank 1 8 micro-batches"
     )
-    for found in run_ranks(train_unlike, 2, str(recipe)):
-        assert re.search(said, found), found
+    for message in run_ranks(train_unlike, 2, str(recipe)):
+        assert re.search(pattern, message), message
 
 
 def train_with_a_value_that_is_no_number(recipe):
@@ -111,8 +111,8 @@ def train_with_a_pass_of_its_own(recipe):
 
 def test_ranks_that_part_inside_of_a_step_are_told_both_phases_before_the_next_begins(folder):
     recipe = replayed_recipe(folder, "parted", True, 2, 1, 2, STEPS)
-    said = "step 2: rank 0 begins phase reference_logprob, and rank 1 phase critic_value"
-    assert run_ranks(train_with_a_pass_of_its_own, 2, str(recipe)) == [said, said]
+    message = "step 2: rank 0 begins phase reference_logprob, and rank 1 phase critic_value"
+    assert run_ranks(train_with_a_pass_of_its_own, 2, str(recipe)) == [message, message]
 
 
 def train_with_other_sizes(recipe, where):
@@ -136,18 +136,18 @@ def train_with_other_sizes(recipe, where):
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "pattern"),
     [
         ("max_concurrent", r"rollout: planned \(prompts, rollouts, max_concurrent\) \(4, 16, 9\), executed \(4, 16, 7\)"),
         ("reward", r"reward: planned tasks of \(6, 6, 4\) sequences, executed \(5, 5, 5, 1\)"),
     ],
 )
-def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_both(folder, where, said):
+def test_a_size_that_does_not_arrive_at_engines_or_rewards_stops_the_run_with_both(folder, where, pattern):
     """For the trainer's phases: `test_an_engine_that_runs_something_else_stops_the_run_with_both_shapes`."""
     changes = {"phases__reward": {"sequences": 6}, "phases__rollout": {"prompts": 4, "max_concurrent": 9}}
     recipe = replayed_recipe(folder, f"other-{where}", False, 1, 1, 1, STEPS, **changes)
-    (found,) = run_ranks(train_with_other_sizes, 1, str(recipe), where)
-    assert re.search(said, found), found
+    (message,) = run_ranks(train_with_other_sizes, 1, str(recipe), where)
+    assert re.search(pattern, message), message
 
 
 OFFSET = 1e-4
@@ -163,7 +163,7 @@ def train_drifting(recipe):
     def drifting(trainer, plan, batch, name):
         ran = forward(trainer, plan, batch, name)
         shifts = [OFFSET if sample < len(ran.results) // 2 else 0.0 for sample in range(len(ran.results))]
-        return replace(ran, results=[one - shift for one, shift in zip(ran.results, shifts, strict=True)])
+        return replace(ran, results=[logprobs - shift for logprobs, shift in zip(ran.results, shifts, strict=True)])
 
     with mock.patch.object(Trainer, "_forward", drifting), mock.patch.object(logger, "warning") as warned:
         train(load_recipe(recipe), Resume.NEVER)
@@ -183,12 +183,12 @@ def test_drift_before_the_first_update_is_measured_and_warned_about_once(folder)
         assert line["actor/ratio_drift_max"] == pytest.approx(math.expm1(OFFSET), rel=0.01)
         assert line["actor/ratio_drift_exceeded"] == 1
         assert OFFSET / 4 < line["actor/ratio_drift_mean"] < OFFSET, "a part of the first mini-batch has none"
-    assert ["algorithm.max_ratio_drift" in one for one in sum(warnings, [])] == [True], "rank 0, once in two steps"
+    assert ["algorithm.max_ratio_drift" in warning for warning in sum(warnings, [])] == [True], "rank 0, once in two steps"
 
 
 def test_an_overlong_completion_is_named_and_never_cut(tmp_path):
     tiny_run(tmp_path)
     replay = str(fake_rollouts(tmp_path, 1, longest=15))
-    (said,) = run_ranks(refusal, 1, str(tiny_recipe(tmp_path, "long", False, 1, 1, 1, 1, rollout__replay=replay)))
-    found = re.search(r"sample \d+ \(group \d+\) has a completion of (\d+) tokens, and rollout.max_new_tokens = 12", said)
-    assert found and int(found[1]) > 12, said
+    (message,) = run_ranks(refusal, 1, str(tiny_recipe(tmp_path, "long", False, 1, 1, 1, 1, rollout__replay=replay)))
+    match = re.search(r"sample \d+ \(group \d+\) has a completion of (\d+) tokens, and rollout.max_new_tokens = 12", message)
+    assert match and int(match[1]) > 12, message

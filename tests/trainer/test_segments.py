@@ -141,9 +141,10 @@ def test_a_stored_payload_finds_each_sequence_of_groups_of_unlike_sizes(monkeypa
     monkeypatch.setattr(ray, "get", lambda references, timeout: references)
     facts = [GroupFacts.of(result) for result in results]
     payload = StoredPayload("store", "1", tuple(len(group.lengths) for group in facts), 1.0)
-    found = payload.fetch([6, 1, 2, 3])
+    sequences = payload.fetch([6, 1, 2, 3])
     shown = {
-        number: (one.group, one.prompt_ids.tolist(), one.completion.token_ids.tolist()) for number, one in found.items()
+        number: (sequence.group, sequence.prompt_ids.tolist(), sequence.completion.token_ids.tolist())
+        for number, sequence in sequences.items()
     }
     assert shown == {6: (9, [6], [10]), 1: (7, [1, 2, 3], [4]), 2: (7, [1, 2], [5]), 3: (9, [6], [7])}
     batch = RolloutBatch.of(facts, payload, RolloutExecuted(2, 2, 4), {})

@@ -48,19 +48,19 @@ def evaluated(folder: Path) -> dict[str, Any]:
 def check_episode(tokenizer: Any, sample: Sample, row: dict[str, Any]) -> float:
     """An episode's tokens are turns and what `Counting` says to them; returns what it gives in all."""
     completion, reward, at = sample.completion, 0.0, 0
-    runs = [(own, len(list(same))) for own, same in itertools.groupby(completion.own.tolist())]
-    assert [own for own, _ in runs] == [True, False] * (len(runs) // 2) + [True], "it begins and ends with the policy"
-    for own, length in runs:
+    runs = [(is_own, len(list(same))) for is_own, same in itertools.groupby(completion.own.tolist())]
+    assert [is_own for is_own, _ in runs] == [True, False] * (len(runs) // 2) + [True], "it begins and ends with the policy"
+    for is_own, length in runs:
         ids = completion.token_ids[at : at + length].tolist()
         at += length
-        if own:
+        if is_own:
             text = tokenizer.decode(ids[:-1] if ids[-1] == 1 else ids)
             digits = sum(character.isdigit() for character in text)
             reward, ended = reward + digits, ids[-1] == 1
             assert length <= LONGEST and np.isfinite(completion.logprobs[at - length : at]).all()
         else:
-            said = tokenizer.decode(ids)
-            assert said == ("" if ended else "<end>") + f"{digits}{row['question']}"[:2] + "="
+            observation = tokenizer.decode(ids)
+            assert observation == ("" if ended else "<end>") + f"{digits}{row['question']}"[:2] + "="
     return reward
 
 
@@ -86,8 +86,8 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
                 assert shown["reward"] == reward == shown["parts"]["environment"]
                 rewards.append(reward)
         whole = sum(len(sample.completion.token_ids) for sample in samples.values())
-        own = sum(int(sample.completion.own.sum()) for sample in samples.values())
-        assert line["rollout/observation_tokens"] == whole - own > 0 and line["tokens/completion"] == whole
+        num_own = sum(int(sample.completion.own.sum()) for sample in samples.values())
+        assert line["rollout/observation_tokens"] == whole - num_own > 0 and line["tokens/completion"] == whole
         assert line["rollout/failed_share"] == 1 / PROMPTS == line["reward/num_zero_error"] / (PROMPTS * SIZE)
         assert line["reward/num_masked"] == 0
         assert line["rollout/turns_mean"] > 1 and line["rollout/turns_max"] == TURNS
@@ -95,8 +95,10 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
         # What the trainer says of the policy's tokens is what the engine said when it sampled them, turn by turn.
         assert line["mismatch/logprob_max"] <= 1e-4 and line["rollout/version"] == line["step"] - 1
     evaluations = evaluations_of(tmp_path, "live")
-    assert len(evaluations) == 2 and all(one["evaluation/num_masked"] == 0 for one in evaluations)
-    assert all(one["evaluation/completion_length_mean"] > LONGEST for one in evaluations), "of more than one turn"
+    assert len(evaluations) == 2 and all(evaluation["evaluation/num_masked"] == 0 for evaluation in evaluations)
+    assert all(evaluation["evaluation/completion_length_mean"] > LONGEST for evaluation in evaluations), (
+        "of more than one turn"
+    )
 
 
 @pytest.mark.nightly

@@ -44,8 +44,8 @@ def adapter_recipe(
     return recipe(model, *edits, **rollout)
 
 
-def open_pool(made: Recipe, model: Path, stops: Sequence[int] = STOP) -> EnginePool:
-    pool = EnginePool(made, str(model), stops, seed=3)
+def open_pool(lora_recipe: Recipe, model: Path, stops: Sequence[int] = STOP) -> EnginePool:
+    pool = EnginePool(lora_recipe, str(model), stops, seed=3)
     pool.start()
     return pool
 
@@ -60,12 +60,12 @@ def sends_adapters(
     latest = latest_checkpoint(checkpoints)
     assert latest is not None
     load_checkpoint(latest, {"actor": actor})
-    made = adapter_recipe(model, lora, tensor=rollout.tensor, pipeline=rollout.pipeline)
-    sync = AdapterSync(made, actor.shape, layout, place.rank, dist.new_group(backend="gloo"))
+    lora_recipe = adapter_recipe(model, lora, tensor=rollout.tensor, pipeline=rollout.pipeline)
+    sync = AdapterSync(lora_recipe, actor.shape, layout, place.rank, dist.new_group(backend="gloo"))
     if place.rank:
         return sync.publish(1, actor.shards())
     start_cluster()
-    pool = open_pool(made, model)
+    pool = open_pool(lora_recipe, model)
     try:
         assert distance(model, samples(pool, 1)) < 1e-4
         metrics = sync.publish(1, actor.shards(), pool)
@@ -110,9 +110,9 @@ def test_an_engine_with_the_adapters_computes_what_the_merged_export_does(
 class Publisher:
     """A trainer of one rank, whose adapters are random, by their seed."""
 
-    def __init__(self, made: Recipe, model: Path) -> None:
+    def __init__(self, lora_recipe: Recipe, model: Path) -> None:
         self._model, self._shape = model, ModelShape.from_directory(model)
-        self.sync = AdapterSync(made, self._shape, Layout(), 0, None)
+        self.sync = AdapterSync(lora_recipe, self._shape, Layout(), 0, None)
         self._last: tuple[int, int, Any]
 
     def shards(self, seed: int) -> MergedShards:
@@ -149,10 +149,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two engines, a publisher of two sets of adapters, and the merged model of each."""
     folder = tmp_path_factory.mktemp("models")
     model = save_model(folder / "model", "llama", True, 0)
-    made = adapter_recipe(model, engines=2, max_restarts=9)
-    publisher = Publisher(made, model)
+    lora_recipe = adapter_recipe(model, engines=2, max_restarts=9)
+    publisher = Publisher(lora_recipe, model)
     start_cluster()
-    pool = open_pool(made, model)
+    pool = open_pool(lora_recipe, model)
     yield pool, publisher, [publisher.merged(seed, folder / str(seed)) for seed in (OLD, NEW)]
     pool.shutdown()
     stop_cluster()
@@ -210,10 +210,10 @@ def test_a_restarted_engine_gets_the_current_adapters_and_the_other_keeps_them(r
     pool, publisher, merged = running
     publisher.publish(6, NEW, pool)
     before = drawn(pool, publisher, 2)
-    restarts = [one.restarts for one in pool.engines]
+    restarts = [handle.restarts for handle in pool.engines]
     pool.engines[1].kill()
     after = drawn(pool, publisher, 2)
-    assert [one.restarts for one in pool.engines] == [restarts[0], restarts[1] + 1]
+    assert [handle.restarts for handle in pool.engines] == [restarts[0], restarts[1] + 1]
     assert same(before, after) and distance(merged[NEW], after) < 1e-4
 
 
@@ -221,7 +221,7 @@ def test_no_request_reads_a_prefix_that_the_last_adapters_computed(running: Runn
     """All prompts begin with the same 64 tokens, two blocks of the cache, which the engines hold from the last version."""
     pool, publisher, merged = running
     ids = [np.random.default_rng(0).integers(0, VOCAB, 64).tolist() + [index, 3, 5] for index in range(4)]
-    asked = [Prompt(index, np.array(one, dtype=np.int32), "", "", {}) for index, one in enumerate(ids)]
+    prefix_prompts = [Prompt(index, np.array(token_ids, dtype=np.int32), "", "", {}) for index, token_ids in enumerate(ids)]
     for version, seed in ((7, OLD), (8, NEW), (9, OLD)):
         publisher.publish(version, seed, pool)
-        assert distance(merged[seed], generate(pool, asked, 1).payload.fetch(range(16))) < 1e-4
+        assert distance(merged[seed], generate(pool, prefix_prompts, 1).payload.fetch(range(16))) < 1e-4

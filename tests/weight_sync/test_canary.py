@@ -59,7 +59,7 @@ ACTOR = np.random.default_rng(0).normal(-10.0, 3.0, (SEQUENCES, TOKENS - 1)).ast
 
 def test_sequences_depend_on_the_vocabulary_alone_and_avoid_its_ends() -> None:
     first, second = (canary_sequences(1000, 3, 50) for _ in range(2))
-    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(np.array_equal(tokens, other) for tokens, other in zip(first, second, strict=True))
     assert len(first) == 3 and all(len(tokens) == 50 and tokens.min() >= 125 and tokens.max() < 875 for tokens in first)
 
 
@@ -233,9 +233,9 @@ def swap_experts(shards: dict[str, torch.Tensor]) -> None:
     """Exchange two experts of the last layer."""
     for kind in ("linear_fc1", "linear_fc2"):
         first, second = (shards[f"decoder.layers.1.mlp.experts.local_experts.{expert}.{kind}.weight"] for expert in (2, 5))
-        kept = first.clone()
+        original = first.clone()
         first.copy_(second)
-        second.copy_(kept)
+        second.copy_(original)
 
 
 def keep_layer(shards: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> None:
@@ -303,16 +303,16 @@ def test_a_broken_engine_is_noticed_at_the_next_sync(
 ) -> None:
     model = save_model(tmp_path / "model", "qwen3_moe", False, seed=0)
     noticed = engine_process.submit(faults, model, precision).result(timeout=600)
-    assert {name for name, found in noticed.items() if "right" in name and found} == set(), "a false alarm"
-    broken = {name: found for name, found in noticed.items() if "right" not in name}
+    assert {name for name, canaries in noticed.items() if "right" in name and canaries} == set(), "a false alarm"
+    broken = {name: canaries for name, canaries in noticed.items() if "right" not in name}
     # Two engines notice whatever changes a number.
-    assert {name for name, found in broken.items() if "pair" not in found} == set()
-    by_actor = {name for name, found in broken.items() if "alone" in found}
-    both = {"rotary", "experts", "layer 0.01"}
+    assert {name for name, canaries in broken.items() if "pair" not in canaries} == set()
+    by_actor = {name for name, canaries in broken.items() if "alone" in canaries}
+    severe = {"rotary", "experts", "layer 0.01"}
     if precision == "bf16":
-        assert by_actor >= both | {"bit 14"}
+        assert by_actor >= severe | {"bit 14"}
     else:
-        assert by_actor >= both | {f"bit {bit}" for bit in range(16, 32)} | {f"layer {size:g}" for size in (1e-4, 1e-3)}
+        assert by_actor >= severe | {f"bit {bit}" for bit in range(16, 32)} | {f"layer {size:g}" for size in (1e-4, 1e-3)}
 
 
 def syncs_without_a_fault(model: Path, precision: str, count: int, bucket_bytes: int) -> list[float]:

@@ -39,15 +39,15 @@ def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
 @given(versions())
 def test_a_delta_gives_back_every_bit(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     old, new, element_bytes = case
-    kept = old.clone()
+    original = old.clone()
     delta = encode_delta(old, new, element_bytes)
-    assert torch.equal(old, kept), "encoding changed the old content"
+    assert torch.equal(old, original), "encoding changed the old content"
     for payload in (delta.payload, encode_delta(None, new, element_bytes).payload):
-        content = kept.clone()
+        content = original.clone()
         decode_delta(torch.cat([payload, torch.ones(9, dtype=torch.uint8)]), content, element_bytes)
         assert torch.equal(content, new)
     assert delta.payload.numel() <= new.numel() + HEADER_BYTES
-    changed = int((kept.view(-1, element_bytes) != new.view(-1, element_bytes)).any(dim=1).sum())
+    changed = int((original.view(-1, element_bytes) != new.view(-1, element_bytes)).any(dim=1).sum())
     assert delta.changed_bytes == changed * element_bytes
 
 
@@ -93,9 +93,9 @@ def content_of(num_bytes: int) -> torch.Tensor:
 
 
 def value(check: Check, content: torch.Tensor, version: int = VERSION, number: int = NUMBER) -> int:
-    made = check(content, version, number)
-    assert made.dtype == torch.int64 and made.shape == ()
-    return int(made)
+    result = check(content, version, number)
+    assert result.dtype == torch.int64 and result.shape == ()
+    return int(result)
 
 
 @on_both

@@ -281,10 +281,10 @@ def test_after_a_sleep_every_tensor_of_an_engine_is_sent_or_was_kept(
     sent = {plan.destination_parameters[number] for number in set(plan.destination_parameter.tolist())}
     with vllm_model(models(family, tied), RolloutLayout(), 0) as built:
         parameters = {name for name, _ in built.named_parameters()}
-        kept = {pattern: set(matching(parameters, pattern)) for pattern in fixed_parameters(shape)}
-        assert all(kept.values()), "vLLM refuses a pattern that no parameter matches"
-        assert parameters == sent.union(*kept.values())
-        assert all(sent.isdisjoint(one) for one in kept.values())
+        preserved = {pattern: set(matching(parameters, pattern)) for pattern in fixed_parameters(shape)}
+        assert all(preserved.values()), "vLLM refuses a pattern that no parameter matches"
+        assert parameters == sent.union(*preserved.values())
+        assert all(sent.isdisjoint(names) for names in preserved.values())
         latent = [module for module in built.modules() if isinstance(module, MLAAttention)]
         for attention in latent:
             attention.process_weights_after_loading(torch.float32)

@@ -76,7 +76,7 @@ def takes_versions(old: Path, new: Path, family: str) -> None:
 # The engines of tests/rollout are a Llama; qwen2 has biases as well, of which the conformance tests have the places.
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [pytest.param(*one, marks=pytest.mark.nightly) if one[0] in ("llama", "qwen2") else one for one in FAMILIES],
+    [pytest.param(*case, marks=pytest.mark.nightly) if case[0] in ("llama", "qwen2") else case for case in FAMILIES],
 )
 def test_synced_engine_equals_one_that_loaded_from_disk(
     engine_process: ProcessPoolExecutor, tmp_path: Path, family: str, tied: bool

@@ -299,7 +299,7 @@ def publish_beside_one_that_dies(
     model: Path,
     transport: str,
     connections: Sequence[Connection],
-    said: Connection,
+    report: Connection,
     version: int,
 ) -> None:
     """One of two ranks. Rank 1 dies when it has sent about half, and rank 0 reports what it saw."""
@@ -313,9 +313,9 @@ def publish_beside_one_that_dies(
     try:
         shards = of_version(megatron_shards(model, layout)[rank], version)
         sync.publish(version, shards, Told(connections) if rank == 0 else None)
-        said.send((False, "it went through"))
+        report.send((False, "it went through"))
     except RuntimeError as error:
-        said.send((peer_lost(error), str(error)))
+        report.send((peer_lost(error), str(error)))
     finally:
         sync.close()
 

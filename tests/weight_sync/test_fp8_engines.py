@@ -62,20 +62,23 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     def sample() -> list[Any]:
         prompts: Any = [{"prompt_token_ids": list(range(3 + n, 9 + 2 * n))} for n in range(4)]
         outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, detokenize=False))
-        tokens = [list(one.outputs[0].token_ids) for one in outputs]
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
         logprobs = [
-            [step[token].logprob for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)]
-            for one in outputs
+            [
+                step[token].logprob
+                for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ]
+            for output in outputs
         ]
         return [tokens, logprobs]
 
-    receiving, found = Receiving(engine), {"loaded": sample()}
+    receiving, samples = Receiving(engine), {"loaded": sample()}
     for version, (name, model) in enumerate((("new", new), ("back", old)), start=1):
         metrics = sync.publish(version, megatron_shards(model, Layout())[0], receiving)
-        found[name] = sample()
+        samples[name] = sample()
     sync.close()
     close_engines()
-    return found | {"bound_bytes": metrics["sync/bound_bytes"]}
+    return samples | {"bound_bytes": metrics["sync/bound_bytes"]}
 
 
 def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:
@@ -102,24 +105,24 @@ def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:
         max_model_len=64,
     ).create_engine_config()  # fmt: skip
     methods = fp8.Fp8PerBlockOnlineLinearMethod, fp8.Fp8PerBlockOnlineMoEMethod
-    found = {}
+    sizes = {}
     with (
         mock.patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, {PlatformEnum.CPU: [reference_kernel()]}),
-        mock.patch.object(fp8, "select_fp8_moe_backend", lambda **asked: (Fp8MoeBackend.TRITON, None)),
+        mock.patch.object(fp8, "select_fp8_moe_backend", lambda **options: (Fp8MoeBackend.TRITON, None)),
         mock.patch.object(layerwise, "_layerwise_process"),  # there is no content that it could quantise
         set_current_vllm_config(config),
     ):
         init_distributed_environment(1, 0, f"file://{model / 'meeting'}", 0, "gloo")
         initialize_model_parallel()
         with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-            made: Any = initialize_model(config)
+            meta_model: Any = initialize_model(config)
         for name, tensor in checkpoint(model).items():
-            (parameter,) = made.load_weights([(name, tensor.to("meta"))])
-            method = getattr(made.get_submodule(parameter.rpartition(".")[0]), "quant_method", None)
-            if isinstance(method, methods) and made.get_parameter(parameter).dim() > 1:
-                found[name] = tuple(tensor.shape)
+            (parameter,) = meta_model.load_weights([(name, tensor.to("meta"))])
+            method = getattr(meta_model.get_submodule(parameter.rpartition(".")[0]), "quant_method", None)
+            if isinstance(method, methods) and meta_model.get_parameter(parameter).dim() > 1:
+                sizes[name] = tuple(tensor.shape)
     close_engines()
-    return found
+    return sizes
 
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
@@ -158,16 +161,16 @@ def test_a_synced_engine_in_fp8_equals_one_that_loaded_the_weights(
     engine_process: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     old, new = save_model(tmp_path / "old", 0), save_model(tmp_path / "new", 1)
-    found = engine_process.submit(sampled, old, new).result(timeout=300)
-    assert found["new"] != found["loaded"]
-    assert found["back"] == found["loaded"], "tokens or log-probabilities differ from those of the loaded weights"
-    for number, (tokens, logprobs) in enumerate(zip(*found["new"], strict=True)):
+    samples = engine_process.submit(sampled, old, new).result(timeout=300)
+    assert samples["new"] != samples["loaded"]
+    assert samples["back"] == samples["loaded"], "tokens or log-probabilities differ from those of the loaded weights"
+    for number, (tokens, logprobs) in enumerate(zip(*samples["new"], strict=True)):
         expected = logprobs_of_blocks(new, list(range(3 + number, 9 + 2 * number)), tokens)
         assert float((expected - torch.tensor(logprobs)).abs().max()) < 0.1, "more than bf16 activations explain"
     quantised = quantised_tensors(ModelShape.from_directory(new))
     sizes = {name: tensor.numel() for name, tensor in checkpoint(new).items()}
     rest = 2 * sum(size for name, size in sizes.items() if name not in quantised)
-    assert found["bound_bytes"] == rest + sum(block_bytes(*size) for size in quantised.values())
+    assert samples["bound_bytes"] == rest + sum(block_bytes(*size) for size in quantised.values())
 
 
 IN_CI = ("llama", "qwen3_moe", "mixtral", "deepseek_v3")  # dense, both kinds of routers, latent attention

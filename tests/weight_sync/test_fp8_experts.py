@@ -57,7 +57,7 @@ class Worker:
             content = torch.zeros(size, dtype=torch.bfloat16)
             content[: loaded[name].shape[0]] = loaded[name]
             names = [box.name for box in boxes if box.parameter == name]
-            experts = {found.group() for one in names if (found := EXPERT.search(one))}
+            experts = {match.group() for box_name in names if (match := EXPERT.search(box_name))}
             module = self.modules.setdefault(name.rpartition(".")[0], torch.nn.Module())
             weight = content.view(len(experts), -1, size[1]) if experts else content
             setattr(module, name.rpartition(".")[2], torch.nn.Parameter(weight, requires_grad=False))
@@ -165,20 +165,20 @@ def test_experts_in_blocks_are_those_that_vllm_makes(
     settings = SyncSettings("bf16", rollout, 1, 1 << 17, 60.0, transport="group", quantization="fp8")
     sync, engines = WeightSync(shape, Layout(), settings, 0, None), Engines(shape, rollout)
     engines.receivers = [
-        one.receiver(shape, rollout, number, engines.readers[0, number]) for number, one in enumerate(workers)
+        worker.receiver(shape, rollout, number, engines.readers[0, number]) for number, worker in enumerate(workers)
     ]
     for receiver in engines.receivers:
         receiver._homes = {}  # it captures graphs
-    before = [addresses(one) for one in workers]
+    before = [addresses(worker) for worker in workers]
     try:
         for version, tensors in ((1, new), (2, old), (3, new)):
             sync.publish(version, cut(megatron_boxes(shape, Layout()), tensors)[0], engines)
     finally:
         engines.close()
         sync.close()
-    assert [addresses(one) for one in workers] == before
-    for number, one in enumerate(workers):
-        taken, expected = one.parameters(), Worker(shape, rollout, number, new).parameters()
+    assert [addresses(worker) for worker in workers] == before
+    for number, worker in enumerate(workers):
+        taken, expected = worker.parameters(), Worker(shape, rollout, number, new).parameters()
         assert taken.keys() == expected.keys()
         for name, content in expected.items():
             assert taken[name].dtype == content.dtype and taken[name].shape == content.shape, name
@@ -210,11 +210,11 @@ def test_an_engine_that_has_started_names_the_formats_that_no_sync_writes() -> N
     experts.w2_weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.int32), requires_grad=False)
     experts.w2_weight_scale_inv = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16), requires_grad=False)
     output.weight_scale_inv = torch.nn.Parameter(torch.zeros(1, dtype=torch.int32), requires_grad=False)
-    found = receiver.other_formats()
-    assert sorted(found) == [
+    formats = receiver.other_formats()
+    assert sorted(formats) == [
         "model.layers.0.mlp.experts.routed_experts.w2_weight is torch.int32, not torch.float8_e4m3fn, under MARLIN",
         "model.layers.0.mlp.experts.routed_experts.w2_weight_scale_inv is torch.bfloat16, not torch.float32, under MARLIN",
         "model.layers.0.self_attn.o_proj.weight_scale_inv is torch.int32, not torch.float32, under SimpleNamespace",
     ]
     with pytest.raises(RolloutError, match=r"rollout.quantization = fp8: .* \(and 2 more\); set it to null"):
-        refuse_other_formats("fp8", [[], found])
+        refuse_other_formats("fp8", [[], formats])

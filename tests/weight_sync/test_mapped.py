@@ -50,8 +50,8 @@ class Case(SyncCase):
         with pytest.raises(SyncError):
             self.publish(model)
         assert self.engines.versions == [version]
-        said = [str(reading.exception()) for reading in self.engines._reading.values()]
-        assert any(re.search(message, one) for one in said), said
+        messages = [str(reading.exception()) for reading in self.engines._reading.values()]
+        assert any(re.search(message, text) for text in messages), messages
 
 
 @pytest.fixture(scope="module")
@@ -171,11 +171,11 @@ def shared(parameters: Mapping[str, torch.Tensor]) -> str:
 def test_what_lies_on_top_of_a_storage_stays_what_it_was_when_it_moves() -> None:
     buffer = torch.arange(64.0)
     parameters = {"a": buffer[:32].view(4, 8), "b": buffer[32:40]}
-    place, said = buffer.data_ptr(), shared(parameters)
+    place, address = buffer.data_ptr(), shared(parameters)
     assert buffer.data_ptr() != place and buffer.is_shared()
     assert torch.equal(buffer, torch.arange(64.0)) and torch.equal(parameters["a"], torch.arange(32.0).view(4, 8))
-    assert shared(parameters) == said, "it moves once"
-    home = map_parameters(said, 0)
+    assert shared(parameters) == address, "it moves once"
+    home = map_parameters(address, 0)
     buffer[9] = -1.0
     assert torch.equal(home["a"], parameters["a"]) and torch.equal(home["b"], buffer[32:40, None])
 
@@ -222,19 +222,19 @@ def test_the_weights_of_another_process_are_reached_until_they_are_gone() -> Non
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("forkserver").Process(target=hold, args=(theirs,))
     process.start()
-    said = ours.recv()
-    home = map_parameters(said, 3)
+    address = ours.recv()
+    home = map_parameters(address, 3)
     assert home["a"].shape == (4, 8) and bool((home["a"] == 1).all())
     with pytest.raises(SyncError, match="trainer rank 3.* is another file"):
-        map_parameters(re.sub(r"(/fd/\d+', )(\d+)", r"\g<1>1\2", said), 3)
+        map_parameters(re.sub(r"(/fd/\d+', )(\d+)", r"\g<1>1\2", address), 3)
     ours.send("let go")
     assert ours.recv() == "gone"
     with pytest.raises(SyncError, match="weights of trainer rank 3"):
-        map_parameters(said, 3)
+        map_parameters(address, 3)
     ours.send("end")
     process.join(60)
     with pytest.raises(SyncError, match="no way to the weights of trainer rank 3.*weight_sync.transport = group"):
-        map_parameters(said, 3)
+        map_parameters(address, 3)
     assert bool((home["a"] == 1).all()), "what is mapped stays"
 
 

@@ -141,8 +141,8 @@ def peaks(way: str, layout: Layout, rollout: RolloutLayout, transport: str, rank
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
     lora.MERGED_BYTES = 1 << 18  # as small against a layer as for a real model
     for shape in (TINY, SHAPE):
-        found = publish_twice(shape, way, layout, rollout, transport, rank, group)
-    return found
+        measured = publish_twice(shape, way, layout, rollout, transport, rank, group)
+    return measured
 
 
 def publish_twice(
@@ -153,19 +153,19 @@ def publish_twice(
     settings = SyncSettings("bf16", rollout, 1, BUCKET_BYTES, timeout_s=60.0, transport=transport, merges=way == "adapters")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # earlier freed memory would hide as much
-    rest, found = resident("VmRSS"), []
+    rest, peak_bytes = resident("VmRSS"), []
     sync = WeightSync(shape, layout, settings, rank, group)
     for version in (1, 2):
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
         sync.publish(version, parameters, engines)
-        found.append(resident("VmHWM") - rest)
+        peak_bytes.append(resident("VmHWM") - rest)
     if engines is not None:
         assert_taken([worker.weights for worker in engines.workers], parameters, layout)
         engines.close()
     sync.close()
     held = megatron.parameter_sizes(shape, layout, rank), vllm.parameter_sizes(shape, rollout, 0)
     layer, worker_layer = (num_bytes(sizes, ".layers.0.") for sizes in held)
-    (first, second), worker = found, num_bytes(held[1], "")
+    (first, second), worker = peak_bytes, num_bytes(held[1], "")
     return Peaks(first, second, layer, worker_layer, worker)
 
 
@@ -179,8 +179,8 @@ def assert_taken(workers: Sequence[Parameters], parameters: Mapping[str, torch.T
         return
     for name, taken in workers[0].items():
         if name.endswith("o_proj.weight"):
-            own = parameters[f"decoder.layers.{name.split('.')[2]}.self_attention.linear_proj.weight"]
-            assert torch.equal(taken, own.to(taken.dtype)), name
+            expected = parameters[f"decoder.layers.{name.split('.')[2]}.self_attention.linear_proj.weight"]
+            assert torch.equal(taken, expected.to(taken.dtype)), name
 
 
 def resident(which: str) -> int:
@@ -204,10 +204,10 @@ def test_each_end_takes_no_more_than_one_layer_and_its_buckets(workers: int) -> 
 
 @pytest.mark.parametrize("way", ["", "cast"])
 def test_mapped_weights_are_mapped_once_more_and_not_copied(way: str) -> None:
-    found = in_a_new_process(peaks, way, Layout(), RolloutLayout(), "mapped", 0, None)
-    weights = found.worker * (2 if way == "cast" else 1)  # fp32 weights
-    allowed = weights + found.layer + found.worker_layer + 4 * BUCKET_BYTES
-    assert max(found.first, found.second) <= allowed, f"{found}; {allowed} are allowed"
+    measured = in_a_new_process(peaks, way, Layout(), RolloutLayout(), "mapped", 0, None)
+    weights = measured.worker * (2 if way == "cast" else 1)  # fp32 weights
+    allowed = weights + measured.layer + measured.worker_layer + 4 * BUCKET_BYTES
+    assert max(measured.first, measured.second) <= allowed, f"{measured}; {allowed} are allowed"
 
 
 def peak_of_moving(num_storages: int, num_elements: int) -> int:
@@ -237,8 +237,8 @@ def test_no_rank_that_sends_messages_gathers_what_others_hold(way: str) -> None:
         answers = ranks.run(peaks_of_a_rank, layout.ranks, way, layout, rollout)
     finally:
         ranks.close()  # other tests must not run with their malloc
-    for rank, found in enumerate(answers):
-        allowed = found.layer + 2 * BUCKET_BYTES
+    for rank, measured in enumerate(answers):
+        allowed = measured.layer + 2 * BUCKET_BYTES
         if rank == 0:  # the workers are threads of it
-            allowed += rollout.workers * (found.worker_layer + 2 * BUCKET_BYTES)
-        assert max(found.first, found.second) <= allowed, f"rank {rank}: {found}; {allowed} are allowed"
+            allowed += rollout.workers * (measured.worker_layer + 2 * BUCKET_BYTES)
+        assert max(measured.first, measured.second) <= allowed, f"rank {rank}: {measured}; {allowed} are allowed"

@@ -61,7 +61,7 @@ def publish_over_a_cable(model: Path, near: Network, far: Network) -> Told:
     dist.init_process_group("gloo")
     settings = SyncSettings("fp32", RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address)
     sync = WeightSync(shape, LAYOUT, settings, rank, dist.group.WORLD)
-    told = Told([])
+    outcome = Told([])
     try:
         for version in (1, 2, 3):
             if version == 2 and engines is not None:
@@ -69,12 +69,15 @@ def publish_over_a_cable(model: Path, near: Network, far: Network) -> Told:
             sync._settings = replace(settings, timeout_s=TIMEOUT_S if version == 2 else PATIENT_S)
             try:
                 sync.publish(version, of_version(shards[rank], version), engines)
-                told.answers += [] if engines is None else [engines.answer(0)]
+                outcome.answers += [] if engines is None else [engines.answer(0)]
             except SyncError as error:
                 assert version == 2, error
-                told.error, told.lost = "\n".join([str(error), *getattr(error, "__notes__", [])]), dict(sync._groups.lost)
+                outcome.error, outcome.lost = (
+                    "\n".join([str(error), *getattr(error, "__notes__", [])]),
+                    dict(sync._groups.lost),
+                )
                 if engines is not None:
-                    told.report = str(engines.answer(0))
+                    outcome.report = str(engines.answer(0))
                     near.switch("up")
                     far.switch("up")
     finally:
@@ -82,7 +85,7 @@ def publish_over_a_cable(model: Path, near: Network, far: Network) -> Told:
         if engines is not None:
             engines.end()
             engines.close()
-    return told
+    return outcome
 
 
 def test_a_cut_cable_ends_the_sync_on_both_sides_and_the_next_one_goes_through(tmp_path: Path) -> None:

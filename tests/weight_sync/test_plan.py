@@ -76,7 +76,7 @@ def checkpoint(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Parameters:
     """What the workers hold once every copy is made. No place may be written twice."""
-    written = {rank: {name: torch.zeros_like(one) for name, one in of.items()} for rank, of in expected.items()}
+    written = {rank: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for rank, of in expected.items()}
     source = (plan.source_rank, plan.source_parameter, plan.source_row, plan.source_col)
     target = (plan.destination_rank, plan.destination_parameter, plan.destination_row, plan.destination_col)
     table = np.stack((*source, *target, plan.rows, plan.cols)).T.tolist()
@@ -95,8 +95,8 @@ def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject
     fixed, tensors = fixed_tensors(shape), checkpoint(shape)
     destinations = [box for box in vllm_boxes(shape, rollout) if box.name not in fixed]
     for worker in range(rollout.workers):
-        own = [s for s in destinations if s.rank == worker]
-        bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in own)
+        worker_boxes = [s for s in destinations if s.rank == worker]
+        bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in worker_boxes)
         assert int(plan.sizes[plan.to_destination(worker)].sum()) == bound
     assert shard_bytes(shape, rollout, 2) == 2 * int(plan.sizes.sum()), "what a sync is measured by"
     assert sync_plan.__wrapped__(shape, layout, rollout).hash == plan.hash, "both ends compute the same plan"

@@ -138,7 +138,7 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(threads
         packed.clear()
         take(receiver, contents, threads)
         assert len(set(places)) == 1
-        assert [one.sum().item() for one in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
+        assert [weight.sum().item() for weight in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
 
 
 def test_modules_whose_boxes_take_turns_are_packed_when_they_are_complete() -> None:
@@ -169,7 +169,7 @@ class Noting:
         self.packed, self.modules = packed, dict[str, torch.nn.Module]()
 
     def process_weights_after_loading(self, module: Any) -> None:
-        name = next(name for name, one in self.modules.items() if one is module)
+        name = next(name for name, candidate in self.modules.items() if candidate is module)
         self.packed.append(f"{name} {float(module.weight.sum()):g}")
         if "packed" in name:
             module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)

@@ -290,9 +290,9 @@ class Trainer:
             assert taken.keys() == expected.keys()
             for name, content in expected.items():
                 rows, cols = content.shape
-                found = taken[name][:rows, :cols]
+                unpadded = taken[name][:rows, :cols]
                 # Nobody writes the padding rows of a vocabulary.
-                assert torch.equal(torch.where(torch.isnan(found), 0.0, found), content), name
+                assert torch.equal(torch.where(torch.isnan(unpadded), 0.0, unpadded), content), name
 
     def kept(self, engine: int, worker: int) -> TakenParts | None:
         assert self.engines is not None
@@ -323,8 +323,8 @@ def walk(model: str, layout: Layout, steps: int) -> list[tuple[str, tuple[int | 
             if event == "forget":
                 for worker in range(ROLLOUT.workers):
                     engines.readers[engine, worker]._inbox = None
-            if event == "other bytes" and (kept := trainer.kept(0, 1)) is not None:
-                kept._contents[0][0][0] ^= 1
+            if event == "other bytes" and (parts := trainer.kept(0, 1)) is not None:
+                parts._contents[0][0][0] ^= 1
             if event == "corrupt":
                 corrupt(trainer, times=1, bucket=1)
         trainer.publish([engine] if event == "one engine" else None)
@@ -354,10 +354,10 @@ def test_whatever_happens_every_engine_has_exactly_the_bytes_of_its_version(
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     """A trainer of one rank whose engines took version 1."""
-    made = Trainer(save_tiny_model(tmp_path / "m", "qwen3", True, 1), Layout())
-    made.publish()
-    yield made
-    made.close()
+    tiny_trainer = Trainer(save_tiny_model(tmp_path / "m", "qwen3", True, 1), Layout())
+    tiny_trainer.publish()
+    yield tiny_trainer
+    tiny_trainer.close()
 
 
 def test_what_did_not_change_does_not_travel(trainer: Trainer) -> None:
