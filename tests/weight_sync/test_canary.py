@@ -330,10 +330,10 @@ def syncs_without_a_fault(model: Path, precision: str, count: int, bucket_bytes:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)  # over 25 minutes on a CPU without bf16 units, which emulates them
 @pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny", "quickstart"])
 def test_two_hundred_syncs_raise_no_alarm(engine_process: ProcessPoolExecutor, tmp_path: Path, is_tiny: bool) -> None:
     model = save_model(tmp_path / "model", "llama", True, seed=0) if is_tiny else QUICKSTART
     task = engine_process.submit(syncs_without_a_fault, model, "bf16", 200, 1 << 16 if is_tiny else 1 << 25)
-    differences = task.result(timeout=1500)
+    differences = task.result(timeout=3300)
     assert len(differences) == 200 and min(differences) > 0
