@@ -28,6 +28,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from megarl.weight_sync.buckets import NUM_BUCKETS, Round
@@ -188,10 +189,8 @@ def _message_steps(readers: Sequence[Reader], rounds: Sequence[Round], resources
             arrived[number].append(step(seconds, latency, after, ("in", number, link)))
         received, ends = {}, defaultdict[int, list[_Step]](list)
         for bucket, worker in entries:
-            sent = step(0.0, 0.0, [sending_step for rank in work.ranks_of[worker] for sending_step in sending[rank]])
-            received[worker] = step(
-                0.0, 0.0, [arriving_step for number in of_worker[worker] for arriving_step in arrived[number]]
-            )
+            sent = step(0.0, 0.0, [*chain.from_iterable(sending[rank] for rank in work.ranks_of[worker])])
+            received[worker] = step(0.0, 0.0, [*chain.from_iterable(arrived[number] for number in of_worker[worker])])
             for number in of_worker[worker]:
                 arriving[number] = [*arrived[number], sent]
                 if (server := readers[number].server) is not None:
