@@ -17,6 +17,7 @@ import multiprocessing.connection
 import multiprocessing.util
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import time
@@ -44,7 +45,6 @@ class RankPool:
         self._context.set_forkserver_preload(["tests.preload"])
         self._processes: list[Any] = []
         self._connections: list[multiprocessing.connection.Connection] = []
-        self._stacks = Path(tempfile.mkdtemp(prefix="megarl-ranks-"))
         self._owner = os.getpid()
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
@@ -68,6 +68,11 @@ class RankPool:
             self.close(at_once=True)
             raise
         return results
+
+    @functools.cached_property
+    def _stacks(self) -> Path:
+        """The folder of the ranks' stacks; not made where this module is only imported, as in the ranks themselves."""
+        return Path(tempfile.mkdtemp(prefix="megarl-ranks-"))
 
     def _start_one(self) -> None:
         ours, theirs = self._context.Pipe()
@@ -123,6 +128,9 @@ class RankPool:
                 process.kill()
                 process.join()
             connection.close()
+        if self._processes:
+            shutil.rmtree(self._stacks)
+            del self._stacks
         self._processes.clear()
         self._connections.clear()
 
