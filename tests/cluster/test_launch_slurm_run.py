@@ -77,11 +77,11 @@ def message(folder: Path, name: str, job: str) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in files if file.is_file())
 
 
-# CI runs without engines, which take minutes to start twice on both nodes; test_run.py resumes a run with an engine.
+# In CI: test_launch_slurm.py queues jobs of these files again, test_preemption.py preempts a run twice without Slurm, and
+# test_run.py resumes one with an engine.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("ranks", "replays"),
-    [(2, True), *(pytest.param(ranks, False, marks=pytest.mark.nightly) for ranks in (2, 4))],
-    ids=["replay", "one engine", "two engines"],
+    ("ranks", "replays"), [(2, True), (2, False), (4, False)], ids=["replay", "one engine", "two engines"]
 )
 def test_a_preempted_run_is_queued_again_and_ends_like_an_uninterrupted_run(
     tmp_path: Path, ranks: int, replays: bool
