@@ -6,8 +6,8 @@
 For a refactoring: record before it, check after each step. Each recipe of `recipes/` trains three steps in fp32 on at most
 two CPU ranks, with a tiny random model of the same family. Algorithm, phases, roles, LoRA, recompute, offload, router replay
 and environment stay as they are shipped. `reduced` and `CHANGES` say what does not: sizes, layouts, learning rates of large
-models. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed, with right and
-wrong answers, truncated completions, and log-probabilities near those of the model.
+models and of `cpu/ppo`. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed,
+with right and wrong answers, truncated completions, and log-probabilities near those of the model.
 
 The runs start by the command line alone (`TRAIN`), and the script imports nothing of the package, so that modules can move.
 It writes the replay files itself (`write_dump`), and knows that an epoch of prompts is
@@ -76,8 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-70b-chat-hf": {"family": "llama"},
     "meta-llama/Llama-2-13b-chat-hf": {"family": "llama", "layers": 2, "seed": 1},
 }
-# Layouts of two ranks: between them tensor, context, pipeline, expert and data parallelism are each used; and settings that
-# have changed since.
+# Layouts of two ranks: between them tensor, context, pipeline, expert and data parallelism are each used.
 CHANGES: dict[str, dict[str, Any]] = {
     "ppo-tiny": {"trainer.ranks": 2, "actor.layout": {"tensor": 2}},
     "dapo-qwen2.5-32b-32gpus": {"trainer.ranks": 2, "actor.layout": {"context": 2}},
@@ -90,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "critic.layout": {"tensor": 2, "sequence_parallel": True},
         "critic.optimizer.lr": 2e-3,
     },
-    "ppo": {"actor.optimizer.lr": 5e-3},  # as when its numbers were recorded
+    "ppo": {"actor.optimizer.lr": 5e-3},  # its rate when the numbers were recorded
 }
 
 Recipe = dict[str, Any]

@@ -71,7 +71,7 @@ class RankPool:
 
     @functools.cached_property
     def _stacks(self) -> Path:
-        """The folder of the ranks' stacks; not made where this module is only imported, as in the ranks themselves."""
+        """The folder of the ranks' stacks. A process that only imports this module, as each rank does, has no folder."""
         return Path(tempfile.mkdtemp(prefix="megarl-ranks-"))
 
     def _start_one(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 4.0  # rollout.timeout_s and phases.reward.timeout_s of these runs
-FILES_S = 45.0  # watchdog.files_s; also the time that an unharmed checkpoint may take where other tests have the cores
+FILES_S = 45.0  # watchdog.files_s; a checkpoint without a fault takes up to 22 s beside other work
 STEP = 2  # the faulty one
 STALLED_S = TIMEOUT_S  # half of it to notice, half of it to be sure
 STARVED_S = 4 * TIMEOUT_S  # three times the rollout's and once the reward's; `TASK_GRACE_S` is 0 here

@@ -22,7 +22,7 @@ from tests.slurm_cluster import SlurmCluster, slurm_cluster
 JOB_S = 540.0
 STEPS = 3
 SEPARATE = "launch/slurm/separate.sbatch"
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3 * JOB_S)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3 * JOB_S)]
 
 
 def write_recipe(folder: Path, name: str, ranks: int, **changes: Any) -> Path:
@@ -77,9 +77,8 @@ def message(folder: Path, name: str, job: str) -> str:
     return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in files if file.is_file())
 
 
-# In CI: test_launch_slurm.py queues jobs of these files again, test_preemption.py preempts a run twice without Slurm, and
-# test_run.py resumes one with an engine.
-@pytest.mark.nightly
+# In CI, test_launch_slurm.py queues jobs again, test_preemption.py preempts a run without Slurm, and test_run.py resumes a
+# run with an engine.
 @pytest.mark.parametrize(
     ("ranks", "replays"), [(2, True), (2, False), (4, False)], ids=["replay", "one engine", "two engines"]
 )
@@ -107,7 +106,7 @@ def test_a_preempted_run_is_queued_again_and_ends_like_an_uninterrupted_run(
     assert starts[1]["before"]["how"] == "requeued"
 
 
-@pytest.mark.nightly  # in CI: test_launch_slurm.py up to the nodes, and a Ray of two nodes with an engine on each
+# In CI, test_launch_slurm.py runs up to the nodes, and test_nodes.py has a Ray of two nodes with an engine on each.
 def test_a_run_with_engines_on_a_separate_node_ends_like_a_run_on_one_node(tmp_path: Path) -> None:
     whole = run_through(tmp_path, 4)
     with slurm_cluster() as cluster:
