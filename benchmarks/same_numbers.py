@@ -6,7 +6,7 @@
 For a refactoring: record before it, check after each step. Each recipe of `recipes/` trains three steps in fp32 on at most
 two CPU ranks, with a tiny random model of the same family. Algorithm, phases, roles, LoRA, recompute, offload, router replay
 and environment stay as they are shipped. `reduced` and `CHANGES` say what does not: sizes, layouts, learning rates of large
-models and of `cpu/ppo`. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed,
+models, of `cpu/cispo` and of `cpu/ppo`. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed,
 with right and wrong answers, truncated completions, and log-probabilities near those of the model.
 
 The runs start by the command line alone (`TRAIN`), and the script imports nothing of the package, so that modules can move.
@@ -89,7 +89,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "critic.layout": {"tensor": 2, "sequence_parallel": True},
         "critic.optimizer.lr": 2e-3,
     },
-    "ppo": {"actor.optimizer.lr": 5e-3},  # its rate when the numbers were recorded
+    # Their rates when the numbers were recorded.
+    "cispo": {"actor.optimizer.lr": 5e-3},
+    "ppo": {"actor.optimizer.lr": 5e-3},
 }
 
 Recipe = dict[str, Any]
