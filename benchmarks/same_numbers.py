@@ -6,8 +6,8 @@
 For a refactoring: record before it, check after each step. Each recipe of `recipes/` trains three steps in fp32 on at most
 two CPU ranks, with a tiny random model of the same family. Algorithm, phases, roles, LoRA, recompute, offload, router replay
 and environment stay as they are shipped. `reduced` and `CHANGES` say what does not: sizes, layouts, learning rates of large
-models, of `cpu/cispo` and of `cpu/ppo`. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes them from a seed,
-with right and wrong answers, truncated completions, and log-probabilities near those of the model.
+models, of `cpu/cispo` and of `cpu/ppo`. Rollouts are replayed, so that neither vLLM nor Ray is needed: the script writes
+them from a seed, with right and wrong answers, truncated completions, and log-probabilities near those of the model.
 
 The runs start by the command line alone (`TRAIN`), and the script imports nothing of the package, so that modules can move.
 It writes the replay files itself (`write_dump`), and knows that an epoch of prompts is
