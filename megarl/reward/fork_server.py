@@ -42,7 +42,8 @@ from megarl.telemetry.stacks import mark_from_environment
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 CHECK_INTERVAL_S = 0.05  # between two checks of the children, and at most that long after the client has gone ...
-CHECK_PAUSE = 10  # ... or this many times as long as the last check took: checks of many children take a tenth of a core
+# ... or this many times the processor time of the last check: checks of many children take a tenth of a core.
+CHECK_PAUSE = 10
 RESERVED_DESCRIPTORS = 16  # of the server: without a free descriptor it could not look at its children in /proc
 MAX_ZOMBIES = 256  # of a child: each keeps a process id, of which a machine may have 32 thousand for all children
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -285,11 +286,10 @@ class ForkServer:
                         return
                     for pipe in received:  # empty if no descriptor is free: the kernel has closed the child's end
                         self._fork(socket.socket(fileno=pipe))
-            begun = time.monotonic()
-            if begun >= next_check:
+            if time.monotonic() >= next_check:
+                begun_s = time.thread_time()  # on a busy machine a check waits long for a core
                 self._check_children()
-                now = time.monotonic()
-                next_check = now + max(CHECK_INTERVAL_S, CHECK_PAUSE * (now - begun))
+                next_check = time.monotonic() + max(CHECK_INTERVAL_S, CHECK_PAUSE * (time.thread_time() - begun_s))
 
     def _check_children(self) -> None:
         self._end_orphans()
