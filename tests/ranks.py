@@ -154,20 +154,13 @@ def _serve(connection: multiprocessing.connection.Connection, rank: int, stack: 
     caches = [cache for cache in gc.get_objects() if isinstance(cache, functools._lru_cache_wrapper)]
     caches = [cache for cache in caches if cache.__module__.startswith("megatron.core")]
     gc.freeze()  # what is loaded now stays; the collections between the cases need not look at it
-    num_frozen = gc.get_freeze_count()
+    gc.freeze = lambda: None  # a whole run freezes its models and groups, which nothing would then collect
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         try:
             while (message := connection.recv_bytes()) != END:
                 if message == CLEAN:
-                    # A whole run freezes its models and groups, which nothing would then collect.
-                    has_frozen = gc.get_freeze_count() > num_frozen
-                    if has_frozen:
-                        gc.unfreeze()
                     _clean_up(caches)
-                    if has_frozen:
-                        gc.freeze()
-                        num_frozen = gc.get_freeze_count()
                     continue
                 torch.set_rng_state(random_state)
                 connection.send_bytes(_answer(message, before))
