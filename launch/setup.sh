@@ -122,9 +122,16 @@ if [ "$(cat "$STACK_STAMP" 2>/dev/null)" != "$stack_hash" ]; then
     # setuptools comes first: pip builds megarl and the few source packages with this version, and not with a newer version.
     pip_install "$(grep '^setuptools==' "$LOCK")"
     say "installing the $(grep -c '==' "$LOCK") packages of $LOCK (1 to 2 minutes on two cores; log: $PIP_LOG)"
-    # pip compiles files one after the other; compileall uses all cores. Like pip, it skips files that are not Python 3.11.
-    pip_install --no-build-isolation --no-compile -r "$LOCK" ||
-        fail "the lock was not installed; run set-up again to continue."
+    # pip unpacks and compiles on one core. Two pips install half of the lock each, and compileall uses all cores; like pip, it
+    # skips files that are not Python 3.11.
+    code=0 halves=()
+    for half in 0 1; do
+        awk -v half=$half 'NR % 2 == half' "$LOCK" >.venv/lock-$half.txt
+        pip_install --no-build-isolation --no-compile -r .venv/lock-$half.txt &
+        halves+=($!)
+    done
+    for half in "${halves[@]}"; do wait "$half" || code=1; done
+    [ $code -eq 0 ] || fail "the lock was not installed; run set-up again to continue."
     "$PYTHON" -m compileall -q -j 0 .venv/lib >>"$PIP_LOG" 2>&1 || true
     echo "$stack_hash" >"$STACK_STAMP"
     say "the CPU stack is in .venv after $((SECONDS - started)) s"

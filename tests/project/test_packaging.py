@@ -209,7 +209,10 @@ def test_setup_of_the_stack_alone_leaves_megarl_out(tmp_path: Path) -> None:
     done = faked_setup(tmp_path, "--stack", SERVED="torch")
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "pip-calls").read_text()
-    assert "-r locks/cpu-py311.txt" in calls and "--editable" not in calls
+    files = re.findall(r"-r (\S+)", calls)
+    assert len(files) == 2 and "--editable" not in calls
+    lines = [line for file in files for line in locked_lines(str(tmp_path / file))]
+    assert sorted(lines) == sorted(locked_lines(CPU_LOCK)), "the halves are the whole lock"
 
 
 def test_setup_from_carried_wheels_asks_no_index(tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_setup_from_carried_wheels_asks_no_index(tmp_path: Path) -> None:
     done = faked_setup(tmp_path / "served", MEGARL_WHEELS=str(wheels), SERVED="torch")
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "served" / "pip-calls").read_text().splitlines()
-    assert len(calls) == 4 and all(f"--no-index --find-links {wheels}" in call for call in calls)
+    assert len(calls) == 5 and all(f"--no-index --find-links {wheels}" in call for call in calls)
     without = faked_setup(tmp_path / "without", MEGARL_WHEELS=str(wheels), SERVED="nowhere")
     assert without.returncode == 1 and f"is not among the wheels of {wheels}" in without.stderr
     assert len((tmp_path / "without" / "pip-calls").read_text().splitlines()) == 1, "no other index is tried"
