@@ -89,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "critic.layout": {"tensor": 2, "sequence_parallel": True},
         "critic.optimizer.lr": 2e-3,
     },
-    # Their rates when the numbers were recorded.
+    # The learning rates of these two when the numbers were recorded.
     "cispo": {"actor.optimizer.lr": 5e-3},
     "ppo": {"actor.optimizer.lr": 5e-3},
 }

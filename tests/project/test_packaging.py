@@ -170,6 +170,7 @@ FAKE_PYTHON = """#!/bin/bash
 case "$*" in
     "-c import importlib.metadata"*) exit 1 ;;
     "-c "*) exit 0 ;;
+    *"$REFUSED"*) exit 1 ;;
     *"install"*) echo "$*" >>pip-calls; [[ "$*" != *torch==* || "$*" == *"$SERVED"* ]] ;;
 esac
 """
@@ -184,7 +185,8 @@ def faked_setup(folder: Path, *arguments: str, **environment: str) -> subprocess
     python.parent.mkdir(parents=True)
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    return run("bash", "launch/setup.sh", *arguments, cwd=folder, env={"PATH": os.environ["PATH"], **environment})
+    variables = {"PATH": os.environ["PATH"], "REFUSED": "no call"} | environment
+    return run("bash", "launch/setup.sh", *arguments, cwd=folder, env=variables)
 
 
 @pytest.mark.parametrize("served", ["--index-url", "nowhere"])
@@ -213,6 +215,13 @@ def test_setup_of_the_stack_alone_leaves_megarl_out(tmp_path: Path) -> None:
     assert len(files) == 2 and "--editable" not in calls
     lines = [line for file in files for line in locked_lines(str(tmp_path / file))]
     assert sorted(lines) == sorted(locked_lines(CPU_LOCK)), "the halves are the whole lock"
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_setup_ends_where_half_of_the_lock_is_not_installed(tmp_path: Path, half: int) -> None:
+    done = faked_setup(tmp_path, SERVED="torch", REFUSED=f"lock-{half}")
+    assert done.returncode == 1 and "the lock was not installed; run set-up again" in done.stderr
+    assert not (tmp_path / ".venv/.megarl-stack").exists(), "the next call continues"
 
 
 def test_setup_from_carried_wheels_asks_no_index(tmp_path: Path) -> None:
