@@ -5,10 +5,11 @@
 For changes of the rollout's path: `same_numbers.py` replays rollouts, and here vLLM engines sample them. Each single-turn
 recipe of `recipes/` that runs on CPUs, and that the commit has too, trains in fp32 with one engine and without staleness, in
 this working tree and in a fresh checkout of the commit, one after the other; the models of `make setup` have to be there.
-Each tree runs its own copy of the recipe, with settings that both know. Compared are the metrics of each step, without those
-of time, memory, throughput and machine (`same_numbers.is_compared`); the sampled tokens with their log-probabilities, unless
-dynamic sampling keeps a recipe from dumping them; and the weights and moments of the last checkpoint. What both trees have
-must have the same bits. What one tree alone has is counted.
+Each tree runs its own copy of the recipe, with settings that both know; both take the commit's learning rates, as two recipes
+have got lower ones since. Compared are the metrics of each step, without those of time, memory, throughput and machine
+(`same_numbers.is_compared`), and without `sync/sent_bytes`, which depends on how a sync packs weights into its buckets; the
+sampled tokens with their log-probabilities, unless dynamic sampling keeps a recipe from dumping them; and the weights and
+moments of the last checkpoint. What both trees have must have the same bits. What one tree alone has is counted.
 
 The commit before the stream of rollouts is 1e5eecd. A tiny recipe takes one to two minutes in each tree on two cores.
 
@@ -43,6 +44,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.same_numbers import is_compared  # noqa: E402
 
 RUN_LIMIT_S = 900.0
+PACKING = "sync/sent_bytes"
 Values = dict[str, str]
 
 
@@ -58,11 +60,17 @@ def shipped(only: Sequence[str]) -> list[str]:
     return names
 
 
-def train(tree: Path, name: str, folder: Path, steps: int) -> Values:
+def learning_rates(tree: Path, name: str) -> dict[str, float]:
+    """Return the learning rates of a recipe of a tree, as overrides."""
+    recipe = yaml.safe_load((tree / name).read_text())
+    return {f"{role}.optimizer.lr": recipe[role]["optimizer"]["lr"] for role in ("actor", "critic") if role in recipe}
+
+
+def train(tree: Path, name: str, folder: Path, steps: int, rates: dict[str, float]) -> Values:
     """Run a recipe of a tree; return its values by name. Raises RuntimeError with the end of the output."""
     dumps = "dynamic_sampling" not in yaml.safe_load((tree / name).read_text())["algorithm"]
     changes = {"run.dir": folder, "run.name": "run", "run.steps": steps, "rollout.engines": 1, "trainer.precision": "fp32"}
-    changes |= {"run.dump_rollouts": "true"} if dumps else {}
+    changes |= rates | ({"run.dump_rollouts": "true"} if dumps else {})
     command = [sys.executable, "-m", "megarl.cli", "train", name, *(f"{key}={value}" for key, value in changes.items())]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S)
@@ -79,7 +87,8 @@ def values_of(run: Path) -> Values:
     """Return metrics of each step, and digests of the sampled tokens and of the last checkpoint's tensors, by their name."""
     values: Values = {}
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        values |= {f"metrics step {line['step']}, {key}": repr(value) for key, value in line.items() if is_compared(key)}
+        compared = {key: value for key, value in line.items() if is_compared(key) and key != PACKING}
+        values |= {f"metrics step {line['step']}, {key}": repr(value) for key, value in compared.items()}
     for file in sorted((run / "rollouts").rglob("step-*.npz")):
         with np.load(file) as columns:
             place = file.relative_to(run / "rollouts").with_suffix("")
@@ -134,9 +143,10 @@ def compare(tree: Path, names: Sequence[str], steps: int, folder: Path) -> list[
         begun = time.monotonic()
         row: dict[str, Any] = {"recipe": name, "compared": 0, "differing": [], "only_one": 0}
         try:
+            rates = learning_rates(tree, name)
             here, there = (
-                train(ROOT, name, folder / f"{number}-here", steps),
-                train(tree, name, folder / f"{number}-there", steps),
+                train(ROOT, name, folder / f"{number}-here", steps, rates),
+                train(tree, name, folder / f"{number}-there", steps, rates),
             )
             row |= differences(here, there)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
