@@ -44,7 +44,7 @@ SmolLM2-135M-Instruct on the 400 sums of two numbers below 20: the run trains on
 the other 100 four times each at temperature 1. Accuracy with half of its 95 % confidence interval over the questions.
 
 ![held-out accuracy by step](held_out.png)"""
-END_TO_END = """## End to end, beside TRL
+END_TO_END = """## End to end, compared with TRL
 
 GRPO of SmolLM2-135M-Instruct on one-digit sums: 8 prompts x 8 completions of up to 64 tokens, one update a step, KL against
 a reference, the same prompts, rewards, optimizer and precision ({precision}) on both sides, {steps} steps, all cores of one
@@ -57,7 +57,7 @@ Through shared memory on one machine, in milliseconds; medians of {rounds} round
 copies the same bytes from tensor to tensor; `checkpoint` gathers the model on rank 0 and hands it to vLLM's loader; `disk`
 gathers, writes a file and has the engine load it. Each `whole` includes the time in which vLLM packs the weights; `repack`
 is megarl's, done by several threads. `checkpoint's transfer` is gathering and loading less that `repack`: it holds some
-packing."""
+packing. `whole / (transfer + repack)` may be at most its target, each other ratio has to reach it."""
 STREAM = """## A stream of rollouts instead of a batch after another
 
 The trainer of a run, and {engines} engines that answer by the clock, with {slots} slots each; a step takes {groups} groups
@@ -71,8 +71,9 @@ STALENESS = """## Learning from stale samples
 
 The recipes of `recipes/cpu/` with new samples, and with samples of `rollout.max_staleness` versions before. *goal at* is the
 first step with a mean reward of {goal}, of each seed; *samples* the ratio of their means (target 1.3); *learned* the mean
-reward of the last {last} steps (target {goal})."""
-SFT = """## Fine-tuning, beside TRL's SFTTrainer
+reward of the last {last} steps (target {goal}). Some runs with new samples are not those of the first
+table: they were made at other commits or on other processors."""
+SFT = """## Fine-tuning, compared with TRL's SFTTrainer
 
 A random model of four layers, the same rows and optimizer on both sides; megarl packs, TRL pads. The loss of held-out rows
 is the mean of {seeds} seeds; targets: 1.5 times TRL's tokens a second, curves within a standard error."""

@@ -5,11 +5,11 @@
 For changes of the rollout's path: `same_numbers.py` replays rollouts, and here vLLM engines sample them. Each single-turn
 recipe of `recipes/` that runs on CPUs, and that the commit has too, trains in fp32 with one engine and without staleness, in
 this working tree and in a fresh checkout of the commit, one after the other; the models of `make setup` have to be there.
-Each tree runs its own copy of the recipe, with settings that both know; both take the commit's learning rates, as two recipes
-have got lower ones since. Compared are the metrics of each step, without those of time, memory, throughput and machine
-(`same_numbers.is_compared`), and without `sync/sent_bytes`, which depends on how a sync packs weights into its buckets; the
-sampled tokens with their log-probabilities, unless dynamic sampling keeps a recipe from dumping them; and the weights and
-moments of the last checkpoint. What both trees have must have the same bits. What one tree alone has is counted.
+Each tree runs its own copy of the recipe, with settings that both know; both take the commit's learning rates, as two
+recipes have got lower ones since. Compared are the metrics of each step, without those of time, memory, throughput and
+machine (`same_numbers.is_compared`), and without `sync/sent_bytes`, which depends on how a sync packs weights into its
+buckets; the sampled tokens with their log-probabilities, unless dynamic sampling keeps a recipe from dumping them; and the
+weights and moments of the last checkpoint. What both trees have must have the same bits. What one tree alone has is counted.
 
 The commit before the stream of rollouts is 1e5eecd. A tiny recipe takes one to two minutes in each tree on two cores.
 

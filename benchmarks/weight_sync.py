@@ -254,7 +254,10 @@ def judge(case: str, times: dict[str, Times]) -> dict[str, tuple[float, float, b
     if case == ALONE:
         rate = megarl["received_bytes"] / megarl["transfer_s"] / times["memcpy"]["bytes_per_s"]
         whole = megarl["total_s"] / (megarl["transfer_s"] + megarl["repack_s"])
-        return {"transfer / memcpy": (rate, 0.7, rate >= 0.7), "whole / (transfer + repack)": (whole, 1.4, whole <= 1.4)}
+        return {
+            "rate of transfer / rate of memcpy": (rate, 0.7, rate >= 0.7),
+            "whole / (transfer + repack)": (whole, 1.4, whole <= 1.4),
+        }
     ratios = {
         "checkpoint's movement / megarl's": (others["transfer_s"] / megarl["transfer_s"], 5.0),
         "checkpoint's whole / megarl's": (others["total_s"] / megarl["total_s"], 3.0),

@@ -42,7 +42,7 @@ from megarl.schedule.schedule import Schedule, in_micro_batch
 _FP32 = 4
 GIB, MIB = 2**30, 2**20
 # Share of the allocator's memory that fragmentation keeps from tensors that come and go: 15 % on average over eight language
-# models in training, up to 33 % (GMLake, Guo et al. 2024, arXiv 2401.08156). With it the estimate was within 7 % on an H100.
+# models in training, up to 33 % (GMLake, Guo et al. 2024, arXiv 2401.08156). One run on an H100 corrected the formulas.
 FRAGMENTATION = 0.15
 # Share of a device that the plan leaves free: the CUDA context and the collectives' buffers (each a few hundred MiB to a few
 # GiB of an 80 GiB device), and the error of the estimate.

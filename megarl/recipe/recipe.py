@@ -45,7 +45,7 @@ from megarl.schedule.schedule import Schedule
 
 
 class Recipe(Section):
-    """One run. A loaded recipe has passed every rule of `rules.py`."""
+    """One run. A loaded recipe has passed every rule of `load.py`."""
 
     run: RunSection
     """Name, length and seed of the run."""

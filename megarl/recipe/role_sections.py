@@ -198,7 +198,7 @@ class CriticSection(FollowingLayoutSection, TrainedSection):
 class RewardModelSection(FollowingLayoutSection):
     path: FilePath
     """Hugging Face directory or hub name of a sequence-classification checkpoint with one label and the actor's tokenizer.
-    It reads the tokens of prompt and completion, without a chat template, and scores at the last token."""
+    It reads the sampled tokens unchanged, behind the prompt as the actor's chat template wrote it, and scores the last."""
 
 
 def trained_sections(recipe: Recipe) -> Iterator[tuple[str, ActorSection | CriticSection]]:
