@@ -171,8 +171,13 @@ def phase_rules(recipe: Recipe) -> Violations:
                 made_of = f"{recipe.data.max_prompt_tokens} + {recipe.completion_key} {recipe.max_completion_tokens}"
                 made_of = f"data.max_prompt_tokens {made_of} = {longest}"
                 rule += f" ({made_of})" if not recipe.run.is_supervised else " (data.max_tokens)"
+            nearest = fault.nearest
+            if fault.field == "mini_batch" and recipe.num_rollouts % layout.data:  # `batch_size` refuses the whole batch
+                if recipe.run.is_supervised:
+                    continue
+                nearest = "a legal phases.rollout.prompts first, which mini_batch must divide"
             if fault.field:  # a batch that does not fit is a fault of phases.rollout.prompts
-                yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", fault.nearest)
+                yield Violation(f"{key}.{fault.field}", value, f"{rule} (layout of the {role})", nearest)
         if isinstance(section, ForwardPhaseSection) and section.start == "early":
             yield from _early_rules(recipe, phase)
         if section.share_prompts:
@@ -223,15 +228,19 @@ def batch_size(recipe: Recipe) -> Violations:
         of_step = [(count * group, layout.data, layout.micro_batch_step) for layout in layouts.values()]
         return all(total % data == 0 and total >= data * step for total, data, step in of_step)
 
-    if is_legal(prompts):
+    halves_pair = recipe.run.is_supervised and recipe.phases.actor_update.mini_batch % group
+    if is_legal(prompts) or halves_pair:
         return
     ranks = ", ".join(f"{role} {layout.data} x {layout.micro_batch_step}" for role, layout in layouts.items())
-    rule = (
-        f"{prompts} prompts x group_size {group} = {rollouts} rollouts must divide over the data-parallel ranks of each "
-        f"role, with one for each stage of a virtual pipeline: {ranks}"
-    )
+    rule = f"must divide over the data-parallel ranks of each role, with one for each stage of a virtual pipeline: {ranks}"
     sizes = [layout.data * layout.micro_batch_step for layout in layouts.values()]
-    yield Violation("phases.rollout.prompts", prompts, rule, closest_number(prompts, is_legal, prompts + math.lcm(*sizes)))
+    nearest = closest_number(prompts, is_legal, prompts + math.lcm(*sizes))
+    if recipe.run.is_supervised:  # its batch is one mini-batch
+        nearest = str(int(nearest) * group) if nearest else ""
+        yield Violation("phases.actor_update.mini_batch", rollouts, rule, nearest)
+        return
+    rule = f"{prompts} prompts x group_size {group} = {rollouts} rollouts {rule}"
+    yield Violation("phases.rollout.prompts", prompts, rule, nearest)
 
 
 def rollout_and_reward_phases(recipe: Recipe) -> Violations:

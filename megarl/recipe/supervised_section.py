@@ -90,7 +90,8 @@ def supervised_rules(recipe: Recipe) -> Violations:
         yield Violation("actor.lora", GIVEN, "the new head of a reward model must be trained", "remove actor.lora")
     size, update = recipe.algorithm.group_size, recipe.phases.actor_update
     if update.mini_batch % size:
-        yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", f"{size}")
+        nearest = str(max(1, update.mini_batch // size) * size)
+        yield Violation("phases.actor_update.mini_batch", update.mini_batch, "must have whole pairs", nearest)
     if update.epochs > 1:
         rule = f"run.kind: {kind} takes one update a step; rows come again epoch by epoch (data/epochs)"
         yield Violation("phases.actor_update.epochs", update.epochs, rule, "1, and more run.steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -110,20 +111,17 @@ def violations(schedule: Schedule, num_rollouts: int, layout: Layout, max_sequen
     size, share = schedule.mini_batch or num_rollouts, (schedule.mini_batch or num_rollouts) // data
     field = "mini_batch" if schedule.mini_batch else ""
     runs_by = f"the virtual pipeline runs micro-batches by its {step} stages"
-    if schedule.mini_batch:
-        legal = [n for n in range(data * step, num_rollouts + 1, data) if num_rollouts % n == 0]
-    else:
-        legal = [max(step, share) * data, max(step, share + 1) * data]
     faults = []
-    if num_rollouts % size:
-        rule = f"must divide the {num_rollouts} rollouts of a step"
-        faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
-    elif size % data:
-        rule = f"must be a multiple of the data-parallel size {data}"
-        legal = legal or [max(step, share) * data, max(step, share + 1) * data]
-        faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
-    elif share < step:
-        rule = f"gives each of {data} data-parallel ranks {share}, and {runs_by}"
+    if num_rollouts % size or size % data or share < step:
+        if num_rollouts % size:
+            rule = f"must divide the {num_rollouts} rollouts of a step"
+        elif size % data:
+            rule = f"must be a multiple of the data-parallel size {data}"
+        else:
+            rule = f"gives each of {data} data-parallel ranks {share}, and {runs_by}"
+        legal = [max(step, share) * data, max(step, share + 1) * data]
+        if schedule.mini_batch:
+            legal = [n for n in _divisors(num_rollouts) if n % data == 0 and n >= data * step] or legal
         faults.append(ScheduleFault(phase, field, size, rule, nearest_legal(legal, size)))
     elif schedule.sequences is not None and schedule.sequences < schedule.together:
         rule = f"is below the {schedule.together} segments of a rollout, whose tokens share one loss"
@@ -148,6 +146,12 @@ def violations(schedule: Schedule, num_rollouts: int, layout: Layout, max_sequen
             each = ceil(share, most) * padded([max_sequence_tokens], layout)[0] * together
             faults.append(ScheduleFault(phase, "micro_batch.max_tokens", cap, rule, str(in_micro_batch(each, layout))))
     return faults
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return [*small, *(number // n for n in small)]
 
 
 def nearest_legal(legal: Iterable[int], value: int) -> str:

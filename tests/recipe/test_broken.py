@@ -94,7 +94,7 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     "batch does not divide over the ranks": (
         edited(("trainer.ranks", 32), ("phases.rollout.prompts", 6), ("phases.critic_update.mini_batch", 12)),
         {"phases.rollout.prompts": "12 rollouts must divide over", "phases.actor_update.mini_batch": "divide the 12",
-         "phases.critic_update.mini_batch": "multiple of the data-parallel size 8"}),
+         "phases.critic_update.mini_batch": "size 8 (layout of the critic) a legal phases.rollout.prompts first"}),
     "caps under the longest sequence": (
         edited(("phases.actor_update.micro_batch.max_tokens", 63), ("phases.critic_value.micro_batch.max_tokens", 1)),
         {"phases.actor_update.micro_batch.max_tokens": "32 + rollout.max_new_tokens 32 = 64",

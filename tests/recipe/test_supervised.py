@@ -203,3 +203,17 @@ def test_a_suggested_layout_divides_the_rows_of_a_warmup(folder: Path) -> None:
     recipe = load_recipe(warm_recipe(folder, "three", ranks=2, tensor=2, **changes))
     keys = {suggestion.key: suggestion.value for suggestion in suggest(job_of(recipe))}
     assert keys.get("actor.layout.tensor", 2) == 2 or keys["actor.layout.pipeline"] == 2
+
+
+@pytest.mark.parametrize("rows", [64, 63, 1])
+def test_a_batch_that_ranks_cannot_share_has_a_way_out_that_works(folder, rows):
+    for _ in range(3):
+        changes = {"phases__actor_update__mini_batch": rows, "trainer__ranks": 3}
+        try:
+            load_recipe(supervised_recipe(folder, "shared", "dpo", **changes))
+            break
+        except RecipeError as error:
+            (violation,) = error.violations
+            assert violation.key == "phases.actor_update.mini_batch"
+            rows = int(violation.nearest)
+    assert rows % 6 == 0

@@ -495,6 +495,11 @@ def test_several_violations_are_said_at_once() -> None:
     assert [fault.field for fault in faults] == ["mini_batch"]
 
 
+def test_a_mini_batch_of_a_huge_batch_has_a_nearest_one_at_once() -> None:
+    (fault,) = violations(Schedule("actor_update", 1, None, 7), 8 * 10**12, Layout(data=4), 9)
+    assert fault.nearest == "8"
+
+
 @settings(max_examples=500)
 @given(st.booleans().flatmap(lambda capped: cases(capped)))
 def test_the_nearest_legal_value_is_legal(case: Case) -> None:
