@@ -103,7 +103,7 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
     if on_gpu is None:
         on_gpu = recipe.device is not None and recipe.device.kind == "gpu"
     least = GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS
-    cuts_prompts = on_gpu and given.get("enable_chunked_prefill") is not False
+    cuts_prompts = _cuts_prompts(recipe, on_gpu)
     return PlannedEngines(
         shape,
         rollout.engines,
@@ -118,6 +118,11 @@ def engines_of(recipe: Recipe, shape: ModelShape, on_gpu: bool | None = None) ->
         quantization=rollout.quantization,
         graphs=on_gpu and not given.get("enforce_eager"),
     )
+
+
+def _cuts_prompts(recipe: Recipe, on_gpu: bool) -> bool:
+    """Return whether engines compute a long prompt in parts."""
+    return on_gpu and recipe.rollout.engine_args.get("enable_chunked_prefill") is not False
 
 
 def limits_of(recipe: Recipe) -> BatchLimits:
@@ -232,15 +237,29 @@ def size_engines(
     concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_rollouts, rollout.engines, rollout.data)
     phases = recipe.phases.model_copy(update={"rollout": phase.model_copy(update={"max_concurrent": concurrent})})
     recipe = recipe.model_copy(update={"phases": phases})
-    cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, list[Violation]()
+    cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, _too_few_batched_tokens(recipe, concurrent, on_gpu)
     if device is not None and on_gpu and recipe.has_engines:
-        cache, faults = _cache_on_gpu(recipe, device.memory_bytes, fetch)
+        cache, cache_faults = _cache_on_gpu(recipe, device.memory_bytes, fetch)
+        faults += cache_faults
         for name, engine in teacher_engines(recipe, fetch, on_gpu=True).items():
             if (needed := engine.memory.total) > device.memory_bytes:
                 rule = f"a worker needs {needed / GIB:.3g} GiB, and the device has {device.memory_gib:.3g}"
                 way_out = f"more, or a smaller teachers.{name}.engine.max_tokens"
                 faults.append(Violation(f"teachers.{name}.engine.tensor", engine.layout.tensor, rule, way_out))
     return recipe.model_copy(update={"rollout": rollout.model_copy(update={"kv_cache_bytes": cache})}), faults
+
+
+def _too_few_batched_tokens(recipe: Recipe, concurrent: int, on_gpu: bool) -> list[Violation]:
+    """vLLM refuses fewer tokens of a batch than it holds sequences and, unless it cuts prompts, than a sequence has."""
+    tokens = recipe.rollout.engine_args.get("max_num_batched_tokens")
+    of_sequence = 0 if _cuts_prompts(recipe, on_gpu) else recipe.max_sequence_tokens
+    least = max(concurrent // recipe.rollout.data, of_sequence)
+    if tokens is None or tokens >= least:
+        return []
+    rule = f"an engine holds {concurrent // recipe.rollout.data} sequences at a time (phases.rollout.max_concurrent)"
+    if of_sequence:
+        rule += f", and takes whole prompts, of sequences of up to {of_sequence} tokens"
+    return [Violation("rollout.engine_args.max_num_batched_tokens", tokens, rule, str(least))]
 
 
 def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tuple[int, list[Violation]]:

@@ -200,6 +200,17 @@ def test_a_check_asks_the_recipe_s_device_and_a_start_asks_its_machine(name: str
     assert [*refusals(*edits, overrides=[on_cpus])] == [refused]
 
 
+@pytest.mark.parametrize(("kind", "least"), [("gpu", 6), ("cpu", 64)])
+def test_a_batch_of_an_engine_holds_its_sequences_and_on_cpus_a_whole_one(kind: str, least: int, folder: Path) -> None:
+    def edits(tokens: int) -> list[tuple[str, Any]]:
+        return [("rollout.engine_args", {"max_num_batched_tokens": tokens}), ("phases.rollout.max_concurrent", 6)]
+
+    device = f"device={{memory_gib: 80, kind: {kind}}}"
+    load_recipe(write(folder, edited(*edits(least))), [device])
+    (text,) = refusals(*edits(least - 1), overrides=[device]).values()
+    assert text.startswith("an engine holds 6 sequences at a time") and text.endswith(f" {least}")
+
+
 def test_engines_are_named_by_what_is_cut() -> None:
     assert engine_name(RolloutLayout(2)) == "TP2"
     assert engine_name(RolloutLayout(1, 2, 4, True)) == "TP1 x PP2 x DP4 x EP"
