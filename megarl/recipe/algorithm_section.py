@@ -304,7 +304,8 @@ def algorithm_rules(recipe: Recipe) -> Violations:
     yield from _distillation_rules(recipe)
     if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None and algorithm.has_policy_loss:
         rule = f"required with rollout.max_staleness = {staleness}: older weights than the trainer's sample the tokens"
-        nearest = "mismatch: {correction: truncate}, or rollout.max_staleness: 0"
+        level = ", level: sequence" if algorithm.policy_loss.kind == "gmpo" else ""
+        nearest = f"mismatch: {{correction: truncate{level}}}, or rollout.max_staleness: 0"
         yield Violation("algorithm.mismatch", MISSING, rule, nearest)
     if (section := algorithm.overlong) is not None:
         longest, episodes = recipe.max_own_tokens, recipe.environment

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,11 @@ def functions_of_statistics() -> list[dict[str, str]]:
     names = ("_sum", "größe", "mean", "mean", "environment", "http_num_late", "http_num", "exact")
     return [{"kind": "function", "target": f"statistics:{name}"} for name in names]
 
+
+WITHOUT_CRITIC: list[tuple[str, Any]] = [
+    ("algorithm.advantage", "grpo"), ("algorithm.gae", ...), ("algorithm.value_loss", ...), ("critic", ...),
+    ("phases.critic_value", ...), ("phases.critic_update", ...),
+]  # fmt: skip
 
 # name: (what is in the file, {key of a violation: a text its rule or way out must contain})
 BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
@@ -184,6 +190,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
                ("weight_sync", {"in_flight": "keep"})),
         {"algorithm.mismatch": "rollout.max_staleness = 2: older weights than the trainer's sample the tokens",
          "phases.actor_logprob": "rollout.max_staleness > 0"}),
+    "stale tokens of a loss of whole sequences": (
+        edited(("rollout.max_staleness", 2), ("weight_sync", {"in_flight": "keep"}), *WITHOUT_CRITIC,
+               ("algorithm.policy_loss", {"kind": "gmpo"})),
+        {"algorithm.mismatch": "mismatch: {correction: truncate, level: sequence}"}),
     "importance weights without a lower bound": (
         edited(("algorithm.mismatch", {"correction": "truncate", "floor": 0.5})),
         {"algorithm.mismatch.floor": "truncate has no lower bound 0, or correction: clip or mask"}),
