@@ -242,7 +242,7 @@ def reference_rules(recipe: Recipe) -> Violations:
         )
     if reference.memory.offload != "none" and recipe.reference_is_base:
         rule = "the reference is the actor without its adapters and has no weights of its own"
-        yield Violation("reference.memory.offload", reference.memory.offload, rule, "actor.memory.offload: all")
+        yield Violation("reference.memory.offload", reference.memory.offload, rule, "none, or remove reference.memory")
     if recipe.reference_follows and recipe.layout_section("reference") != recipe.actor.layout:
         rule = "each rank copies its own shards of the actor to the reference, and reference.layout is not actor.layout"
         other = "name its model in reference.path" if every is None else "remove reference.refresh_every"

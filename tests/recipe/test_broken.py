@@ -261,6 +261,10 @@ BROKEN: dict[str, tuple[str | Callable[[], dict], dict[str, str]]] = {
     "a reference that has nothing to take from adapters": (
         edited(("reference", {"refresh_every": 2}), ("actor.lora", {"rank": 4, "alpha": 8.0})),
         {"reference.refresh_every": "stay as they are"}),
+    "a reference without weights that could be offloaded": (
+        edited(("reference", {"memory": {"offload": "all"}}), ("actor.lora", {"rank": 4, "alpha": 8.0}),
+               ("actor.memory", {"offload": "all"})),
+        {"reference.memory.offload": "no weights of its own none, or remove reference.memory"}),
     "a reference of another layout cannot take the actor's shards": (
         edited(("reference", {"refresh_every": 2, "layout": {}})),
         {"reference.layout": "is not actor.layout remove reference.layout, or remove reference.refresh_every"}),
