@@ -380,9 +380,13 @@ def _distillation_rules(recipe: Recipe) -> Violations:
         "algorithm.overlong.buffer": algorithm.overlong is not None and algorithm.overlong.buffer > 0,
         "reward_model": recipe.reward_model is not None,
     }
+    ways_out = {"algorithm.kl.place": "algorithm.kl.place: loss, or remove algorithm.kl"}
+    if algorithm.overlong is not None and not algorithm.overlong.mask:  # without its buffer the section would do nothing
+        ways_out["algorithm.overlong.buffer"] = "remove algorithm.overlong"
     for other, holds in unread.items():
         if holds:
-            yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", f"remove {other}")
+            way_out = ways_out.get(other, f"remove {other}")
+            yield Violation(key, "none", f"learns from no reward, and nothing reads {other}", way_out)
 
 
 def _dynamic_sampling_rules(recipe: Recipe) -> Violations:

@@ -165,6 +165,22 @@ def test_answers_of_the_data_teach_by_the_divergence_alone(folder: Path, edits: 
     assert (key, True) in [(fault.key, rule in fault.rule) for fault in caught.value.violations]
 
 
+@pytest.mark.parametrize(
+    ("edits", "text"),
+    [
+        ([("algorithm.kl", {"place": "reward", "coefficient": 0.1, "estimator": "k1"}),
+          ("phases.reference_logprob", SECTION)],
+         "algorithm.kl.place algorithm.kl.place: loss, or remove algorithm.kl"),
+        ([("algorithm.overlong", {"buffer": 4})], "algorithm.overlong.buffer remove algorithm.overlong"),
+        ([("algorithm.overlong", {"buffer": 4, "mask": True})],
+         "algorithm.overlong.buffer remove algorithm.overlong.buffer"),
+    ],
+)  # fmt: skip
+def test_what_would_only_change_rewards_is_refused(folder: Path, edits: list[tuple[str, Any]], text: str) -> None:
+    refused = refusals(*changes(*NO_REWARDS, *edits, place="loss", over="vocabulary"))
+    assert refused == {"algorithm.advantage": f"learns from no reward, and nothing reads {text}"}
+
+
 def test_a_share_of_the_prompts_has_the_answers_of_the_data(folder: Path) -> None:
     """Each by its number and the seed, whatever its teacher."""
 
