@@ -449,9 +449,11 @@ def engine_lines(recipe: Recipe) -> list[str]:
 def stream_line(recipe: Recipe) -> str:
     """How far engines sample ahead of the trainer, and how far groups may overtake each other."""
     staleness, prompts = recipe.rollout.max_staleness, recipe.phases.rollout.prompts
+    # No group starts that no step would take.
+    under_way = min(1 + staleness, recipe.rollout_steps) * prompts
     ahead = "engines wait while the trainer works" if staleness == 0 else "engines sample while the trainer works"
     return (
-        f"stream: rollout.max_staleness = {staleness}, {ahead}: at most {(1 + staleness) * prompts} groups under way; a "
+        f"stream: rollout.max_staleness = {staleness}, {ahead}: at most {under_way} groups under way; a "
         f"step takes {prompts} of the oldest {recipe.window} (rollout.window)"
     )
 

@@ -266,6 +266,13 @@ def test_sampling_ahead_is_refused_where_it_cannot_work(name: str, folder: Path)
     assert [*refused] == [key] and all(part in refused[key] for part in parts), refused
 
 
+@pytest.mark.parametrize(
+    ("overrides", "under_way"), [([], 8), (AHEAD, 24), ([*AHEAD, "run.steps=2"], 16), ([*AHEAD, "run.steps=1"], 8)]
+)
+def test_no_more_groups_are_under_way_than_the_run_has(overrides: list[str], under_way: int, folder: Path) -> None:
+    assert f"at most {under_way} groups under way" in stream_line(load_recipe(write(folder, edited()), overrides))
+
+
 @pytest.mark.parametrize(("overrides", "window"), [([], 8), (AHEAD, 16), ([*AHEAD, "rollout.window=11"], 11)])
 def test_the_window_is_of_one_step_or_two_unless_it_is_set(overrides: list[str], window: int, folder: Path) -> None:
     loaded = load_recipe(write(folder, edited()), overrides)
