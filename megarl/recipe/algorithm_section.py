@@ -302,7 +302,8 @@ def algorithm_rules(recipe: Recipe) -> Violations:
             rule = f"has one advantage a sequence; algorithm.{key} = {value} gives each token its own"
             yield Violation("algorithm.policy_loss.kind", "gmpo", rule, "gspo, which takes those")
     yield from _distillation_rules(recipe)
-    if (staleness := recipe.rollout.max_staleness) and algorithm.mismatch is None and algorithm.has_policy_loss:
+    staleness = 0 if recipe.run.is_supervised else recipe.rollout.max_staleness
+    if staleness and algorithm.mismatch is None and algorithm.has_policy_loss:
         rule = f"required with rollout.max_staleness = {staleness}: older weights than the trainer's sample the tokens"
         level = ", level: sequence" if algorithm.policy_loss.kind == "gmpo" else ""
         nearest = f"mismatch: {{correction: truncate{level}}}, or rollout.max_staleness: 0"

@@ -340,8 +340,8 @@ class Recipe(Section):
         kl = self.algorithm.kl
         if self.run.is_supervised and phase in ("rollout", "reward", "weight_sync"):
             return False
-        if self.run.learns_from_pairs and phase == "actor_logprob":
-            return True  # the margins that the update is weighted by
+        if self.run.is_supervised and phase == "actor_logprob":
+            return self.run.learns_from_pairs  # the margins that the update is weighted by
         if phase == "actor_logprob" and not self.algorithm.has_policy_loss:
             return self.algorithm.early_stop is not None
         if phase == "actor_logprob":

@@ -163,6 +163,8 @@ def rollout_rules(recipe: Recipe) -> Violations:
 def _stream_rules(recipe: Recipe) -> Violations:
     """A window that no step could use, and features that need a step's rollouts to be whole before it trains."""
     rollout, prompts = recipe.rollout, recipe.phases.rollout.prompts
+    if recipe.run.is_supervised:
+        return  # `supervised_rules` refuses every key of a stream
     staleness, most = rollout.max_staleness, (1 + rollout.max_staleness) * prompts
     if rollout.window is not None and rollout.window < prompts:
         rule = f"a step takes phases.rollout.prompts = {prompts} groups of the window"

@@ -74,6 +74,20 @@ def test_what_a_supervised_run_cannot_read_is_refused(folder, key):
     assert all(violation.nearest for violation in error.value.violations)
 
 
+OF_ROLLOUTS: dict[str, dict[str, Any]] = {
+    "rollout.max_staleness weight_sync.in_flight": {"rollout": {"max_staleness": 1}, "weight_sync": {"in_flight": "keep"}},
+    "rollout.window": {"rollout": {"window": 1}},
+}
+
+
+@pytest.mark.parametrize("keys", OF_ROLLOUTS)
+def test_keys_of_rollouts_are_to_be_removed_and_nothing_else_is_asked(folder: Path, keys: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(supervised_recipe(folder, "broken", **OF_ROLLOUTS[keys]))
+    ways_out = {violation.key: violation.nearest for violation in error.value.violations}
+    assert ways_out == {key: f"remove {key}" for key in keys.split()}, error.value
+
+
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "data.prompts.rejected_field": ("dpo", {"data__prompts__rejected_field": None}),
     "phases.actor_update.mini_batch": ("dpo", {"phases__actor_update__mini_batch": 7}),
