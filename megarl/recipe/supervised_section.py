@@ -62,6 +62,10 @@ def fill_sections(given: Any) -> Any:
         "phases": {"rollout": {"prompts": number("phases.actor_update.mini_batch") // ALGORITHMS[kind]["group_size"]}},
     }
     sections = {name: given.get(name, {}) for name in filled}
+    if isinstance(
+        section := value_at(given, "phases.rollout"), dict
+    ):  # keys of it are refused, and no missing one asked for
+        sections["phases"] = sections["phases"] | {"rollout": filled["phases"]["rollout"] | section}
     return given | {name: filled[name] | section for name, section in sections.items() if isinstance(section, dict)}
 
 

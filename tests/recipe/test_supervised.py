@@ -77,6 +77,7 @@ def test_what_a_supervised_run_cannot_read_is_refused(folder, key):
 OF_ROLLOUTS: dict[str, dict[str, Any]] = {
     "rollout.max_staleness weight_sync.in_flight": {"rollout": {"max_staleness": 1}, "weight_sync": {"in_flight": "keep"}},
     "rollout.window": {"rollout": {"window": 1}},
+    "phases.rollout.max_concurrent": {"phases__rollout": {"max_concurrent": 64}},
 }
 
 
