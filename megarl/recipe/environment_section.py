@@ -115,7 +115,8 @@ def environment_rules(recipe: Recipe) -> Violations:
     episode = section.max_episode_tokens
     if episode is not None and episode < turn:
         rule = f"has no room for one turn of rollout.max_new_tokens = {turn}"
-        yield Violation("environment.max_episode_tokens", episode, rule, str(turn))
+        nearest = f"{turn}, or rollout.max_new_tokens: {episode}"
+        yield Violation("environment.max_episode_tokens", episode, rule, nearest)
     if section.kind == "class":
         if section.timeout_s >= limit:  # a worker's deadline must pass before rank 0's
             rule = f"must be below rollout.timeout_s = {limit:g}, after which its worker counts as silent"

@@ -165,4 +165,6 @@ def positions_fit_model(recipe: Recipe, shape: ModelShape, role: str) -> Violati
     rule = f"{made_of} makes {longest} tokens, the {whose}model has {shape.max_positions} positions"
     key = "rollout.max_new_tokens" if recipe.environment is None else "environment.max_episode_tokens"
     section = recipe.rollout if recipe.environment is None else recipe.environment
+    if recipe.environment is not None and 0 < room < recipe.rollout.max_new_tokens:  # an episode has room for one turn
+        nearest = f"{room}, with rollout.max_new_tokens: {room}"
     yield Violation(key, getattr(section, key.partition(".")[2]), rule, nearest)
