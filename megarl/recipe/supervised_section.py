@@ -62,10 +62,9 @@ def fill_sections(given: Any) -> Any:
         "phases": {"rollout": {"prompts": number("phases.actor_update.mini_batch") // ALGORITHMS[kind]["group_size"]}},
     }
     sections = {name: given.get(name, {}) for name in filled}
-    if isinstance(
-        section := value_at(given, "phases.rollout"), dict
-    ):  # keys of it are refused, and no missing one asked for
-        sections["phases"] = sections["phases"] | {"rollout": filled["phases"]["rollout"] | section}
+    rollout_phase = value_at(given, "phases.rollout")
+    if isinstance(rollout_phase, dict):  # `supervised_rules` refuses its keys; a missing one is no fault
+        sections["phases"] = sections["phases"] | {"rollout": filled["phases"]["rollout"] | rollout_phase}
     return given | {name: filled[name] | section for name, section in sections.items() if isinstance(section, dict)}
 
 
