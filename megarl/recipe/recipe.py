@@ -213,7 +213,9 @@ class Recipe(Section):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest possible sequence: prompt and completion."""
+        """Longest possible sequence: prompt and completion, or a row of a supervised run."""
+        if self.run.is_supervised and self.data.max_tokens is not None:
+            return self.data.max_tokens
         return self.data.max_prompt_tokens + self.max_completion_tokens
 
     @property

@@ -78,6 +78,8 @@ OF_ROLLOUTS: dict[str, dict[str, Any]] = {
     "rollout.max_staleness weight_sync.in_flight": {"rollout": {"max_staleness": 1}, "weight_sync": {"in_flight": "keep"}},
     "rollout.window": {"rollout": {"window": 1}},
     "phases.rollout.max_concurrent": {"phases__rollout": {"max_concurrent": 64}},
+    "data.max_prompt_tokens": {"data__max_prompt_tokens": 5000},
+    "rollout.max_new_tokens": {"rollout": {"max_new_tokens": 5000}},
 }
 
 
