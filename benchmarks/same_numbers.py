@@ -224,7 +224,8 @@ def completion(recipe: Recipe, answer: str, generator: np.random.Generator) -> t
         ids, sampled = ids + turn_ids, sampled + [True] * len(turn_ids)
     done = bool(generator.random() < 0.7)
     facts = {"rewards": round(float(generator.random()), 3), "turns": turns, "malformed": int(generator.integers(0, 2)),
-             "done": done, "failures": "", "causes": ""}  # fmt: skip
+             "done": done, "failures": "", "causes": "",
+             "notes": json.dumps({"rewards": [], "metrics": {}, "segments": {}})}  # fmt: skip
     reason = "stop" if done else "length"
     return ids, sampled, {"finish_reasons": reason} | {f"episode_{name}": value for name, value in facts.items()}
 
@@ -291,14 +292,15 @@ def model_logprobs(path: str, questions: Sequence[Sequence[int]], answers: Seque
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Of the models and rollouts; not of the log-probabilities, whose last digit depends on the processor."""
-    digest = hashlib.sha256()
+    """Of the models and rollouts; not of the log-probabilities, whose last digit depends on the processor, and not of columns
+    that came after the record."""
+    later, digest = {"prefixes", "rollouts", "versions", "episode_notes"}, hashlib.sha256()
     for role in ("model", "critic"):
         if "path" in recipe.get(role, {}):
             digest.update((Path(recipe[role]["path"]) / "model.safetensors").read_bytes())
     for file in sorted(Path(recipe["rollout"]["replay"]).glob("*.npz")):
         with np.load(file) as dump:
-            for name in sorted(set(dump.files) - {"logprobs"}):
+            for name in sorted(set(dump.files) - {"logprobs"} - later):
                 digest.update(dump[name].tobytes())
     return digest.hexdigest()[:16]
 
@@ -371,12 +373,12 @@ def measure(name: str, recipe: Recipe, folder: Path) -> dict[str, Any]:
     return row | {"seconds": time.monotonic() - began}
 
 
-def measure_all(words: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each shipped recipe whose path has one of the words."""
+def measure_all(files: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """A row for each recipe."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        recipes = {name: reduced(file, folder) for name, file in shipped().items() if is_chosen(name, words)}
+        recipes = {name: reduced(file, folder) for name, file in files.items()}
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(lambda item: measure(item[0], item[1], folder), recipes.items()))
 
@@ -462,7 +464,12 @@ def main() -> int:
     if arguments.record is None and arguments.check is None:
         parser.error("give --record PATH, --check [PATH], or both")
     recorded = None if arguments.check is None else json.loads(arguments.check.read_text())["recipes"]
-    rows = measure_all(arguments.only)
+    files = {name: file for name, file in shipped().items() if is_chosen(name, arguments.only)}
+    if recorded is not None:
+        for name in files.keys() - recorded.keys():
+            print(f"{name}: left out, it came after the record")
+            del files[name]
+    rows = measure_all(files)
     if recorded is not None:
         for row in rows:
             judge(row, recorded.get(row["recipe"]), arguments.tolerance)
