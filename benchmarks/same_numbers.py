@@ -292,8 +292,8 @@ def model_logprobs(path: str, questions: Sequence[Sequence[int]], answers: Seque
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Of the models and rollouts; not of the log-probabilities, whose last digit depends on the processor, and not of columns
-    that came after the record."""
+    """Of the models and rollouts; not of the log-probabilities, whose last digit depends on the processor, and not of
+    columns that came after the record."""
     later, digest = {"prefixes", "rollouts", "versions", "episode_notes"}, hashlib.sha256()
     for role in ("model", "critic"):
         if "path" in recipe.get(role, {}):
