@@ -31,11 +31,11 @@ class PlannedRole:
     """A Megatron role: its model, its layout, and the recipe sections that change what it holds.
 
     `trained` roles have gradients and an optimizer. With `lora` only the adapters are trained. A role with `borrows_weights`
-    uses another role's weights. `entropy_bonus` makes the gradient of the logits larger. `teacher_widths` are the hidden
-    sizes of teachers whose heads the last stage holds, to compare vocabularies. `distillation` is that of the actor and of
-    teachers where it compares more than sampled tokens; a teacher judges the `share` of the rollouts. `divergence_alone`:
-    nothing else is in the loss of the actor. `scores`: the actor is trained as a reward model. `device` is the
-    recipe's, if it states one.
+    uses another role's weights; a role that `follows_actor` takes the actor's weights during the run. `entropy_bonus` makes
+    the gradient of the logits larger. `teacher_widths` are the hidden sizes of teachers whose heads the last stage holds, to
+    compare vocabularies. `distillation` is that of the actor and of teachers where it compares more than sampled tokens; a
+    teacher judges the `share` of the rollouts. `divergence_alone`: nothing else is in the loss of the actor. `scores`: the
+    actor is trained as a reward model. `device` is the recipe's, if it states one.
     """
 
     name: str
@@ -48,6 +48,7 @@ class PlannedRole:
     lora: LoraSection | None = None
     entropy_bonus: bool = False
     borrows_weights: bool = False
+    follows_actor: bool = False
     teacher_widths: tuple[int, ...] = ()
     distillation: DistillationSection | None = None
     share: float = 1.0

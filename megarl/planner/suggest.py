@@ -90,8 +90,10 @@ def suggest(job: Job) -> list[Suggestion]:
             )
     # The other roles under the simplest layout that still fits.
     for role in chosen.roles[1:]:
-        # A reference that borrows the actor's weights would need its own under another layout.
-        for layout in [] if role.borrows_weights else layouts_of(chosen, role.name):
+        # A reference that borrows the actor's weights would need its own under another layout. A reference that follows the
+        # actor copies the shards of its rank.
+        has_actor_layout = role.borrows_weights or role.follows_actor
+        for layout in [] if has_actor_layout else layouts_of(chosen, role.name):
             moved, longest = with_layouts(chosen, {role.name: layout}), in_micro_batch(job.limits.longest, layout)
             holds = all(schedule.max_tokens is None or schedule.max_tokens >= longest for schedule in chosen.schedules)
             if holds and _fits(moved):

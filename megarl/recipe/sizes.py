@@ -57,6 +57,7 @@ def memory_roles(recipe: Recipe, fetch: Fetch | None = None) -> dict[str, Planne
             lora=recipe.actor.lora if role == "actor" else None,
             entropy_bonus=role == "actor" and algorithm.entropy_coefficient > 0,
             borrows_weights=role == "reference" and recipe.reference_is_base,
+            follows_actor=role == "reference" and recipe.reference_follows,
             distillation=compared if role in ("actor", *teachers) else None,
             share=teacher_share(recipe, role.removeprefix("teachers.")) if role in teachers else 1.0,
             divergence_alone=role == "actor" and compared is not None and not others,

@@ -28,6 +28,7 @@ CASES: dict[str, list[str]] = {
     "8 x 80 GiB": [], "8 x 141 GiB": ["device.memory_gib=141"], "16 x 80 GiB": ["trainer.ranks=16"],
     "64 x 80 GiB": ["trainer.ranks=64"], "ppo, 16 x 80 GiB": ["trainer.ranks=16", *PPO], "replay": ["rollout.replay=."],
     "a virtual pipeline": ["actor.layout={tensor: 1, pipeline: 4, virtual_pipeline: 7}"],
+    "a reference that follows the actor": ["reference={refresh_every: 10}"],
     "one update a batch": ["phases.actor_update.mini_batch=128", "phases.actor_logprob=null"],
 }  # fmt: skip
 
