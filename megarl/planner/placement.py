@@ -174,7 +174,8 @@ def visible_devices(listed: str | None, devices: tuple[int, ...]) -> str:
 def nodes_needed(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None = None) -> NodesNeeded:
     """The fewest nodes for a recipe, each of the trainer's with `ranks_per_node` ranks, or as many as fit; of CPUs where
     `devices_per_node` is 0. `separate` takes devices of the trainer's nodes where all engines fit there, else nodes for
-    engines only. Raises PlacementError where no number of nodes is enough."""
+    engines only. Raises PlacementError where no number of nodes is enough, and where `weight_sync.transport` does not reach
+    the engines on these nodes."""
     ranks, failure = recipe.trainer.ranks, PlacementError("")
     apart = recipe.has_engines and recipe.rollout.placement == "separate"
     divisors = [ranks // nodes for nodes in range(1, ranks + 1) if ranks % nodes == 0 and ranks // nodes <= devices_per_node]
@@ -183,10 +184,15 @@ def nodes_needed(recipe: Recipe, devices_per_node: int, ranks_per_node: int | No
             needed = NodesNeeded(-(-ranks // each), rollout_nodes, each)
             try:
                 cluster = needed.cluster(devices_per_node)
-                place_teachers(recipe, cluster, place_engines(recipe, cluster))
-                return needed
+                engines = place_engines(recipe, cluster)
+                place_teachers(recipe, cluster, engines)
             except PlacementError as error:
                 failure = error
+                continue
+            if recipe.has_engines:
+                one_host = needed.trainer_nodes == 1 and all(place.node == 0 for place in engines)
+                choose_transport(recipe.weight_sync.transport, one_host)
+            return needed
     raise failure
 
 

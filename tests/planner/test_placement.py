@@ -211,6 +211,22 @@ def test_the_command_prints_the_placement_or_refuses(tmp_path: Path) -> None:
     assert check("--json", "--devices-per-node", "2")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "devices", "fits"),
+    [([], 8, True), ([], 4, False), ([SEPARATE], 16, True), ([SEPARATE], 8, False), ([SEPARATE], 0, True)],
+)
+def test_mapped_weights_need_one_host(overrides: list[str], devices: int, fits: bool, tmp_path: Path) -> None:
+    """As a run says when it starts; with `auto` the same nodes are enough."""
+    file = write_qwen(tmp_path, **({"device": None} if devices == 0 else {}))
+    find_placement(load_recipe(file, overrides), devices, None)
+    mapped = load_recipe(file, [*overrides, "weight_sync.transport=mapped"])
+    if fits:
+        assert find_placement(mapped, devices, None).needed.num_nodes == 1
+    else:
+        with pytest.raises(PlacementError, match=r"weight_sync.transport = mapped: .* several hosts; use auto"):
+            find_placement(mapped, devices, None)
+
+
 def test_constants_of_host_memory_are_those_of_the_code_that_takes_it() -> None:
     from megarl.cluster.ray_cluster import OBJECT_STORE_BYTES
     from megarl.weight_sync.buckets import MOST_WRITTEN, NUM_BUCKETS
