@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed
+from megarl.planner.placement import NodesNeeded, PlacementError, count, nodes_needed, refuse_devices
 from megarl.recipe.recipe import Recipe
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -42,6 +42,7 @@ def fit_job(recipe: Recipe, devices_per_node: int, ranks_per_node: int | None, m
     """
     if ranks_per_node is None and devices_per_node == 0:
         raise PlacementError("--devices-per-node = 0: on CPUs say how many ranks a node takes: --ranks-per-node 2")
+    refuse_devices(recipe, devices_per_node)
     needed = nodes_needed(recipe, devices_per_node, ranks_per_node)
     job = SlurmJob(needed, devices_per_node)
     if max_nodes is not None and job.needed.num_nodes > max_nodes:

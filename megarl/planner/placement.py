@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from megarl.planner.forecast import USUAL_DEVICES, Job, job_of, on_devices, worst_memory
 from megarl.planner.memory_estimate import gib, moved_away, optimizer_share
 from megarl.planner.roles import adapter_weights, stage_weights
+from megarl.recipe.device_section import with_gpus
 from megarl.recipe.recipe import Recipe
 
 # torch's pinned allocator rounds each allocation up to a power of two (ATen/core/CachingHostAllocator.h). Sizes that are as
@@ -284,10 +285,29 @@ def node_size(recipe: Recipe, devices: int | None, ranks: int | None, gpus: int)
     return NodeSize(0, ranks, "as this machine; GPUs with --devices-per-node")
 
 
+def refuse_devices(recipe: Recipe, devices_per_node: int) -> None:
+    """Raise PlacementError where a recipe cannot run on nodes with so many GPUs, or on those of CPUs where that is 0."""
+    if recipe.device is not None and recipe.device.kind == "cpu" and devices_per_node:
+        raise PlacementError(
+            f"--devices-per-node = {devices_per_node} plans GPUs, and device.kind = cpu: use --devices-per-node 0, or "
+            "device.kind: gpu"
+        )
+    if recipe.device is not None and recipe.device.kind == "gpu" and not devices_per_node:
+        raise PlacementError(
+            f"--devices-per-node = 0 plans CPUs, and device.kind = gpu: use --devices-per-node {USUAL_DEVICES}, or "
+            "device.kind: cpu"
+        )
+    violation = next(with_gpus(recipe), None) if devices_per_node else None
+    if violation is not None:
+        raise PlacementError(f"{violation}; on CPUs use --devices-per-node 0")
+
+
 def find_placement(recipe: Recipe, devices: int | None, ranks: int | None) -> PlacedRun:
     """The placement on the given nodes, or on likely ones. Raises PlacementError, also where a node's host has too little
     memory (`device.host_memory_gib`)."""
-    placed = place(recipe, node_size(recipe, devices, ranks, local_gpus()))
+    size = node_size(recipe, devices, ranks, local_gpus())
+    refuse_devices(recipe, size.devices)
+    placed = place(recipe, size)
     return replace(placed, host=host_memory(recipe, placed.needed, placed.engines))
 
 

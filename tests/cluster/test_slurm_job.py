@@ -60,6 +60,7 @@ def test_the_smallest_job_that_fits(
         (["rollout.engines=3"], 2, 4, None, ["4 trainer ranks", "a node has 2"]),
         (["rollout.engines=9"], 2, 2, None, ["rollout.engines = 9", "room for 4"]),
         (["weight_sync.transport=mapped"], 2, None, None, ["weight_sync.transport = mapped", "several hosts; use auto"]),
+        (["device={memory_gib: 8, kind: cpu}"], 8, None, None, ["--devices-per-node = 8", "device.kind = cpu"]),
     ],
 )
 def test_a_job_that_does_not_fit_is_refused_with_the_arithmetic(

@@ -227,6 +227,27 @@ def test_mapped_weights_need_one_host(overrides: list[str], devices: int, fits: 
             find_placement(mapped, devices, None)
 
 
+def test_nodes_have_the_devices_of_the_recipe(tmp_path: Path) -> None:
+    file = write_qwen(tmp_path)
+    on_gpus, on_cpus, unstated = (load_recipe(file, overrides) for overrides in ([], ["device.kind=cpu"], ["device=null"]))
+    with pytest.raises(PlacementError, match=r"--devices-per-node = 8 plans GPUs, and device.kind = cpu: use .*node 0, or"):
+        find_placement(on_cpus, 8, None)
+    with pytest.raises(PlacementError, match=r"--devices-per-node = 0 plans CPUs, and device.kind = gpu: use .*node 8, or"):
+        find_placement(on_gpus, 0, None)
+    for planned_recipe, devices in ((on_cpus, 0), (on_gpus, 8), (unstated, 0), (unstated, 8)):
+        assert find_placement(planned_recipe, devices, None).size.devices == devices
+
+
+def test_engines_that_sample_while_the_trainer_works_do_not_share_its_gpus(tmp_path: Path) -> None:
+    """Without `device` the nodes say that there are GPUs."""
+    stale = ["rollout.max_staleness=1", "weight_sync.in_flight=keep", "algorithm.mismatch={correction: truncate}"]
+    file, stated = write_qwen(tmp_path), [*stale, "device=null"]
+    with pytest.raises(PlacementError, match=r"rollout.placement = 'colocated': .* sleep .*separate, or .*node 0$"):
+        find_placement(load_recipe(file, stated), 8, None)
+    assert find_placement(load_recipe(file, stated), 0, None).size.devices == 0
+    assert find_placement(load_recipe(file, [*stated, SEPARATE]), 8, None).size.devices == 8
+
+
 def test_constants_of_host_memory_are_those_of_the_code_that_takes_it() -> None:
     from megarl.cluster.ray_cluster import OBJECT_STORE_BYTES
     from megarl.weight_sync.buckets import MOST_WRITTEN, NUM_BUCKETS
