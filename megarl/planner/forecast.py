@@ -46,6 +46,7 @@ class Job:
     `schedules` are those of the engine phases that run, in order. `engines` is None where rollouts are replayed.
     `device_bytes` and `tflops` are of one trainer rank's device, None where nobody said. `bucket_bytes` are what the buckets
     of a weight sync take of it (`bucket_bytes_of`). `supervised` is the job of a warm-up's steps as a run of their own.
+    `max_staleness` is the recipe's.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -59,6 +60,7 @@ class Job:
     bucket_bytes: int = 0
     supervised: Job | None = None
     teachers: dict[str, PlannedEngines] = field(default_factory=dict)  # engines that serve a teacher, by its name
+    max_staleness: int = 0
 
     def role(self, phase: str) -> PlannedRole:
         """The role that runs an engine phase."""
@@ -83,6 +85,11 @@ class Job:
     def ranks(self) -> int:
         """Trainer ranks."""
         return self.roles[0].layout.ranks
+
+    @property
+    def sequences_under_way(self) -> int:
+        """The most sequences that engines may work on at a time: those of 1 + S steps (`schedule/admission.py`)."""
+        return (1 + self.max_staleness) * self.limits.num_sequences
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -164,6 +171,7 @@ def job_of(
         bucket_bytes=bucket_bytes_of(recipe),
         supervised=None if recipe.supervised is None else job_of(recipe.supervised, drawn, seed),
         teachers=teacher_engines(recipe),
+        max_staleness=recipe.rollout.max_staleness,
     )
 
 

@@ -229,8 +229,8 @@ def _engine_devices(job: Job) -> int:
 
 
 def _concurrent(job: Job, engines: PlannedEngines) -> int:
-    """Sequences an engine decodes at a time, never more than its part of the batch."""
-    return min(engines.max_concurrent, -(-job.limits.num_sequences // engines.count))
+    """Sequences an engine decodes at a time, never more than its part of those under way."""
+    return min(engines.max_concurrent, -(-job.sequences_under_way // engines.count))
 
 
 def _with_utilization(job: Job, engines: PlannedEngines) -> PlannedEngines:
@@ -325,7 +325,8 @@ def _engine_keys(plan: Forecast, request: Job) -> Iterator[Suggestion]:
     for key, value in asdict(engines.layout).items():
         if key != "tensor" and asdict(stated.layout)[key] != value:
             yield Suggestion(f"rollout.{key}", value, "tensor ranks alone make the engines fit")
-    reason = f"up to {engines.max_concurrent * engines.count} at a time, of {request.limits.num_sequences} in a step"
+    steps = "a step" if job.max_staleness == 0 else f"{1 + job.max_staleness} steps"
+    reason = f"up to {engines.max_concurrent * engines.count} at a time, of {job.sequences_under_way} in {steps}"
     yield Suggestion("phases.rollout.max_concurrent", engines.max_concurrent, reason)
     tokens = engines.kv_cache_bytes // engines.token_bytes
     reason = f"{tokens} tokens: {tokens // job.limits.longest} longest sequences, of {_concurrent(job, engines)} at a time"

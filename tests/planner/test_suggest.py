@@ -86,6 +86,20 @@ def test_qwen_7b_on_eight_devices_of_80_gib(tmp_path: Path) -> None:
     assert values["phases.actor_logprob.micro_batch"] == values["phases.actor_update.micro_batch"]
 
 
+def test_engines_that_sample_ahead_have_a_cache_for_the_sequences_of_each_step(tmp_path: Path) -> None:
+    """With S above 0 the groups of 1 + S steps may be under way: 8 engines, 128 sequences a step, 64 at a time an engine."""
+    stale = ["weight_sync.in_flight=keep", "algorithm.mismatch={correction: truncate}", "device.memory_gib=141"]
+    separate = ["rollout.placement=separate", "rollout.kv_cache_bytes=null", "phases.rollout.max_concurrent=64"]
+    for staleness, at_a_time in ((0, 16), (1, 32), (3, 64)):
+        overrides = [*(stale if staleness else stale[2:]), *separate, f"rollout.max_staleness={staleness}"]
+        suggested = suggestions_of(write_qwen(tmp_path), overrides)
+        values, reasons = by_key(suggested), {suggestion.key: suggestion.reason for suggestion in suggested}
+        assert values["rollout.engines"] == 8
+        assert values["rollout.kv_cache_bytes"] == at_a_time * 5120 * 57344
+        assert f" {at_a_time} longest sequences, of {at_a_time} at a time" in reasons["rollout.kv_cache_bytes"]
+        assert f"up to 512 at a time, of {(1 + staleness) * 128} in " in reasons["phases.rollout.max_concurrent"]
+
+
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
     file, last = write_qwen(tmp_path), 64
     for memory_gib in (50, 80, 288):
