@@ -270,18 +270,19 @@ def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tup
     assert engines is not None, "engines that are not replayed"
     rest_bytes = resting(list(roles.values()), "actor").total if engines.sleeps else 0
     idle_roles = f" with {rest_bytes / GIB:.3g} GiB of the trainer's idle roles" if rest_bytes else ""
+    least = engines.token_bytes * recipe.max_sequence_tokens
     if rollout.kv_cache_bytes is not None:
-        return rollout.kv_cache_bytes, _too_large(engines, device_bytes, rest_bytes, idle_roles)
+        return rollout.kv_cache_bytes, _too_large(engines, least, device_bytes, rest_bytes, idle_roles)
     stated = rollout.memory_utilization
     room = usable_bytes(device_bytes) - rest_bytes
     room = room if stated is None else min(room, int(stated * device_bytes))
-    others, least = replace(engines, kv_cache_bytes=0).memory.total, engines.token_bytes * recipe.max_sequence_tokens
+    others = replace(engines, kv_cache_bytes=0).memory.total
     # What is left, and no more than all concurrent sequences need at their longest, in vLLM's blocks and whole MiB.
     blocks = -(-recipe.max_sequence_tokens // CACHE_BLOCK_TOKENS) + 1
     most = engines.max_concurrent // rollout.data * blocks * CACHE_BLOCK_TOKENS * engines.token_bytes
     cache = min(-(-most // MIB) * MIB, room - others)
     if cache >= least:
-        return cache, _too_large(replace(engines, kv_cache_bytes=cache), device_bytes, rest_bytes, idle_roles)
+        return cache, _too_large(replace(engines, kv_cache_bytes=cache), least, device_bytes, rest_bytes, idle_roles)
     rule = (
         f"of {device_bytes / GIB:.3g} GiB an engine's worker may take {max(0, room) / GIB:.3g}{idle_roles}; weights and "
         f"working memory need {others / GIB:.3g}, and the cache of one sequence {least / GIB:.3g}"
@@ -290,14 +291,19 @@ def _cache_on_gpu(recipe: Recipe, device_bytes: int, fetch: Fetch | None) -> tup
     return least, [Violation("rollout.kv_cache_bytes", None, rule, way_out)]
 
 
-def _too_large(engines: PlannedEngines, device_bytes: int, rest_bytes: int, idle_roles: str) -> list[Violation]:
+def _too_large(
+    engines: PlannedEngines, least_cache: int, device_bytes: int, rest_bytes: int, idle_roles: str
+) -> list[Violation]:
     """Engines that cannot start, whatever the reserve is: one worker is larger than the device, or the stated share of the
-    device is never free."""
+    device is never free. The nearest cache leaves room for the trainer's idle roles and the reserve, and is
+    at least `least_cache`, that of one sequence."""
     needed, has = engines.memory.total, f"the device has {device_bytes / GIB:.3g} GiB"
     if needed > device_bytes:
-        rule = f"a worker of an engine needs {needed / GIB:.3g} GiB, and {has}"
-        without = device_bytes - needed + engines.kv_cache_bytes
-        nearest = f"at most {without}" if without > 0 else "more rollout.tensor first"
+        beside = f" beside {rest_bytes / GIB:.3g} GiB of the trainer's idle roles" if rest_bytes else ""
+        rule = f"a worker of an engine needs {needed / GIB:.3g} GiB{beside}, and {has}"
+        most = usable_bytes(device_bytes) - rest_bytes - (needed - engines.kv_cache_bytes)
+        offload = ", or actor.memory.offload: all" if rest_bytes else ""
+        nearest = f"at most {most}" if most >= least_cache else f"more rollout.tensor first{offload}"
         return [Violation("rollout.kv_cache_bytes", engines.kv_cache_bytes, rule, nearest)]
     taken = engines.awake_bytes(1, device_bytes)
     if engines.utilization is not None and taken > needed and taken + rest_bytes > device_bytes:

@@ -359,6 +359,18 @@ def test_engines_that_cannot_start_are_refused(tmp_path: Path, overrides: list[s
     assert [violation.key for violation in caught.value.violations] == [key]
 
 
+def test_the_nearest_cache_fits_beside_the_idle_trainer(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="GiB of the trainer's idle roles, and the device has 80 GiB") as caught:
+        qwen(tmp_path, f"rollout.kv_cache_bytes={80 * GIB}")
+    (violation,) = caught.value.violations
+    most = int(violation.nearest.removeprefix("at most "))
+    file = write_qwen(tmp_path, rollout=NULL)
+    assert forecast_of(file, [f"rollout.kv_cache_bytes={most}"]).fits
+    assert not forecast_of(file, [f"rollout.kv_cache_bytes={most + GIB}"]).fits
+    with pytest.raises(RecipeError, match="nearest: more rollout.tensor first, or actor.memory.offload: all"):
+        qwen(tmp_path, f"rollout.kv_cache_bytes={80 * GIB}", "device.memory_gib=20")
+
+
 def test_a_megarl_that_is_only_on_the_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM finds its weight transfer by an entry point, which only an installed package has."""
     plugin.require_installed()
