@@ -157,9 +157,10 @@ def with_cap(schedule: Schedule, cap: int) -> Schedule:
 def best_cap(job: Job, schedule: Schedule, largest: int) -> PhaseForecast | None:
     """The smallest cap that is as good as the best up to `largest`; None where no such cap is legal.
 
-    Tried are the length of a longest sequence, its doubles, and `largest`.
+    Tries the smallest legal cap, its doubles, and `largest`. The smallest holds one longest sequence, or all segments of a
+    rollout where they must share a micro-batch.
     """
-    caps, cap = [], in_micro_batch(job.limits.longest, job.role(schedule.phase).layout)
+    caps, cap = [], in_micro_batch(job.limits.longest, job.role(schedule.phase).layout, schedule.together)
     if cap > largest:
         return None
     while cap < largest:
@@ -242,9 +243,10 @@ def _with_utilization(job: Job, engines: PlannedEngines) -> PlannedEngines:
 
 
 def _least_cap(job: Job, schedule: Schedule, roomy: bool) -> int:
-    """The cap below which a phase should not go: for mean sequences with room, always for one longest."""
+    """The cap below which a phase should not go: for mean sequences with room, always for one longest, or for all
+    segments of a rollout where they must share a micro-batch."""
     layout = job.role(schedule.phase).layout
-    longest = in_micro_batch(job.limits.longest, layout)
+    longest = in_micro_batch(job.limits.longest, layout, schedule.together)
     mean = sum(job.lengths.totals) // len(job.lengths.totals)
     share = (schedule.mini_batch or job.limits.num_sequences) // layout.data
     return max(longest, min(ROOMY, share) * mean) if roomy else longest

@@ -100,6 +100,17 @@ def test_engines_that_sample_ahead_have_a_cache_for_the_sequences_of_each_step(t
         assert f"up to 512 at a time, of {(1 + staleness) * 128} in " in reasons["phases.rollout.max_concurrent"]
 
 
+def test_a_suggested_cap_holds_the_segments_of_a_rollout(tmp_path: Path) -> None:
+    """A loss with terms of a whole rollout needs its 4 segments in one micro-batch."""
+    agent = {"kind": "agent", "target": "recipes.agents.calculator:run", "max_turns": 8, "max_episode_tokens": 7168}
+    file = write_qwen(tmp_path, environment=agent | {"max_segments": 4}, reward=[])
+    overrides = ["algorithm.policy_loss={kind: gspo}", "rollout.max_new_tokens=1024"]
+    overrides += ["phases.actor_update.micro_batch.max_tokens=auto", "actor.layout.sequence_parallel=true"]
+    suggested = suggestions_of(file, overrides)
+    assert by_key(suggested)["phases.actor_update.micro_batch"]["max_tokens"] >= 4 * (1024 + 7168)
+    assert forecast_of(file, [*overrides, *as_overrides(suggested)]).fits
+
+
 def test_more_memory_never_asks_for_more_cutting(tmp_path: Path) -> None:
     file, last = write_qwen(tmp_path), 64
     for memory_gib in (50, 80, 288):
