@@ -295,12 +295,11 @@ def _too_large(
     engines: PlannedEngines, least_cache: int, device_bytes: int, rest_bytes: int, idle_roles: str
 ) -> list[Violation]:
     """Engines that cannot start, whatever the reserve is: one worker is larger than the device, or the stated share of the
-    device is never free. The nearest cache leaves room for the trainer's idle roles and the reserve, and is
-    at least `least_cache`, that of one sequence."""
+    device is never free. The nearest cache leaves room for the trainer's idle roles and the reserve, and is at least
+    `least_cache`, that of one sequence."""
     needed, has = engines.memory.total, f"the device has {device_bytes / GIB:.3g} GiB"
     if needed > device_bytes:
-        beside = f" beside {rest_bytes / GIB:.3g} GiB of the trainer's idle roles" if rest_bytes else ""
-        rule = f"a worker of an engine needs {needed / GIB:.3g} GiB{beside}, and {has}"
+        rule = f"a worker of an engine needs {needed / GIB:.3g} GiB{idle_roles}, and {has}"
         most = usable_bytes(device_bytes) - rest_bytes - (needed - engines.kv_cache_bytes)
         offload = ", or actor.memory.offload: all" if rest_bytes else ""
         nearest = f"at most {most}" if most >= least_cache else f"more rollout.tensor first{offload}"
