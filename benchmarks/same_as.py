@@ -67,7 +67,7 @@ def learning_rates(tree: Path, name: str) -> dict[str, float]:
 
 
 def train(tree: Path, name: str, folder: Path, steps: int, rates: dict[str, float]) -> Values:
-    """Run a recipe of a tree; return its values by name. Raises RuntimeError with the end of the output."""
+    """Run a recipe of a tree with learning `rates`; return its values by name. Raises RuntimeError with the output's end."""
     dumps = "dynamic_sampling" not in yaml.safe_load((tree / name).read_text())["algorithm"]
     changes = {"run.dir": folder, "run.name": "run", "run.steps": steps, "rollout.engines": 1, "trainer.precision": "fp32"}
     changes |= rates | ({"run.dump_rollouts": "true"} if dumps else {})

@@ -294,13 +294,13 @@ def model_logprobs(path: str, questions: Sequence[Sequence[int]], answers: Seque
 def fingerprint(recipe: Recipe) -> str:
     """Of the models and rollouts; not of the log-probabilities, whose last digit depends on the processor, and not of
     columns that came after the record."""
-    later, digest = {"prefixes", "rollouts", "versions", "episode_notes"}, hashlib.sha256()
+    left_out, digest = {"logprobs", "prefixes", "rollouts", "versions", "episode_notes"}, hashlib.sha256()
     for role in ("model", "critic"):
         if "path" in recipe.get(role, {}):
             digest.update((Path(recipe[role]["path"]) / "model.safetensors").read_bytes())
     for file in sorted(Path(recipe["rollout"]["replay"]).glob("*.npz")):
         with np.load(file) as dump:
-            for name in sorted(set(dump.files) - {"logprobs"} - later):
+            for name in sorted(set(dump.files) - left_out):
                 digest.update(dump[name].tobytes())
     return digest.hexdigest()[:16]
 

@@ -255,7 +255,7 @@ def _too_few_batched_tokens(recipe: Recipe, concurrent: int, on_gpu: bool) -> li
     tokens = recipe.rollout.engine_args.get("max_num_batched_tokens")
     of_sequence = 0 if _cuts_prompts(recipe, on_gpu) else recipe.max_sequence_tokens
     least = max(concurrent // recipe.rollout.data, of_sequence)
-    if tokens is None or tokens >= least:
+    if not recipe.has_engines or tokens is None or tokens >= least:
         return []
     rule = f"an engine holds {concurrent // recipe.rollout.data} sequences at a time (phases.rollout.max_concurrent)"
     if of_sequence:
