@@ -227,7 +227,7 @@ def _attempt(problem: _Problem, choice: _Choice, time: float) -> Ranks | None:
     for rank in ranks:
         for held in rank:
             held.sort()
-        rank.sort(key=lambda held: (-sum(work.costs[sample] for sample in held), held[0]))
+        rank.sort(key=lambda held: (-sum(map(work.costs.__getitem__, held)), held[0]))
     return ranks
 
 
@@ -283,7 +283,7 @@ def _micro_batches_by_rank(micro_batches: Sequence[list[int]], work: SequenceCos
     share = len(micro_batches) // data
     ranks: Ranks = [[] for _ in range(data)]
     open_ranks = [(0.0, rank) for rank in range(data)]
-    costs = [sum(work.costs[sample] for sample in held) for held in micro_batches]
+    costs = [sum(map(work.costs.__getitem__, held)) for held in micro_batches]
     for number in sorted(range(len(micro_batches)), key=lambda number: (-costs[number], micro_batches[number])):
         spent, rank = heapq.heappop(open_ranks)
         ranks[rank].append(micro_batches[number])

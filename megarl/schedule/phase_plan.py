@@ -196,9 +196,15 @@ def plan_phase(
     # What one micro-batch runs whole, by its first sample.
     whole = {unit[0]: unit for unit in segments} if schedule.together > 1 else {s: (s,) for s in range(len(lengths))}
     slots = padded(lengths, layout)
-    costs = [cost.sequence(length) for length in slots]
-    units = [whole.get(sample, ()) for sample in range(len(lengths))]
-    work = SequenceCosts([sum(slots[s] for s in unit) for unit in units], [sum(costs[s] for s in unit) for unit in units])
+    # A large batch has far fewer lengths than sequences.
+    cost_of = {length: cost.sequence(length) for length in set(slots)}
+    costs = [cost_of[length] for length in slots]
+    work = SequenceCosts(slots, costs)
+    if len(whole) < len(lengths):
+        units = [whole.get(sample, ()) for sample in range(len(lengths))]
+        work = SequenceCosts(
+            [sum(slots[s] for s in unit) for unit in units], [sum(costs[s] for s in unit) for unit in units]
+        )
     _refuse_impossible(schedule, lengths, work.slots, layout, len(segments))
     shared = None
     if schedule.share_prompts:
@@ -277,10 +283,10 @@ def _micro_batch(
 ) -> MicroBatch:
     if not samples:
         return MicroBatch((), 0, in_micro_batch(1, layout))
-    multiple, filled = layout.micro_batch_multiple, sum(slots[sample] for sample in samples)
+    multiple, filled = layout.micro_batch_multiple, sum(map(slots.__getitem__, samples))
     if shared is not None:
         return shared.micro_batch(samples, multiple)
-    return MicroBatch(tuple(samples), sum(lengths[sample] for sample in samples), ceil(filled, multiple) * multiple)
+    return MicroBatch(tuple(samples), sum(map(lengths.__getitem__, samples)), ceil(filled, multiple) * multiple)
 
 
 def _balance_shared(
