@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
+import megarl.weight_sync.copies  # noqa: F401  # it needs `torch.set_num_threads`, which the worker replaces at its start
 from megarl.rollout.plugin import UNRECORDED
 
 

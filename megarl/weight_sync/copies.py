@@ -17,6 +17,9 @@ from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
+
+# By name, before a vLLM worker on a CPU replaces `torch.set_num_threads` by a function that does nothing (0.32).
+from torch import set_num_threads
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megarl.weight_sync.buckets import NUM_BUCKETS, LocalBox
@@ -144,8 +147,6 @@ def in_threads(works: Works, threads: int, do: Callable[[Sequence[int], SpareMem
         return run(0)
     # The threads divide this process's OpenMP threads, and the core that `cores.worker_threads` leaves to scheduling.
     before = torch.get_num_threads()
-    # vLLM's workers on CPUs replace `torch.set_num_threads` by a function that does nothing (0.32).
-    set_num_threads: Callable[[int], None] = torch._C.set_num_threads
     set_num_threads(max(1, min(before, (before + 1) // threads)))
     try:
         # A thread adopts torch's number of OpenMP threads when it first asks (2.13).
