@@ -27,7 +27,7 @@ from megarl.planner.memory_estimate import DeviceMemory
 from megarl.planner.roles import BYTES, expert_weights, layer_weights
 
 # What null means for `rollout.kv_cache_bytes` and `phases.rollout.max_concurrent` on CPUs. On GPUs the cache takes what is
-# left, and a data-parallel rank runs an engine's share of a step's sequences, up to GPU_CONCURRENT.
+# left, and a data-parallel rank runs its share of the sequences that may be under way, up to GPU_CONCURRENT.
 CPU_CACHE_BYTES, CPU_CONCURRENT = 256 << 20, 64
 GPU_CONCURRENT, MOST_CONCURRENT = 256, 2048
 # Tokens of one engine step. CPUs take whole prompts, so the longest sequence must fit, and fewer leave an engine idle.

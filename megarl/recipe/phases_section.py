@@ -40,8 +40,8 @@ class RolloutPhaseSection(Section):
     prompts: Positive
     """Prompts of one step."""
     max_concurrent: Annotated[int, Field(ge=1, le=2048)] | None = None
-    """Sequences that one engine decodes at a time. null: 64 on CPUs; on GPUs its share of a step, up to 256 for each
-    data-parallel rank."""
+    """Sequences that one engine decodes at a time. null: 64 on CPUs; on GPUs its share of the 1 + `rollout.max_staleness`
+    steps that may be under way, up to 256 for each data-parallel rank."""
 
 
 class RewardPhaseSection(Section):

@@ -235,7 +235,8 @@ def size_engines(
     if recipe.run.is_supervised or (device is None and recipe.has_engines and not vllm_is_for_cpus()):
         return recipe, []
     on_gpu = device is not None and device.kind == "gpu"
-    concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, recipe.num_rollouts, rollout.engines, rollout.data)
+    under_way = (1 + rollout.max_staleness) * recipe.num_rollouts
+    concurrent = phase.max_concurrent or concurrent_sequences(on_gpu, under_way, rollout.engines, rollout.data)
     phases = recipe.phases.model_copy(update={"rollout": phase.model_copy(update={"max_concurrent": concurrent})})
     recipe = recipe.model_copy(update={"phases": phases})
     cache, faults = rollout.kv_cache_bytes or CPU_CACHE_BYTES, _too_few_batched_tokens(recipe, concurrent, on_gpu)
