@@ -160,13 +160,15 @@ def resolve_caps(recipe: Recipe, fetch: Fetch | None = None) -> tuple[Recipe, li
             caps[key] = min(cap, caps.get(key, cap))  # teachers share a section
             continue
         device, layout = f"device.memory_gib = {recipe.device.memory_gib:g}", f"{role_of(phase)}.layout.tensor or pipeline"
-        rule = f"one sequence of {longest} tokens, with everything else on the device, does not fit {device}"
+        # One micro-batch holds the segments of a rollout whose tokens share one loss.
+        content = f"a rollout of {schedule.together} segments" if schedule.together > 1 else "one sequence"
+        rule = f"{content} of {longest} tokens, with everything else on the device, does not fit {device}"
         length = "data.max_tokens" if part.run.is_supervised else "rollout.max_new_tokens"
         length = length if part is recipe else f"{SFT}.{length}"
         way_out = f"more {layout}, a shorter {length}, or more trainer.ranks"
         if engine_bytes and largest(room) is not None:
             rule = (
-                f"one sequence of {longest} tokens fits {device} without rollout engines, and not with the "
+                f"{content} of {longest} tokens fits {device} without rollout engines, and not with the "
                 f"{engine_bytes / GIB:.3g} GiB that they take for each rank"
             )
             way_out = f"a smaller rollout.kv_cache_bytes, fewer rollout.engines, or more {layout}"
