@@ -172,23 +172,18 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
 
 
-def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -> None:
+def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did_if_there_was_one() -> None:
     with closing(Worker()) as worker:
         worker.reset("one", "dies between turns")
         first = worker.ask("one", Step("x"))
         wait_for(lambda: not worker.processes)
         second, again = worker.ask("one", Step("x")), worker.reset("one")
-    assert first.failure == again.failure == "", "the turn itself was answered"
-    assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
-
-
-def test_one_that_dies_before_the_first_turn_has_not_died_by_a_turn() -> None:
-    with closing(Worker()) as worker:
-        worker.reset("one")
         os.kill(worker.processes[0], signal.SIGKILL)
         wait_for(lambda: not worker.processes)
-        reply = worker.ask("one", Step("x", is_first=True))
-    assert reply.cause == "" and reply.failure.endswith("died with signal 9")
+        without_turns = worker.ask("one", Step("x", is_first=True))
+    assert first.failure == again.failure == "", "the turn itself was answered"
+    assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
+    assert without_turns.cause == "" and without_turns.failure.endswith("died with signal 9")
 
 
 STARTS_A_HELPER = """
