@@ -220,11 +220,6 @@ def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
     )
 
 
-def test_a_failure_may_end_the_run(tokenizer: Any) -> None:
-    with pytest.raises(RolloutError, match=r"environment tests\.agents:run, member 0.*on_error: mask goes on"):
-        play(tokenizer, fails_later, words("20"), on_error="stop")
-
-
 def test_an_engine_s_error_is_the_run_s_and_not_the_agent_s(tokenizer: Any) -> None:
     def answer(episode: Episode, turn: int) -> list[int]:
         raise RolloutError("no engine is left")

@@ -226,13 +226,6 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
     )
 
 
-def test_a_turn_that_was_cut_gets_the_template_s_end(tokenizer: Any) -> None:
-    given = environments(tokenizer, says("ok"))
-    played = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6, 7, 8])[0].result()
-    assert played.token_ids.tolist() == [5, 6, 7, 8, END, *ids(tokenizer, "ok="), 5, 6, 7, 8]
-    assert played.own.astype(int).tolist() == [1] * 4 + [0] * 4 + [1] * 4  # type: ignore[union-attr]
-
-
 def test_an_episode_is_truncated_where_turns_or_tokens_are_over(tokenizer: Any) -> None:
     prompt = [(prompts(tokenizer)[0], 1, None)]
     given = environments(tokenizer, says("a", "b", "c", "d"))
