@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -265,21 +265,21 @@ def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path) ->
     assert good == OK
 
 
-@pytest.mark.parametrize("by_close", [False, True])
-def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_close: bool) -> None:
-    held = tmp_path / "held"
-    os.mkfifo(held)
-    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-    waiting = select.poll()
-    waiting.register(reader, 0)  # of its end it tells anyhow: then the last process that holds the other end is gone
-    with closing(Worker()) as worker:
-        worker.reset("one", "starts", left_open=str(held))
-        assert worker.ask("one", Step("x")) == OK
-        if not by_close:
-            worker.end("one")
-            assert waiting.poll(20000)
-    assert waiting.poll(20000)
-    os.close(reader)
+def test_what_an_environment_has_started_is_ended_with_it_and_with_the_worker(tmp_path: Path) -> None:
+    waiting = {name: select.poll() for name in ("ended", "left")}
+    with ExitStack() as stack:
+        with closing(Worker()) as worker:
+            for name, poll in waiting.items():
+                held = tmp_path / name
+                os.mkfifo(held)
+                reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+                stack.callback(os.close, reader)
+                poll.register(reader, 0)  # it tells of its end anyhow: the last process that holds the other end is gone
+                worker.reset(name, "starts", left_open=str(held))
+                assert worker.ask(name, Step("x")) == OK
+            worker.end("ended")
+            assert waiting["ended"].poll(20000) and not waiting["left"].poll(0)
+        assert waiting["left"].poll(20000)
 
 
 @pytest.mark.parametrize(
