@@ -67,12 +67,16 @@ async def rounds(number: int) -> None:
 
 
 def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], **changes: Any) -> Any:
-    """What `Environments` is, without Ray. `max_new_tokens` is 4."""
     section = {"target": "tests.environments:Counting", "max_turns": 3, "max_observation_tokens": 6} | changes
-    recipe = pool_recipe(Path("model"), ("environment", section), max_new_tokens=4)
+    return environments_of(tokenizer, section, Scripted(answer))
+
+
+def environments_of(tokenizer: Any, section: dict[str, Any], workers: Any, *edits: tuple[str, Any]) -> Any:
+    """What `Environments` is, without Ray. `max_new_tokens` is 4."""
+    recipe = pool_recipe(Path("model"), ("environment", section), *edits, max_new_tokens=4)
     return SimpleNamespace(
         section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
-        observations=Observations(tokenizer, recipe.data, VOCAB), workers=Scripted(answer), numbers=itertools.count(),
+        observations=Observations(tokenizer, recipe.data, VOCAB), workers=workers, numbers=itertools.count(),
         limits=SessionLimits.of(recipe),
     )  # fmt: skip
 
