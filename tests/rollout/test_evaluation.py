@@ -37,9 +37,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_one_that_passes(rewards: list[li
     assert estimate.value == pytest.approx(sum(shares) / len(shares), abs=1e-12) if shares else math.isnan(estimate.value)
 
 
-def test_a_mean_gives_every_prompt_the_same_weight() -> None:
+def test_every_prompt_with_completions_has_the_same_weight_and_one_alone_says_nothing_of_others() -> None:
     estimate = mean_reward([np.array([1.0]), np.array([0.0, 0.0, 0.0]), np.array([])])
     assert (estimate.value, estimate.num_prompts) == (0.5, 2)
+    alone = pytest.approx((1.0, math.nan, 1), nan_ok=True)
+    assert over_prompts([1.0]) == alone == majority([np.array([]), np.array([1.0])], [[], ["7"]], 1.0)
+    assert math.isnan(over_prompts([]).value)
 
 
 def test_the_error_is_that_of_means_over_other_prompts() -> None:
@@ -53,11 +56,6 @@ def test_the_error_is_that_of_means_over_other_prompts() -> None:
     assert 0.93 < held / 4000 < 0.965
 
 
-def test_one_prompt_says_nothing_of_others_and_none_says_nothing() -> None:
-    assert over_prompts([0.5])[0] == 0.5 and math.isnan(over_prompts([0.5]).error)
-    assert math.isnan(over_prompts([]).value)
-
-
 @pytest.mark.parametrize(("rewards", "answers", "expected"), [
     ([1, 0, 1], ["7", "8", "7"], 1.0),
     ([1, 0, 0], ["7", "8", "8"], 0.0),
@@ -68,10 +66,6 @@ def test_one_prompt_says_nothing_of_others_and_none_says_nothing() -> None:
 ])  # fmt: skip
 def test_the_majority_is_the_answer_of_most(rewards: list[int], answers: list[str | None], expected: float) -> None:
     assert majority([np.array(rewards, float)], [answers], 1.0).value == expected
-
-
-def test_prompts_without_completions_have_no_majority() -> None:
-    assert majority([np.array([]), np.array([1.0])], [[], ["7"]], 1.0) == pytest.approx((1.0, math.nan, 1), nan_ok=True)
 
 
 MADE_UP: dict[str, Any] = {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}}
