@@ -16,9 +16,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from megarl.recipe.environment_section import AnyEnvironment
-from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
-from megarl.rollout.agent import AgentRun, Result, checked_result, load_agent
+from megarl.rollout.agent import AgentRun, Result, checked_result
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock, EnvironmentWorker
 from tests.ports import unused_port
@@ -185,18 +184,6 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
 def test_what_is_no_result_is_named(value: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         checked_result(value)
-
-
-@pytest.mark.parametrize(("target", "options", "key", "message"), [
-    ("tests.agents:nobody", {}, "environment.target", "nobody"),
-    ("tests.agents:answer", {}, "environment.target", "is no coroutine"),
-    ("tests.agents:run", {"speed": 1}, "environment.options", "unexpected keyword argument 'speed'"),
-    ("tests.agents:needs_board", {}, "environment.options", "missing a required argument: 'board'"),
-])  # fmt: skip
-def test_an_agent_that_cannot_be_called_is_refused(target: str, options: dict[str, Any], key: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as raised:
-        load_agent(target, options)
-    assert raised.value.violations[0].key == key
 
 
 def test_a_command_line_that_sh_cannot_read_is_refused() -> None:

@@ -8,7 +8,7 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,21 +302,23 @@ def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "key", "message"),
+    ("load", "target", "options", "key", "message"),
     [
-        ("tests.environments:Unmarked", {}, "environment.target", "is not decorated"),
-        ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
-        ("tests.environments:Counting", {"speed": 1}, "environment.target", "takes no speed"),
-        ("tests.environments:Needy", {}, "environment.options", "missing a required argument: 'board'"),
-        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is invalid: 'much' is not"),
+        (load_environment, "environments:Unmarked", {}, "target", "is not decorated"),
+        (load_environment, "environments:Nobody", {}, "target", "Nobody"),
+        (load_environment, "environments:Counting", {"speed": 1}, "target", "takes no speed"),
+        (load_environment, "environments:Needy", {}, "options", "missing a required argument: 'board'"),
+        (load_environment, "environments:Schemaless", {}, "target", "schema of its tool 'add' is invalid: 'much' is not"),
+        (load_agent, "agents:answer", {}, "target", "is no coroutine"),
+        (load_agent, "agents:run", {"speed": 1}, "options", "unexpected keyword argument 'speed'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_named_before_the_run(
-    target: str, options: dict[str, Any], key: str, message: str
+def test_a_class_or_an_agent_that_cannot_be_used_is_named_before_the_run(
+    load: Callable[..., Any], target: str, options: dict[str, Any], key: str, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message) as refused:
-        load_environment(target, options)
-    assert refused.value.violations[0].key == key
+        load(f"tests.{target}", options)
+    assert refused.value.violations[0].key == f"environment.{key}"
 
 
 def test_the_page_says_what_the_code_does() -> None:
