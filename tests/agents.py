@@ -91,10 +91,6 @@ def answer(row: Mapping[str, Any], client: Any) -> float:
     return 1.0
 
 
-async def needs_board(row: Mapping[str, Any], client: Any, board: str) -> float:
-    return float(len(board))
-
-
 async def talk(row: Mapping[str, Any], client: Any) -> Any:
     """Ask twice, but for one row."""
     if row["answer"] == "2":

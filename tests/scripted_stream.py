@@ -248,13 +248,12 @@ class InMemory:
 @dataclass(eq=False)
 class ScriptedPool:
     """In the place of an EnginePool. A restart waits for `may_restart`, does nothing for an engine that is lost, and fails
-    with `restart_error`, or with its cause if an engine was restarted `max_restarts` times."""
+    with `restart_error`."""
 
     engines: list[ScriptedEngine]
     restarted: list[int] = field(default_factory=list)
     may_restart: threading.Event = field(default_factory=threading.Event)
     restart_error: Exception | None = None
-    max_restarts: int = 1000
     has_published: bool = True
     max_concurrent: int = 8
     check: Callable[[Sequence[Prompt]], None] = lambda prompts: None
@@ -272,8 +271,6 @@ class ScriptedPool:
             return False
         if self.restart_error is not None:
             raise self.restart_error
-        if engine.restarts >= self.max_restarts:
-            raise cause
         for work in engine.work.values():
             work.facts.get_loop().call_soon_threadsafe(lose, work)
         engine.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from megarl.recipe.environment_section import AnyEnvironment
-from megarl.recipe.violation import RecipeError
 from megarl.reward.fork_server import below
-from megarl.rollout.agent import AgentRun, Result, checked_result, load_agent
+from megarl.rollout.agent import AgentRun, Result, checked_result
 from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock, EnvironmentWorker
 from tests.ports import unused_port
@@ -34,7 +33,7 @@ def section(**changes: Any) -> Any:
 
 
 class Agents:
-    """A worker of its own, with a loop; an innocent episode begins before each other one and ends after it."""
+    """A worker of its own, with a loop."""
 
     def __init__(self, **changes: Any) -> None:
         self.section = section(**changes)
@@ -43,7 +42,7 @@ class Agents:
         self.url = f"http://127.0.0.1:{unused_port()}/s/1"
 
     def ask(self, row: Any, *, ends: bool = False) -> Reply:
-        """Return what comes of a row; with `ends` somebody ends it as soon as it runs."""
+        """Return what comes of a row; with `ends` somebody ends it as soon as it runs. It leaves no process."""
 
         async def ask() -> Reply:
             task = asyncio.ensure_future(self.worker.ask("one", AgentRun(row, self.url, "key", 7)))
@@ -55,7 +54,9 @@ class Agents:
             finally:
                 await self.worker.end("one")
 
-        return self.runner.run(ask())
+        reply = self.runner.run(ask())
+        wait_for(lambda: not below(self.worker._server.process))
+        return reply
 
     def close(self) -> None:
         self.worker.close()
@@ -63,13 +64,16 @@ class Agents:
 
 
 @pytest.fixture(scope="module")
-def agents() -> Iterator[Agents]:
-    instance = Agents()
-    yield instance
-    instance.close()
+def agents() -> Iterator[dict[str, Agents]]:
+    """By the field of a row that says what to do: a coroutine, and a shell that runs the row's own program."""
+    read = 'python -c \'import json, os; print(json.load(open(os.environ["MEGARL_ROW"]))["program"])\''
+    instances = {"fault": Agents(), "program": Agents(run=f'eval "$({read})"')}
+    yield instances
+    for instance in instances.values():
+        instance.close()
 
 
-# What an agent does: the cause, and some words of the failure. COMMANDS has what any process may do.
+# What an agent does: the cause, and some words of the failure. BAD_COMMANDS has what any process may do.
 FAULTS = {
     "raises": ("error", "exited with status 1: KeyError: 'board'"),
     "exits": ("error", "exited with status 1: SystemExit: 0"), "kills its parent": ("crash", "died with signal 9"),
@@ -79,49 +83,10 @@ FAULTS = {
     "is refused a turn": ("error", "the rollout has had its 3 turns"), "is refused by a library": ("error", "no turn"),
     "is refused by a service": ("", "RateLimitError"), "finds no service for its reward": ("", "no judge"),
 }  # fmt: skip
-HARMLESS = ("", "writes to every descriptor", "starts many threads", "writes its reward itself")
-ENDLESS = ("hangs in C", "ignores signals", "stops its parent")
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_has_a_cause_and_leaves_nothing(agents: Agents, fault: str) -> None:
-    cause, words = FAULTS[fault]
-    reply = agents.ask({"fault": fault})
-    assert (reply.cause, words in reply.failure) == (cause, True), reply
-    wait_for(lambda: not below(agents.worker._server.process))
-
-
-@pytest.mark.parametrize("habit", HARMLESS)
-def test_an_agent_may_print_and_write_and_leave_what_it_likes(agents: Agents, habit: str) -> None:
-    assert agents.ask({"fault": habit}) == GOOD
-    wait_for(lambda: not below(agents.worker._server.process))
-
-
-@pytest.mark.parametrize("fault", ENDLESS)
-def test_one_that_never_stops_is_ended_with_all_its_processes(agents: Agents, fault: str) -> None:
-    assert agents.ask({"fault": fault}, ends=True).failure.endswith("was ended")
-    wait_for(lambda: not below(agents.worker._server.process))
-    assert agents.ask({"fault": ""}) == GOOD, "after all these the next one is well"
-
-
-def test_rewards_by_turn_and_metrics_arrive(agents: Agents) -> None:
-    expected = Reply(reward=0.75, rewards=(0.5, 0.0, 0.25), metrics={"guesses": 3.0}, done=True)
-    assert agents.ask({"fault": "gives rewards by turn"}) == expected
-
-
-def test_the_row_names_a_field_that_it_lacks(agents: Agents) -> None:
-    assert "the row has no field 'fault'; it has 'question'" in agents.ask({"question": 1}).failure
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Agents]:
-    """Run the row's own program, which a recipe would name."""
-    read = 'python -c \'import json, os; print(json.load(open(os.environ["MEGARL_ROW"]))["program"])\''
-    instance = Agents(run=f'eval "$({read})"')
-    yield instance
-    instance.close()
-
-
+HABITS = {
+    "": GOOD, "writes to every descriptor": GOOD, "starts many threads": GOOD, "writes its reward itself": GOOD,
+    "gives rewards by turn": Reply(reward=0.75, rewards=(0.5, 0.0, 0.25), metrics={"guesses": 3.0}, done=True),
+}  # fmt: skip
 COMMANDS = {
     "echo 0.5": Reply(reward=0.5, done=True),
     "echo thinking; echo 1; echo; echo done >&2": GOOD,
@@ -158,24 +123,38 @@ BAD_COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("program", COMMANDS)
-def test_a_command_gives_its_reward_in_a_file_or_in_its_last_line(programs: Agents, program: str) -> None:
-    assert programs.ask({"program": program}) == COMMANDS[program]
-    wait_for(lambda: not below(programs.worker._server.process))
+ENDLESS = ("hangs in C", "ignores signals", "stops its parent")
+ENDLESS_COMMANDS = ("sleep 99", "trap '' TERM INT HUP; sleep 99", "kill -STOP $$", "yes", "yes >&2")
 
 
-@pytest.mark.parametrize("program", BAD_COMMANDS)
-def test_a_command_s_fault_has_a_cause_and_leaves_nothing(programs: Agents, program: str) -> None:
-    cause, words = BAD_COMMANDS[program]
-    reply = programs.ask({"program": program})
+def rows_of(**tables: Iterable[str]) -> list[tuple[str, str]]:
+    """The field and the text of each row."""
+    return [(field, text) for field, table in tables.items() for text in table]
+
+
+@pytest.mark.parametrize(("field", "text"), rows_of(fault=HABITS, program=COMMANDS))
+def test_an_agent_gives_its_reward_and_may_print_and_write_and_leave_what_it_likes(
+    agents: dict[str, Agents], field: str, text: str
+) -> None:
+    """A command gives it in a file or in its last line."""
+    assert agents[field].ask({field: text}) == (HABITS | COMMANDS)[text]
+
+
+@pytest.mark.parametrize(("field", "text"), rows_of(fault=FAULTS, program=BAD_COMMANDS))
+def test_a_fault_has_a_cause(agents: dict[str, Agents], field: str, text: str) -> None:
+    cause, words = (FAULTS | BAD_COMMANDS)[text]
+    reply = agents[field].ask({field: text})
     assert (reply.cause, words in reply.failure) == (cause, True), reply
-    wait_for(lambda: not below(programs.worker._server.process))
 
 
-@pytest.mark.parametrize("program", ["sleep 99", "trap '' TERM INT HUP; sleep 99", "kill -STOP $$", "yes", "yes >&2"])
-def test_a_command_that_never_stops_is_ended(programs: Agents, program: str) -> None:
-    assert programs.ask({"program": program}, ends=True).failure.endswith("was ended")
-    wait_for(lambda: not below(programs.worker._server.process))
+@pytest.mark.parametrize(("field", "text"), rows_of(fault=ENDLESS, program=ENDLESS_COMMANDS))
+def test_one_that_never_stops_is_ended_with_all_its_processes(agents: dict[str, Agents], field: str, text: str) -> None:
+    assert agents[field].ask({field: text}, ends=True).failure.endswith("was ended")
+    assert agents["fault"].ask({"fault": ""}) == GOOD, "after all these the next one is well"
+
+
+def test_the_row_names_a_field_that_it_lacks(agents: dict[str, Agents]) -> None:
+    assert "the row has no field 'fault'; it has 'question'" in agents["fault"].ask({"question": 1}).failure
 
 
 def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
@@ -197,8 +176,6 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
 
 
 @pytest.mark.parametrize(("value", "message"), [
-    (None, "its reward is None (NoneType); a number is needed"),
-    (float("nan"), "its reward is nan; a finite number is needed"),
     (1j, "its reward is 1j (complex); a number is needed"),
     (Result(1.0, {"a name with blanks": 1.0}), "its metric 'a name with blanks' (str) has no name of letters"),
     (Result(1.0, {f"m{number}": 1.0 for number in range(99)}), "at most 32 numbers by name are needed"),
@@ -207,18 +184,6 @@ def test_agents_run_beside_each_other_in_folders_that_go_with_them() -> None:
 def test_what_is_no_result_is_named(value: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         checked_result(value)
-
-
-@pytest.mark.parametrize(("target", "options", "key", "message"), [
-    ("tests.agents:nobody", {}, "environment.target", "nobody"),
-    ("tests.agents:answer", {}, "environment.target", "is no coroutine"),
-    ("tests.agents:run", {"speed": 1}, "environment.options", "unexpected keyword argument 'speed'"),
-    ("tests.agents:needs_board", {}, "environment.options", "missing a required argument: 'board'"),
-])  # fmt: skip
-def test_an_agent_that_cannot_be_called_is_refused(target: str, options: dict[str, Any], key: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as raised:
-        load_agent(target, options)
-    assert raised.value.violations[0].key == key
 
 
 def test_a_command_line_that_sh_cannot_read_is_refused() -> None:

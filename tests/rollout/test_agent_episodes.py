@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
-from megarl.data.tokenizer import Observations
 from megarl.rollout import RolloutError
 from megarl.rollout.agent import AgentRun
 from megarl.rollout.engine import GroupRequest
@@ -21,8 +18,7 @@ from megarl.rollout.environment import Reply
 from megarl.rollout.environment_workers import AgentClock
 from megarl.rollout.episodes import AgentEpisodes, Environments, Episode
 from megarl.rollout.groups import GroupResult
-from megarl.rollout.session import SessionLimits
-from tests.rollout.test_episodes import DRAW, END, SEED, VOCAB, pool_recipe, prompts, result, tokenizer
+from tests.rollout.test_episodes import DRAW, END, environments_of, prompts, result, tokenizer
 
 __all__ = ["tokenizer"]
 Agent = Callable[[Any, AgentRun], Awaitable[Reply]]
@@ -59,13 +55,8 @@ def play(
     barrier = asyncio.Barrier(together)
     limits = {"max_turns": 3, "max_episode_tokens": 30, "max_segments": 2}
     section = {"kind": "agent", "target": "tests.agents:run"} | limits | changes
-    recipe = pool_recipe(Path("model"), ("data.max_prompt_tokens", 40), ("environment", section), max_new_tokens=4)
-    environments = SimpleNamespace(
-        section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
-        observations=Observations(tokenizer, recipe.data, VOCAB), workers=ScriptedWorkers(agent), numbers=iter(range(99)),
-        limits=SessionLimits.of(recipe),
-    )  # fmt: skip
-    environments.gateway = Environments._open_gateway(environments, recipe.environment)  # type: ignore[arg-type]
+    environments = environments_of(tokenizer, section, ScriptedWorkers(agent), ("data.max_prompt_tokens", 40))
+    environments.gateway = Environments._open_gateway(environments, environments.section)
     played = AgentEpisodes(environments, prompts(tokenizer, 1)[0], size, None, DRAW)  # type: ignore[arg-type]
 
     async def generate(request: GroupRequest, episode: Episode) -> GroupResult:
@@ -132,82 +123,52 @@ def test_a_rewritten_history_is_another_segment_of_the_same_rollout(tokenizer: A
     assert json.loads(facts.notes[0]) == {"rewards": [0.25, 0.0, 0.75], "metrics": {}, "segments": {"begun": 2}}
 
 
-async def fails_at_once(client: Any, run: AgentRun) -> Reply:
-    return Reply(failure="exited with status 1", cause="error")
+def asks(*texts: str, reply: Reply | None = None) -> Agent:
+    """An agent that begins conversations one after the other, and replies, also if it is refused a turn; without a reply it
+    fails with the refusal."""
 
+    async def agent(client: Any, run: AgentRun) -> Reply:
+        try:
+            for text in texts:
+                await ask(client, text)
+        except openai.RateLimitError:
+            if reply is None:
+                raise
+        assert reply is not None, "refused before"
+        return reply
 
-async def fails_later(client: Any, run: AgentRun) -> Reply:
-    await ask(client, "1+1=")
-    return Reply(failure="exited with status 1", cause="error")
-
-
-async def loses_its_service(client: Any, run: AgentRun) -> Reply:
-    await ask(client, "1+1=")
-    return Reply(failure="no service")
-
-
-async def asks_without_an_end(client: Any, run: AgentRun) -> Reply:
-    for _ in range(9):
-        await ask(client, "1+1=")
-    raise AssertionError("refused before")
-
-
-async def begins_too_many(client: Any, run: AgentRun) -> Reply:
-    for number in range(3):
-        await ask(client, f"{number}+1=")
-    raise AssertionError("refused before")
-
-
-async def is_too_long(client: Any, run: AgentRun) -> Reply:
-    await ask(client, "1+1=")
-    await ask(client, "1+1=" * 30)
-    raise AssertionError("refused before")
-
-
-async def is_content_with_its_turns(client: Any, run: AgentRun) -> Reply:
-    with pytest.raises(openai.RateLimitError):
-        await asks_without_an_end(client, run)
-    return Reply(reward=0.25, done=True)
-
-
-async def loses_its_worker_after_a_refusal(client: Any, run: AgentRun) -> Reply:
-    await is_content_with_its_turns(client, run)
-    return Reply(failure="the worker of its process is gone")
-
-
-async def asks_nothing(client: Any, run: AgentRun) -> Reply:
-    return Reply(reward=1.0, done=True)
-
-
-async def miscounts(client: Any, run: AgentRun) -> Reply:
-    await ask(client, "1+1=")
-    return Reply(reward=1.0, rewards=(0.5, 0.5), done=True)
+    return agent
 
 
 async def asks_at_once(client: Any, run: AgentRun) -> Reply:
     await asyncio.gather(*(ask(client, f"{number}+1=") for number in range(3)))
-    return Reply(reward=1.0, done=True)
+    return GOOD
 
 
-NAN = float("nan")
+NAN, WITHOUT_END = float("nan"), ["1+1="] * 9
+GOOD, FAILED = Reply(reward=1.0, done=True), Reply(failure="exited with status 1", cause="error")
+LOST = Reply(failure="the worker of its process is gone")
+ENDS = {
+    "it fails at once": (asks(reply=FAILED), NAN, "failed", "", "exited with status 1"),
+    "it fails later": (asks("1+1=", reply=FAILED), 0.0, "failed", "error", "behind turn 1: exited with status 1"),
+    "it loses its service": (asks("1+1=", reply=Reply(failure="no service")), NAN, "failed", "", "no service"),
+    "it asks without an end": (asks(*WITHOUT_END), 0.0, "length", "", ""),
+    "it begins too many": (asks("0+1=", "1+1=", "2+1="), 0.0, "length", "", ""),
+    "it is too long": (asks("1+1=", "1+1=" * 30), 0.0, "length", "", ""),
+    "it is content with its turns": (asks(*WITHOUT_END, reply=GOOD), 1.0, "length", "", ""),
+    "it loses its worker after a refusal": (asks(*WITHOUT_END, reply=LOST), NAN, "failed", "", LOST.failure),
+    "it asks nothing": (asks(reply=GOOD), NAN, "failed", "", "returned without a request that the policy answered"),
+    "it miscounts": (
+        asks("1+1=", reply=Reply(reward=1.0, rewards=(0.5, 0.5), done=True)), 0.0, "failed", "error",
+        "it returned 2 rewards for 1 answers of the policy",
+    ),
+    "it asks at once": (asks_at_once, 0.0, "length", "", ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("agent", "reward", "ended", "cause", "failure"), [
-    (fails_at_once, NAN, "failed", "", "exited with status 1"),
-    (fails_later, 0.0, "failed", "error", "behind turn 1: exited with status 1"),
-    (loses_its_service, NAN, "failed", "", "no service"),
-    (asks_without_an_end, 0.0, "length", "", ""),
-    (begins_too_many, 0.0, "length", "", ""),
-    (is_too_long, 0.0, "length", "", ""),
-    (is_content_with_its_turns, 0.25, "length", "", ""),
-    (loses_its_worker_after_a_refusal, NAN, "failed", "", "the worker of its process is gone"),
-    (asks_nothing, NAN, "failed", "", "returned without a request that the policy answered"),
-    (miscounts, 0.0, "failed", "error", "it returned 2 rewards for 1 answers of the policy"),
-    (asks_at_once, 0.0, "length", "", ""),
-])  # fmt: skip
-def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
-    tokenizer: Any, agent: Agent, reward: float, ended: str, cause: str, failure: str
-) -> None:
+@pytest.mark.parametrize("name", ENDS)
+def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(tokenizer: Any, name: str) -> None:
+    agent, reward, ended, cause, failure = ENDS[name]
     together = 2 if agent is asks_at_once else 1
     played, _ = play(tokenizer, agent, lambda episode, turn: [20, END], together=together, max_segments=2)
     facts, (episode,) = played.facts(), played.episodes
@@ -218,11 +179,6 @@ def test_what_the_policy_can_cause_is_scored_and_all_else_is_masked(
     assert 1 <= len(group.lengths) <= 2 and all(group.lengths > 0), (
         "a rollout always has tokens, and never too many segments"
     )
-
-
-def test_a_failure_may_end_the_run(tokenizer: Any) -> None:
-    with pytest.raises(RolloutError, match=r"environment tests\.agents:run, member 0.*on_error: mask goes on"):
-        play(tokenizer, fails_later, words("20"), on_error="stop")
 
 
 def test_an_engine_s_error_is_the_run_s_and_not_the_agent_s(tokenizer: Any) -> None:

@@ -212,14 +212,27 @@ def settings(folder: Path, model: str, **more: Any) -> EngineSettings:
     return EngineSettings(**(common | more))
 
 
+# Of engines on GPUs: the kernel of the experts that takes weights as they are, and what sleep keeps, as no sync sends it.
+ON_GPUS: dict[str, tuple[str | None, list[str]]] = {
+    "dense": (None, []),
+    "experts": ("triton", []),
+    "latent": ("triton", ["*.mlp.gate.e_score_correction_bias"]),
+}
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_only_engines_on_cpus_do_without_graphs_and_chunked_prefill(tmp_path: Path, model: str) -> None:
+def test_engines_on_cpus_do_without_graphs_and_chunked_prefill_and_those_on_gpus_may_sleep(
+    tmp_path: Path, model: str
+) -> None:
     on_cpu = engine_arguments(settings(tmp_path, model, batched_tokens=20000), None)
-    on_gpu = engine_arguments(settings(tmp_path, model, takes_turns=True), 80 * GIB)
+    on_gpu = engine_arguments(settings(tmp_path, model), 80 * GIB)
+    turns = engine_arguments(settings(tmp_path, model, takes_turns=True), 80 * GIB)
     assert on_cpu["enforce_eager"] is True and on_cpu["enable_chunked_prefill"] is False
-    assert not {"enforce_eager", "enable_chunked_prefill"} & on_gpu.keys()  # vLLM's own defaults
-    assert on_gpu["max_num_batched_tokens"] < on_gpu["max_model_len"] <= on_cpu["max_num_batched_tokens"]
     assert not {"gpu_memory_utilization", "enable_sleep_mode", "moe_backend"} & on_cpu.keys()
+    assert not {"enforce_eager", "enable_chunked_prefill", "enable_sleep_mode"} & on_gpu.keys(), "vLLM's own defaults"
+    assert on_gpu["max_num_batched_tokens"] < on_gpu["max_model_len"] <= on_cpu["max_num_batched_tokens"]
+    assert (on_gpu.get("moe_backend"), turns["sleep_preserve_parameter_names"]) == ON_GPUS[model]
+    assert turns["enable_sleep_mode"] and turns["sleep_mode_offload_cudagraph"], "graphs leave the device, too"
 
 
 def test_an_engine_beside_a_trainer_asks_for_what_it_needs_alone(tmp_path: Path) -> None:
@@ -230,22 +243,6 @@ def test_an_engine_beside_a_trainer_asks_for_what_it_needs_alone(tmp_path: Path)
     assert engine_arguments(stated, 4 * needed)["gpu_memory_utilization"] == 0.5
     with pytest.raises(RolloutError, match=f"needs {needed / GIB:.3g} GiB, and its device has {needed / GIB / 2:.3g}: more"):
         engine_arguments(settings(tmp_path, "dense"), needed // 2)
-
-
-def test_experts_have_the_kernel_that_takes_weights_as_they_are(tmp_path: Path) -> None:
-    backend = {model: engine_arguments(settings(tmp_path, model), 80 * GIB).get("moe_backend") for model in MODELS}
-    assert backend == {"dense": None, "experts": "triton", "latent": "triton"}
-
-
-def test_sleep_keeps_what_no_sync_sends_and_leaves_no_graphs_on_the_device(tmp_path: Path) -> None:
-    preserved = {
-        model: engine_arguments(settings(tmp_path, model, takes_turns=True), 80 * GIB)["sleep_preserve_parameter_names"]
-        for model in MODELS
-    }
-    assert preserved == {"dense": [], "experts": [], "latent": ["*.mlp.gate.e_score_correction_bias"]}
-    turns = engine_arguments(settings(tmp_path, "dense", takes_turns=True), 80 * GIB)
-    assert turns["enable_sleep_mode"] and turns["sleep_mode_offload_cudagraph"]
-    assert "enable_sleep_mode" not in engine_arguments(settings(tmp_path, "dense"), 80 * GIB)
 
 
 @pytest.mark.parametrize("device_bytes", [None, 80 * GIB])

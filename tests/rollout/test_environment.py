@@ -8,8 +8,8 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,23 +172,18 @@ def test_each_fault_is_said_and_takes_no_other_episode_along() -> None:
     assert good == Reply([{"role": "user", "content": "a=4"}], reward=0.5)
 
 
-def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did() -> None:
+def test_one_that_dies_between_turns_has_crashed_by_what_the_turn_before_did_if_there_was_one() -> None:
     with closing(Worker()) as worker:
         worker.reset("one", "dies between turns")
         first = worker.ask("one", Step("x"))
         wait_for(lambda: not worker.processes)
         second, again = worker.ask("one", Step("x")), worker.reset("one")
-    assert first.failure == again.failure == "", "the turn itself was answered"
-    assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
-
-
-def test_one_that_dies_before_the_first_turn_has_not_died_by_a_turn() -> None:
-    with closing(Worker()) as worker:
-        worker.reset("one")
         os.kill(worker.processes[0], signal.SIGKILL)
         wait_for(lambda: not worker.processes)
-        reply = worker.ask("one", Step("x", is_first=True))
-    assert reply.cause == "" and reply.failure.endswith("died with signal 9")
+        without_turns = worker.ask("one", Step("x", is_first=True))
+    assert first.failure == again.failure == "", "the turn itself was answered"
+    assert second.cause == "crash" and second.failure.endswith("died with exit status 9")
+    assert without_turns.cause == "" and without_turns.failure.endswith("died with signal 9")
 
 
 STARTS_A_HELPER = """
@@ -270,21 +265,21 @@ def test_an_episode_that_takes_too_much_memory_is_ended_alone(tmp_path: Path) ->
     assert good == OK
 
 
-@pytest.mark.parametrize("by_close", [False, True])
-def test_what_an_environment_has_started_is_ended_with_it(tmp_path: Path, by_close: bool) -> None:
-    held = tmp_path / "held"
-    os.mkfifo(held)
-    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-    waiting = select.poll()
-    waiting.register(reader, 0)  # of its end it tells anyhow: then the last process that holds the other end is gone
-    with closing(Worker()) as worker:
-        worker.reset("one", "starts", left_open=str(held))
-        assert worker.ask("one", Step("x")) == OK
-        if not by_close:
-            worker.end("one")
-            assert waiting.poll(20000)
-    assert waiting.poll(20000)
-    os.close(reader)
+def test_what_an_environment_has_started_is_ended_with_it_and_with_the_worker(tmp_path: Path) -> None:
+    waiting = {name: select.poll() for name in ("ended", "left")}
+    with ExitStack() as stack:
+        with closing(Worker()) as worker:
+            for name, poll in waiting.items():
+                held = tmp_path / name
+                os.mkfifo(held)
+                reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+                stack.callback(os.close, reader)
+                poll.register(reader, 0)  # it tells of its end anyhow: the last process that holds the other end is gone
+                worker.reset(name, "starts", left_open=str(held))
+                assert worker.ask(name, Step("x")) == OK
+            worker.end("ended")
+            assert waiting["ended"].poll(20000) and not waiting["left"].poll(0)
+        assert waiting["left"].poll(20000)
 
 
 @pytest.mark.parametrize(
@@ -307,21 +302,23 @@ def test_an_environment_is_made_once_for_trial_in_a_process_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "key", "message"),
+    ("load", "target", "options", "key", "message"),
     [
-        ("tests.environments:Unmarked", {}, "environment.target", "is not decorated"),
-        ("tests.environments:Nobody", {}, "environment.target", "Nobody"),
-        ("tests.environments:Counting", {"speed": 1}, "environment.target", "takes no speed"),
-        ("tests.environments:Needy", {}, "environment.options", "missing a required argument: 'board'"),
-        ("tests.environments:Schemaless", {}, "environment.target", "schema of its tool 'add' is invalid: 'much' is not"),
+        (load_environment, "environments:Unmarked", {}, "target", "is not decorated"),
+        (load_environment, "environments:Nobody", {}, "target", "Nobody"),
+        (load_environment, "environments:Counting", {"speed": 1}, "target", "takes no speed"),
+        (load_environment, "environments:Needy", {}, "options", "missing a required argument: 'board'"),
+        (load_environment, "environments:Schemaless", {}, "target", "schema of its tool 'add' is invalid: 'much' is not"),
+        (load_agent, "agents:answer", {}, "target", "is no coroutine"),
+        (load_agent, "agents:run", {"speed": 1}, "options", "unexpected keyword argument 'speed'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_named_before_the_run(
-    target: str, options: dict[str, Any], key: str, message: str
+def test_a_class_or_an_agent_that_cannot_be_used_is_named_before_the_run(
+    load: Callable[..., Any], target: str, options: dict[str, Any], key: str, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message) as refused:
-        load_environment(target, options)
-    assert refused.value.violations[0].key == key
+        load(f"tests.{target}", options)
+    assert refused.value.violations[0].key == f"environment.{key}"
 
 
 def test_the_page_says_what_the_code_does() -> None:

@@ -67,12 +67,16 @@ async def rounds(number: int) -> None:
 
 
 def environments(tokenizer: Any, answer: Callable[[int, Reset | Step], Reply], **changes: Any) -> Any:
-    """What `Environments` is, without Ray. `max_new_tokens` is 4."""
     section = {"target": "tests.environments:Counting", "max_turns": 3, "max_observation_tokens": 6} | changes
-    recipe = pool_recipe(Path("model"), ("environment", section), max_new_tokens=4)
+    return environments_of(tokenizer, section, Scripted(answer))
+
+
+def environments_of(tokenizer: Any, section: dict[str, Any], workers: Any, *edits: tuple[str, Any]) -> Any:
+    """What `Environments` is, without Ray. `max_new_tokens` is 4."""
+    recipe = pool_recipe(Path("model"), ("environment", section), *edits, max_new_tokens=4)
     return SimpleNamespace(
         section=recipe.environment, recipe=recipe, seed=SEED, stops=frozenset([END]), tokenizer=tokenizer,
-        observations=Observations(tokenizer, recipe.data, VOCAB), workers=Scripted(answer), numbers=itertools.count(),
+        observations=Observations(tokenizer, recipe.data, VOCAB), workers=workers, numbers=itertools.count(),
         limits=SessionLimits.of(recipe),
     )  # fmt: skip
 
@@ -224,13 +228,6 @@ def test_tokens_are_those_that_were_sampled_and_observations_their_own(tokenizer
     assert steps[0] == tokenizer.decode([5, digit_1, digit_2]), (
         "the environment hears the turn without the token that ended it"
     )
-
-
-def test_a_turn_that_was_cut_gets_the_template_s_end(tokenizer: Any) -> None:
-    given = environments(tokenizer, says("ok"))
-    played = play(given, [(prompts(tokenizer)[0], 1, None)], lambda sample, turn: [5, 6, 7, 8])[0].result()
-    assert played.token_ids.tolist() == [5, 6, 7, 8, END, *ids(tokenizer, "ok="), 5, 6, 7, 8]
-    assert played.own.astype(int).tolist() == [1] * 4 + [0] * 4 + [1] * 4  # type: ignore[union-attr]
 
 
 def test_an_episode_is_truncated_where_turns_or_tokens_are_over(tokenizer: Any) -> None:

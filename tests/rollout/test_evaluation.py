@@ -17,7 +17,6 @@ from megarl.algorithm.pass_at import majority, mean_reward, over_prompts, pass_a
 from megarl.data.sample import Prompt
 from megarl.planner.placement import EnginePlace
 from megarl.recipe import Recipe
-from megarl.recipe.evaluation_section import EvaluationSection
 from megarl.rollout.evaluation import Evaluation, engine_places, evaluate, report
 from megarl.telemetry.disk import write_whole
 from megarl.telemetry.run_directory import RunDirectory
@@ -38,9 +37,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_one_that_passes(rewards: list[li
     assert estimate.value == pytest.approx(sum(shares) / len(shares), abs=1e-12) if shares else math.isnan(estimate.value)
 
 
-def test_a_mean_gives_every_prompt_the_same_weight() -> None:
+def test_every_prompt_with_completions_has_the_same_weight_and_one_alone_says_nothing_of_others() -> None:
     estimate = mean_reward([np.array([1.0]), np.array([0.0, 0.0, 0.0]), np.array([])])
     assert (estimate.value, estimate.num_prompts) == (0.5, 2)
+    alone = pytest.approx((1.0, math.nan, 1), nan_ok=True)
+    assert over_prompts([1.0]) == alone == majority([np.array([]), np.array([1.0])], [[], ["7"]], 1.0)
+    assert math.isnan(over_prompts([]).value)
 
 
 def test_the_error_is_that_of_means_over_other_prompts() -> None:
@@ -49,14 +51,9 @@ def test_the_error_is_that_of_means_over_other_prompts() -> None:
     held = 0
     for _ in range(4000):
         difficulty = random.beta(2.0, 2.0, 50)
-        estimate = mean_reward([random.binomial(1, p, 8).astype(float) for p in difficulty])
+        estimate = mean_reward(list(random.binomial(1, difficulty[:, None], (50, 8)).astype(float)))
         held += abs(estimate.value - 0.5) <= estimate.error
     assert 0.93 < held / 4000 < 0.965
-
-
-def test_one_prompt_says_nothing_of_others_and_none_says_nothing() -> None:
-    assert over_prompts([0.5])[0] == 0.5 and math.isnan(over_prompts([0.5]).error)
-    assert math.isnan(over_prompts([]).value)
 
 
 @pytest.mark.parametrize(("rewards", "answers", "expected"), [
@@ -69,10 +66,6 @@ def test_one_prompt_says_nothing_of_others_and_none_says_nothing() -> None:
 ])  # fmt: skip
 def test_the_majority_is_the_answer_of_most(rewards: list[int], answers: list[str | None], expected: float) -> None:
     assert majority([np.array(rewards, float)], [answers], 1.0).value == expected
-
-
-def test_prompts_without_completions_have_no_majority() -> None:
-    assert majority([np.array([]), np.array([1.0])], [[], ["7"]], 1.0) == pytest.approx((1.0, math.nan, 1), nan_ok=True)
 
 
 MADE_UP: dict[str, Any] = {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}}
@@ -123,9 +116,8 @@ def test_a_run_that_goes_on_forgets_the_tables_of_steps_that_it_makes_again(tmp_
 def test_what_could_not_be_scored_counts_for_nothing(tmp_path: Path) -> None:
     prompts = [Prompt(index, np.array([index], np.int32), str(index), "1", {}) for index in range(2)]
     rewards = [np.array([1.0, 0.0, np.nan], np.float32), np.array([np.nan] * 3, np.float32)]
-    section = EvaluationSection.model_validate(
-        {"prompts": {"kind": "reasoning_gym", "task": "chain_sum", "size": 2}, "completions": 3, "pass_at": [1, 3]}
-    )
+    section = measured(completions=3, pass_at=[1, 3]).evaluation
+    assert section is not None
     answers: list[list[str | None]] = [["1", "2", "2"], ["2", "2", "2"]]
     metrics = Evaluation(prompts, counts_of(prompts), rewards, answers, [1] * 6, [False] * 6).metrics(section)
     assert (metrics["evaluation/mean"], metrics["evaluation/pass_at_1"], metrics["evaluation/num_masked"]) == (0.5, 0.5, 4)

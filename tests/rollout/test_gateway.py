@@ -212,14 +212,18 @@ def events_of(response: httpx.Response) -> list[Any]:
 def test_completions_of_text_go_on_from_their_tokens(served: Served) -> None:
     script = Script(" upon a time", " there was")
     opened = served.open(script)
-    client, text = openai_client(opened), "Once"
-    for _ in range(2):
+    client, text = openai_client(opened), ""
+    for more in ("Once", ","):
+        text += more
         text += client.completions.create(model="any", prompt=text, max_tokens=500).choices[0].text
-    assert text == "Once upon a time there was"
+    assert text == "Once upon a time, there was"
     one_segment(opened, script)
+    client.completions.create(model="any", prompt="Once")
     ids = opened.session.segments[0].tokens.tolist()
     assert client.completions.create(model="any", prompt=[*ids, 5]).choices[0].finish_reason == "stop"
-    one_segment(opened, script)
+    client.completions.create(model="any", prompt=[5, 6])
+    check_session(opened, script)
+    assert opened.session.counts == {"begun": 3}, "what does not go on from a turn begins a segment"
 
 
 def test_log_probabilities_are_those_of_the_sampled_tokens(served: Served) -> None:
@@ -253,7 +257,7 @@ def test_a_stop_string_ends_what_the_client_gets_and_what_is_trained(served: Ser
 
 
 def test_reasoning_is_told_from_the_answer_and_stays_in_the_prompt() -> None:
-    """By a reasoning parser of vLLM; OpenAI's clients do not send it back."""
+    """By a reasoning parser of vLLM; OpenAI's clients do not send it back, Anthropic's do."""
     thoughts = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     template = KEEPING["plain"].replace("{{ m.content }}", thoughts)
     with closing(Served(None, "deepseek_r1", template)) as served:
@@ -266,6 +270,9 @@ def test_reasoning_is_told_from_the_answer_and_stays_in_the_prompt() -> None:
         reply = anthropic_client(opened).messages.create(model="any", max_tokens=99, messages=history)
         assert "<think>two and two</think>4<|turn_end|><|user|>?" in script.prompts[1]
         assert [block.type for block in reply.content] == ["thinking", "text"]
+        history += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "!"}]
+        anthropic_client(opened).messages.create(model="any", max_tokens=99, messages=history)
+        assert "<think>hm</think>ok<|turn_end|><|user|>!" in script.prompts[2]
         one_segment(opened, script)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -225,25 +225,17 @@ def test_a_client_that_leaves_cancels_its_request(served: Served, others: None, 
 def test_a_flood_is_refused_and_may_be_retried(served: Served, others: None, path: str) -> None:
     """A session has so many requests under way and no more; providers' clients wait and try again."""
     script = Script("x")
-    opened, limit = served.open(script), GATEWAY_LIMITS.max_requests
+    opened, limit, body = served.open(script), GATEWAY_LIMITS.max_requests, CHAT | {"max_tokens": 9}
     served.call(script.gate.clear)
-    with httpx.Client(timeout=WAIT_S, limits=httpx.Limits(max_connections=100)) as client:
-        answers: list[httpx.Response] = []
-        url, headers = f"{opened.url}/v1/{path}", {"x-api-key": opened.token}
-        body = CHAT | {"max_tokens": 9}
-        post = functools.partial(client.post, url, json=body, headers=headers)
-        threads = [threading.Thread(target=lambda: answers.append(post())) for _ in range(limit)]
-        for thread in threads:
-            thread.start()
+    with ThreadPoolExecutor(limit) as threads:
+        held = [threads.submit(send, opened, path, body) for _ in range(limit)]
         served.until(lambda: script.waiting == limit)
         for _ in range(20):
-            answer = client.post(url, json=body, headers=headers)
+            answer = send(opened, path, body)
             check_error(answer, path, 429, "rate_limit_exceeded")
             assert answer.headers["x-should-retry"] == "true"
         served.call(script.gate.set)
-        for thread in threads:
-            thread.join(WAIT_S)
-    assert [answer.status_code for answer in answers] == [200] * limit
+    assert [answer.result().status_code for answer in held] == [200] * limit
 
 
 def test_a_large_body_holds_up_no_other_session_and_keeps_its_place_in_its_own(
@@ -259,29 +251,17 @@ def test_a_large_body_holds_up_no_other_session_and_keeps_its_place_in_its_own(
         return render(messages, *options, **more)
 
     monkeypatch.setattr(served.gateway._chat, "render", slowly)
-    script, answers = Script("x"), dict[str, int]()
-    opened = served.open(script)
-
-    def ask(name: str, messages: Any) -> threading.Thread:
-        def post() -> None:
-            with httpx.Client(timeout=WAIT_S) as client:
-                url, headers = f"{opened.url}/v1/chat/completions", {"x-api-key": opened.token}
-                answers[name] = client.post(url, json=CHAT | {"messages": messages}, headers=headers).status_code
-
-        thread = threading.Thread(target=post)
-        thread.start()
-        return thread
-
-    large = ask("large", [{"role": "user", "content": ""}] * 600)
-    assert began.wait(WAIT_S)
-    small = ask("small", ASKED)
-    served.until(lambda: opened.num_requests == 2)
-    assert send(served.open(Script("y")), "chat/completions", CHAT).status_code == 200
-    assert not script.prompts, "the small one waits for the large one"
-    may_end.set()
-    for thread in (large, small):
-        thread.join(WAIT_S)
-    assert answers == {"large": 200, "small": 200}
+    script = Script("x")
+    opened, path = served.open(script), "chat/completions"
+    with ThreadPoolExecutor(2) as threads:
+        large = threads.submit(send, opened, path, CHAT | {"messages": [{"role": "user", "content": ""}] * 600})
+        assert began.wait(WAIT_S)
+        small = threads.submit(send, opened, path, CHAT)
+        served.until(lambda: opened.num_requests == 2)
+        assert send(served.open(Script("y")), path, CHAT).status_code == 200
+        assert not script.prompts, "the small one waits for the large one"
+        may_end.set()
+    assert large.result().status_code == small.result().status_code == 200
     assert [len(prompt) > 1000 for prompt in script.prompts] == [True, False]
     assert [request.number for request in script.requests] == [0, 1]
 

@@ -19,7 +19,6 @@ from tests.ports import unused_port
 
 ADDRESS = "10.0.0.1:6379"
 DEADLINE_S = 560.0
-MAPPED = ("weight_sync.transport", "mapped")
 
 
 def started(ranks: int, each: int, address: str | None = None) -> dict[str, str]:
@@ -75,9 +74,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainer.ranks = 4, but 2 ranks were started", of(4), started(2, 2)),
         ("4 trainer ranks are on 2 nodes, and MEGARL_RAY_ADDRESS names no Ray cluster", of(4), started(4, 2)),
         ("need 3 nodes, and there are 2", of(6), started(6, 2, ADDRESS)),
-        ("mapped: trainer ranks and engines are on several hosts; use auto", of(4, "colocated", MAPPED),
-         started(4, 2, ADDRESS)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(PlacementError, match=message):
             nodes.set_stage(recipe, variables)
     have(monkeypatch, [4, 2])

@@ -103,9 +103,6 @@ def test_an_engine_is_not_blamed_for_another_engine_that_died(pools: Pools) -> N
     dies = Scripted(0, [PAUSED], [DEAD, DEAD, RECEIVED])
     pool = pools(dies, Scripted(1, [PAUSED], [ABORTED, ABORTED, RECEIVED]))
     assert sync(pool)[0] == 3 and dies.restarts == 2
-    pool = pools(Scripted(0, [PAUSED], [DEAD]), Scripted(1, [PAUSED], [DEAD]))
-    with pytest.raises(RolloutError, match="rollout engine [01] died in phase weight_sync after 2 restarts"):
-        sync(pool)
 
 
 @pytest.mark.parametrize("moment", ["pause", "receive"])
@@ -136,13 +133,6 @@ def test_an_engine_that_hangs_in_the_pause_is_started_again(pools: Pools, in_fli
     hangs = Scripted(0, [SILENT, DEAD, PAUSED], [RECEIVED])
     assert sync(pools(hangs, Scripted(1, [PAUSED], [RECEIVED]), in_flight=in_flight))[0] == 1
     assert hangs.restarts == 2
-
-
-def test_an_engine_that_is_waited_for_too_long_ends_the_sync(pools: Pools) -> None:
-    waits = Scripted(0, [SILENT, PAUSED], [RECEIVED])
-    with pytest.raises(RolloutError, match="no answer"):
-        sync(pools(waits, Scripted(1, [PAUSED], [RECEIVED]), in_flight="wait"))
-    assert waits.restarts == 0
 
 
 def test_what_an_engine_leaves_behind_is_removed_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

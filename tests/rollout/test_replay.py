@@ -1,6 +1,5 @@
-"""Recorded experts and each token's version survive the way from groups over a dump back to samples."""
+"""A replay answers with what was dumped, recorded experts and the version of each token among it."""
 
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.sample import Sample
-from megarl.rollout.groups import GroupResult
-from megarl.rollout.replay import FilePayload, ReplayStream, check_dumps, dump_rollout
-from megarl.rollout.stream import RolloutStream
-from megarl.rollout.taken import DatasetStream
+from megarl.data.sample import Prompt, Sample
+from megarl.rollout.groups import COLUMNS, GroupResult
+from megarl.rollout.replay import FilePayload, check_dumps, dump_rollout, read_rollout
+from tests.rollout_cases import same
 from tests.runs import batch_of
 
 
@@ -21,8 +19,8 @@ def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Gen
     rows = members * (prompt - 1) + tokens
     return GroupResult(
         group=group, prompt_ids=np.arange(prompt, dtype=np.int32), token_ids=np.arange(tokens, dtype=np.int32),
-        logprobs=np.zeros(tokens, np.float32), lengths=np.array(lengths, dtype=np.int32), finish_reasons=("stop",) * members,
-        versions=np.sort(generator.integers(group, group + 3, tokens)),
+        logprobs=generator.random(tokens).astype(np.float32), lengths=np.array(lengths, dtype=np.int32),
+        finish_reasons=("stop",) * members, versions=np.sort(generator.integers(group, group + 3, tokens)),
         routing=generator.integers(0, 8, (rows, 3, 2)).astype(np.uint8),
     )  # fmt: skip
 
@@ -30,7 +28,8 @@ def _group(group: int, prompt: int, lengths: list[int], generator: np.random.Gen
 def _recipe(dumps: Path, routed: bool) -> Any:
     return SimpleNamespace(
         rollout=SimpleNamespace(replay=str(dumps)),
-        algorithm=SimpleNamespace(advantage="grpo"),
+        algorithm=SimpleNamespace(advantage="grpo", group_size=2),
+        phases=SimpleNamespace(rollout=SimpleNamespace(max_concurrent=64)),
         actor=SimpleNamespace(router_replay=routed),
         environment=None,
     )
@@ -41,7 +40,7 @@ def _routing(sample: Sample) -> np.ndarray:
     return sample.completion.routing
 
 
-def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
+def test_a_replay_brings_every_sample_its_own_tokens_experts_and_versions(tmp_path):
     generator = np.random.default_rng(0)
     groups = [_group(4, 5, [3, 1], generator), _group(9, 1, [1, 7], generator)]
     samples = {2 * position + member: group.sample(member) for position, group in enumerate(groups) for member in range(2)}
@@ -49,17 +48,26 @@ def test_a_dump_brings_every_sample_its_own_choices_and_versions(tmp_path):
         assert len(_routing(sample)) == sample.num_tokens - 1
     whole = np.concatenate([_routing(samples[s]) for s in range(4)])
     assert np.array_equal(whole, np.concatenate([group.routing for group in groups if group.routing is not None]))
-    batch = batch_of(groups)
-    replayed = FilePayload(str(dump_rollout(tmp_path, 1, batch))).fetch([3, 0, 1, 2])
+    batch, recipe = batch_of(groups), _recipe(tmp_path, routed=True)
+    dump_rollout(tmp_path, 4, batch)
+    check_dumps(recipe)
+    prompts = [Prompt(group.group, group.prompt_ids, "", "", {}) for group in groups]
+    again = read_rollout(recipe, prompts, 4)
+    for column in (*COLUMNS, "finish_reasons"):
+        assert np.array_equal(getattr(again, column), getattr(batch, column)), column
+    replayed = again.payload.fetch([3, 0, 1, 2])
+    assert same(replayed, samples)
     for s, sample in samples.items():
+        assert replayed[s].group == sample.group and np.array_equal(replayed[s].prompt_ids, sample.prompt_ids), s
         assert np.array_equal(_routing(replayed[s]), _routing(sample)), s
         assert _routing(replayed[s]).dtype == np.uint8
-        assert np.array_equal(replayed[s].completion.versions, sample.completion.versions), s
-    versions = [(batch.first_version[s], batch.last_version[s]) for s in range(4)]
-    assert versions == [
-        (sample.completion.versions[0], sample.completion.versions[-1]) for _, sample in sorted(samples.items())
-    ]
-    check_dumps(_recipe(tmp_path, routed=True))
+        versions = sample.completion.versions
+        assert np.array_equal(replayed[s].completion.versions, versions), s
+        assert (batch.first_version[s], batch.last_version[s]) == (versions[0], versions[-1])
+    with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
+        read_rollout(recipe, prompts, 5)
+    with pytest.raises(ValueError, match="prompt 0 is not the prompt of this step"):
+        read_rollout(recipe, prompts[::-1], 4)
 
 
 def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
@@ -70,13 +78,3 @@ def test_a_dump_without_choices_is_read_where_nobody_wants_them(tmp_path):
     check_dumps(_recipe(tmp_path, routed=False))
     with pytest.raises(ValueError, match="step-000001.npz does not say which experts.*actor.router_replay"):
         check_dumps(_recipe(tmp_path, routed=True))
-
-
-def test_a_trainer_calls_the_same_members_of_every_stream():
-    def face(stream: type) -> dict[str, list[str]]:
-        members = inspect.getmembers(stream, inspect.isfunction)
-        return {name: list(inspect.signature(member).parameters) for name, member in members if not name.startswith("_")}
-
-    of_engines = face(RolloutStream)
-    of_engines.pop("close")  # by whoever opened it
-    assert face(ReplayStream) == face(DatasetStream) == of_engines

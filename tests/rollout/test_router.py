@@ -5,16 +5,33 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.rollout import EngineDied, EngineDirty, EngineSilent, RolloutError
+from megarl.rollout.router import Router
 from tests.scripted_stream import ROUTER_TIMEOUT_S as TIMEOUT_S
 from tests.scripted_stream import ScriptedPool, clock, in_loop, lose, request, router, run, settle
 
 pytestmark = [pytest.mark.stream, pytest.mark.timeout(120)]  # a loop whose clock stands still may wait for ever
+
+
+Answers = list[asyncio.Future[Any]]
+
+
+async def submit(routes: Router, groups: Iterable[int], step: int = 1) -> Answers:
+    """Give the router a request of each group, and let it do all that it can do now."""
+    answers = [routes.sample(request(group), step) for group in groups]
+    await settle()
+    return answers
+
+
+async def groups_of(answers: Sequence[asyncio.Future[Any]]) -> list[int]:
+    """Wait for all answers, and return the groups that they are for."""
+    return [facts.group for facts, _ in await asyncio.gather(*answers)]
 
 
 @in_loop
@@ -25,31 +42,34 @@ async def test_requests_that_come_together_go_out_in_one_call_the_last_ones_behi
     await settle()
     assert pool.engines[0].groups == [[1, 3, 0, 2, 4]]
     pool.engines[0].finish_all()
-    assert [facts.group for facts, _ in await asyncio.gather(*answers)] == [0, 1, 2, 3, 4]
+    assert await groups_of(answers) == [0, 1, 2, 3, 4]
 
 
-@in_loop
-async def test_a_request_goes_to_the_engine_with_the_fewest_tokens() -> None:
-    pool = ScriptedPool.of(2)
-    routes = router(pool)
+# The depth, requests, the groups that the first and the second engine get, and those that the second gets when its first
+# request has ended.
+CHOICES: dict[str, tuple[int | None, list[dict[str, int]], list[int], list[int], list[list[int]]]] = {
     # Prompt and longest completion of each member: 404 tokens, 2 x 101, 101, 101, 10 + 1.
-    for group, more in enumerate([{"members": 4}, {"members": 2}, {}, {}, {"max_new_tokens": 10}]):
+    "the engine with the fewest tokens": (
+        None, [{"members": 4}, {"members": 2}, {}, {}, {"max_new_tokens": 10}], [0, 4], [1, 2, 3], []
+    ),
+    "the engine that has room first": (4, [{"members": 2}] * 6, [0, 2], [1, 3], [[4]]),
+    "an idle engine, for a group above the depth": (2, [{"members": 8}] * 3, [0], [1], [[2]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@in_loop
+async def test_a_request_goes_to(name: str) -> None:
+    depth, requests, first, second, later = CHOICES[name]
+    pool = ScriptedPool.of(2)
+    routes = router(pool, depth)
+    for group, more in enumerate(requests):
         routes.sample(request(group, **more), 1)
     await settle()
-    assert [engine.groups for engine in pool.engines] == [[[0, 4]], [[1, 2, 3]]]
-
-
-@in_loop
-async def test_requests_above_the_depth_wait_for_the_engine_that_has_room_first() -> None:
-    pool = ScriptedPool.of(2)
-    routes = router(pool, depth=4)
-    for group in range(6):
-        routes.sample(request(group, members=2), 1)
+    assert [engine.groups for engine in pool.engines] == [[first], [second]]
+    pool.engines[1].finish(next(iter(pool.engines[1].work)))
     await settle()
-    assert [engine.groups for engine in pool.engines] == [[[0, 2]], [[1, 3]]]
-    pool.engines[1].finish(3)
-    await settle()
-    assert [engine.groups for engine in pool.engines] == [[[0, 2]], [[1, 3], [4]]]
+    assert [engine.groups for engine in pool.engines] == [[first], [second, *later]]
 
 
 @pytest.mark.parametrize("sessions", [False, True])
@@ -67,8 +87,7 @@ async def test_requests_above_those_that_an_engine_takes_wait_in_the_router(sess
     sticky = [[0, 2]], [[1, 4]]  # the third request of session a waits for the first engine
     assert (first.groups, second.groups) == (sticky if sessions else ([[0, 2]], [[1, 3, 4]]))
     assert not any(answer.done() for answer in answers)
-    more = [routes.sample(request(group), 1) for group in range(5, 9)]
-    await settle()
+    more = await submit(routes, range(5, 9))
     assert len(first.work) == 2 and len(second.work) == 4
     while first.work or second.work:
         for engine in pool.engines:
@@ -76,19 +95,9 @@ async def test_requests_above_those_that_an_engine_takes_wait_in_the_router(sess
                 engine.finish(position)
             await settle()
             assert len(engine.work) <= engine.max_requests
-    assert [facts.group for facts, _ in await asyncio.gather(*answers, *more)] == list(range(9))
+    assert await groups_of([*answers, *more]) == list(range(9))
     if sessions:
         assert 3 in sum(first.groups, []), "a session's request goes to the engine that has its tokens"
-
-
-@in_loop
-async def test_a_group_above_the_depth_goes_to_an_idle_engine() -> None:
-    pool = ScriptedPool.of(2)
-    routes = router(pool, depth=2)
-    for group in range(3):
-        routes.sample(request(group, members=8), 1)
-    await settle()
-    assert [engine.groups for engine in pool.engines] == [[[0]], [[1]]]
 
 
 @in_loop
@@ -137,42 +146,23 @@ async def test_the_requests_of_a_dead_engine_go_to_others_at_once_and_it_serves_
     dead, other = pool.engines
     dead.holds_submissions = at_submit
     routes = router(pool)
-    answers = [routes.sample(request(group), 1) for group in range(4)]
-    await settle()
+    answers = await submit(routes, range(4))
     dead.die()
     await settle()
     assert other.groups == [[1, 3], [0, 2]], "in their order, although the dead engine is not up"
     pool.may_restart.set()
     other.finish_all()
-    assert [facts.group for facts, _ in await asyncio.gather(*answers)] == [0, 1, 2, 3]
+    assert await groups_of(answers) == [0, 1, 2, 3]
     await routes.pause()
     assert pool.restarted == [0], "once, however many requests it had"
     assert not routes.unserved
     routes.resume([1])  # a sync of other engines
-    routes.sample(request(4), 1)
-    routes.sample(request(5), 1)
-    await settle()
+    await submit(routes, [4, 5])
     assert other.groups[-1] == [4, 5], "an engine without weights gets nothing"
     await routes.pause()
     routes.resume(None)
-    routes.sample(request(6), 1)
-    await settle()
+    await submit(routes, [6])
     assert dead.groups[1:] == [[6]]
-
-
-@in_loop
-async def test_an_engine_that_is_restarted_too_often_ends_all_requests_and_no_sync_is_asked_for() -> None:
-    pool = ScriptedPool.of(1)
-    unserved: list[list[int]] = []
-    pool.restart_error = RolloutError("rollout.max_restarts = 0")
-    routes = router(pool, unserved=unserved)
-    answers = [routes.sample(request(group), 1) for group in range(2)]
-    await settle()
-    pool.engines[0].die()
-    results = await asyncio.gather(*answers, return_exceptions=True)
-    assert results == [pool.restart_error] * 2
-    await settle()
-    assert unserved == [], "the other ranks would begin a sync that never comes"
 
 
 @in_loop
@@ -193,61 +183,34 @@ async def test_the_errors_of_an_engine_name_it_and_fail_its_requests_alone() -> 
 
 
 @in_loop
-async def test_a_silent_engine_ends_its_requests_at_a_deadline_that_each_answer_renews() -> None:
+async def test_a_silent_engine_ends_its_requests_at_a_deadline_that_answers_alone_renew() -> None:
     pool = ScriptedPool.of(2)
     routes = router(pool)
-    answers = [routes.sample(request(group), 5) for group in range(6)]
-    await settle()
+    answers = await submit(routes, range(6), step=5)
     for engine in pool.engines:  # with groups 0, 2, 4 and 1, 3, 5
         engine.finish(next(iter(engine.work)))
     await settle()
     clock().now += TIMEOUT_S - 1
+    await routes.pause()
+    clock().now += 10 * TIMEOUT_S  # it stands still
+    await settle()
+    routes.resume(None)
+    clock().now += TIMEOUT_S - 1
     await settle()
     pool.engines[0].finish(2)
     await settle()
+    late = await submit(routes, range(6, 9), step=6)
+    assert [len(engine.work) for engine in pool.engines] == [3, 3], "each engine has a new request"
     clock().now += 2
     await settle()
     assert [answer.done() for answer in answers] == [True, True, True, True, False, True]
     with pytest.raises(EngineSilent) as error:
         await answers[3]
-    for words in ("rollout engine 1", "step 5", "phase rollout", "rollout.timeout_s = 30", "2 groups"):
+    for words in ("rollout engine 1", "step 5", "phase rollout", "rollout.timeout_s = 30", "3 groups"):
         assert words in str(error.value)
-    assert answers[5].exception() is error.value
-    pool.engines[0].finish(4)
-    await answers[4]
-
-
-@in_loop
-async def test_new_requests_give_a_silent_engine_no_more_time() -> None:
-    pool = ScriptedPool.of(1)
-    routes = router(pool)
-    first = routes.sample(request(0), 1)
-    await settle()
-    for group in range(1, 4):
-        clock().now += TIMEOUT_S / 3
-        routes.sample(request(group), 1).add_done_callback(lambda answer: answer.exception())
-        await settle()
-    with pytest.raises(EngineSilent):
-        await first
-
-
-@in_loop
-async def test_the_deadline_stands_still_while_paused() -> None:
-    pool = ScriptedPool.of(1)
-    routes = router(pool)
-    answer = routes.sample(request(0), 1)
-    await settle()
-    clock().now += TIMEOUT_S - 1
-    await routes.pause()
-    clock().now += 10 * TIMEOUT_S
-    await settle()
-    routes.resume(None)
-    clock().now += TIMEOUT_S - 1
-    await settle()
-    assert not answer.done()
-    clock().now += 2
-    with pytest.raises(EngineSilent):
-        await answer
+    assert answers[5].exception() is late[2].exception() is error.value
+    pool.engines[0].finish_all()
+    assert await groups_of([answers[4], *late[:2]]) == [4, 6, 7]
 
 
 @in_loop
@@ -257,9 +220,7 @@ async def test_pause_waits_for_submissions_and_restarts_and_sends_nothing_until_
     first, second = pool.engines
     second.holds_submissions = True
     routes = router(pool)
-    for group in range(2):
-        routes.sample(request(group), 1)
-    await settle()
+    await submit(routes, range(2))
     pause = asyncio.ensure_future(routes.pause())
     await settle()
     assert not pause.done()
@@ -270,8 +231,7 @@ async def test_pause_waits_for_submissions_and_restarts_and_sends_nothing_until_
     first.die()
     await settle()
     pause = asyncio.ensure_future(routes.pause())
-    routes.sample(request(2), 1)
-    await settle()
+    await submit(routes, [2])
     assert not pause.done(), "an engine starts again"
     pool.may_restart.set()
     await pause
@@ -289,9 +249,7 @@ async def test_close_ends_all_tasks_and_sends_nothing_more() -> None:
     pool = ScriptedPool.of(2, holds_submissions=True)
     pool.may_restart.clear()
     routes = router(pool, depth=1)
-    for group in range(6):
-        routes.sample(request(group), 1)
-    await settle()
+    await submit(routes, range(6))
     pool.engines[1].die()
     await settle()
     calls = [len(engine.calls) for engine in pool.engines]
@@ -306,9 +264,7 @@ async def test_an_engine_that_preempts_requests_gets_fewer_sequences_and_slowly_
     pool = ScriptedPool.of(2)
     routes = router(pool, depth=4)
     routes.follow({0: 3, 1: 0})
-    for group in range(12):
-        routes.sample(request(group), 1)
-    await settle()
+    await submit(routes, range(12))
     assert [len(engine.work) for engine in pool.engines] == [3, 4]
     for _ in range(6):
         routes.follow({0: 0, 1: 0})
@@ -334,15 +290,14 @@ async def test_an_engine_that_dies_while_requests_are_cut_loses_none_and_is_star
     assert pool.restarted == [1]
     assert pool.engines[0].groups == [[0], [1]], "the other engine has the request"
     pool.engines[0].finish_all()
-    assert [facts.group for facts, _ in await asyncio.gather(*answers)] == [0, 1]
+    assert await groups_of(answers) == [0, 1]
 
 
 @in_loop
 async def test_an_engine_that_does_not_cut_its_requests_is_named_at_the_deadline() -> None:
     pool = ScriptedPool.of(1)
     routes = router(pool)
-    answer = routes.sample(request(), 7)
-    await settle()
+    [answer] = await submit(routes, [0], step=7)
     await routes.pause()
     pool.engines[0].is_silent = True
     cutting = asyncio.ensure_future(routes.cut())
@@ -377,8 +332,7 @@ async def test_an_engine_that_calls_itself_broken_while_paused_is_started_again(
     pool = ScriptedPool.of(2)
     broken, other = pool.engines
     routes = router(pool)
-    answers = [routes.sample(request(group), 1) for group in range(2)]
-    await settle()
+    answers = await submit(routes, range(2))
     await routes.pause()
     broken.finish(0, EngineDied("it is broken: a log-probability of group 0 is nan"))
     await settle()
@@ -390,19 +344,19 @@ async def test_an_engine_that_calls_itself_broken_while_paused_is_started_again(
     routes.resume(None)
     other.finish_all()
     await asyncio.gather(*answers)
-    routes.sample(request(2), 1)
-    await settle()
+    await submit(routes, [2])
     assert broken.groups[-1] == [2], "it serves again after a sync"
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize(("engines", "is_busy"), [(1, True), (2, True), (2, False)])
 @in_loop
-async def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_for_all_requests(is_busy: bool) -> None:
-    pool, errors = ScriptedPool.of(2), []  # type: ignore[var-annotated]
+async def test_an_engine_that_cannot_be_started_again_ends_all_requests_at_once(engines: int, is_busy: bool) -> None:
+    pool = ScriptedPool.of(engines)
+    errors: list[Exception] = []
+    unserved: list[list[int]] = []
     pool.restart_error = RolloutError("rollout.max_restarts = 0")
-    routes = router(pool, errors=errors)
-    answers = [routes.sample(request(group), 1) for group in range(2)]
-    await settle()
+    routes = router(pool, unserved=unserved, errors=errors)
+    answers = await submit(routes, range(2))
     pool.may_restart.clear()
     pool.engines[0].die()
     await settle()
@@ -415,6 +369,8 @@ async def test_an_engine_that_cannot_be_started_again_is_an_error_at_once_for_al
     assert errors == [pool.restart_error]
     if is_busy:
         assert await asyncio.gather(*answers, return_exceptions=True) == [pool.restart_error] * 2
+    await settle()
+    assert unserved == [], "the other ranks would begin a sync that never comes"
 
 
 @in_loop
@@ -422,8 +378,7 @@ async def test_a_restarted_engine_serves_at_once_while_no_weights_were_published
     pool = ScriptedPool.of(2)
     pool.has_published = False
     routes = router(pool)
-    routes.sample(request(0), 1)
-    await settle()
+    await submit(routes, [0])
     pool.engines[0].die()
     while not pool.restarted:
         await asyncio.sleep(0)
@@ -438,21 +393,18 @@ async def test_an_engine_that_is_lost_for_good_gets_nothing_more_and_the_others_
     lost, other = pool.engines
     unserved: list[list[int]] = []
     routes = router(pool, unserved=unserved)
-    answers = [routes.sample(request(group), 1) for group in range(4)]
-    await settle()
+    answers = await submit(routes, range(4))
     lost.is_lost = True
     lost.die()
     while not pool.restarted:
         await asyncio.sleep(0)
     await routes.pause()
     routes.resume(None)  # a sync of all engines that are left
-    answers += [routes.sample(request(group), 1) for group in range(4, 6)]
-    await settle()
+    answers += await submit(routes, range(4, 6))
     assert sorted(work.request.group for work in other.work.values()) == list(range(6)) and not lost.work
     other.finish_all()
-    assert [facts.group for facts, _ in await asyncio.gather(*answers)] == list(range(6))
-    answer = routes.sample(request(6), 1)
-    await settle()
+    assert await groups_of(answers) == list(range(6))
+    [answer] = await submit(routes, [6])
     other.die()
     while not unserved:
         await asyncio.sleep(0)
@@ -532,7 +484,7 @@ async def schedule(seed: int) -> None:
             break
     else:
         raise AssertionError(f"not answered: {[group for group, answer in enumerate(answers) if not answer.done()]}")
-    results = [facts.group for facts, _ in await asyncio.gather(*answers)]
+    results = await groups_of(answers)
     assert results == list(range(len(answers)))
     submitted = Counter(request.group for engine in pool.engines for call in engine.calls for request in call)
     assert set(submitted) == set(results)

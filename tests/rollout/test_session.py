@@ -112,22 +112,6 @@ def test_thoughts_stay_until_the_next_question() -> None:
     check_trained(session.segments, policy.sampled)
 
 
-@pytest.mark.parametrize("thoughts", ["sent back", "not sent back"])
-def test_thoughts_that_a_client_keeps_to_itself_are_in_the_prompt(thoughts: str) -> None:
-    chat = renderer(KEEPING["plain"].replace("{{ m.content }}", "{{ (m.reasoning_content or '') ~ m.content }}"))
-    session, policy = Session(chat, LIMITS), Policy(chat)
-    turn = session.next_turn([{"role": "user", "content": "What?"}])
-    reply = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
-    session.record(turn, policy.write("two and two4"), reply)
-    history = [
-        {"role": "user", "content": "What?"},
-        sent_back(reply, thoughts == "not sent back"),
-        {"role": "user", "content": "?"},
-    ]
-    turn = session.next_turn(history)
-    assert "two and two4<|turn_end|>" in chat.tokenizer.decode(turn.prompt_ids) and turn.state is not None
-
-
 class Client:
     """Keeps every turn that it got, and continues any of them, edits histories, or begins anew."""
 
@@ -197,24 +181,6 @@ def test_sessions_that_interleave_never_mix(steps: int) -> None:
             text = "".join(chat.tokenizer.decode(segment.tokens) for segment in client.session.segments)
             assert not (set("ABCDEFGHIJKLMNOPQRST") - {client.name}) & set(text)
             clients[place] = Client(chat, client.name, generator)
-
-
-def test_text_and_tokens_that_go_on_continue_their_turn() -> None:
-    chat = renderer("plain")
-    session, policy = Session(chat, LIMITS), Policy(chat)
-    turn = session.next_text("Once ab")
-    session.record(turn, policy.write(" upon ab", is_cut=True), " upon ab")
-    other = session.next_text("Once ab upon ab time")
-    assert is_continued(other, session.segments[0].tokens)
-    assert chat.tokenizer.decode(other.prompt_ids) == "Once ab upon ab time"
-    session.record(other, policy.write("!"), "!")
-    assert len(session.segments) == 1 and session.next_text("Once ab").state is None
-    tokens = session.next_tokens([*session.segments[0].tokens.tolist(), 5, 6])
-    assert is_continued(tokens, session.segments[0].tokens) and tokens.observed is not None
-    session.record(tokens, policy.write("x"))
-    session.record(session.next_tokens([5, 6]), policy.write("y"))
-    assert len(session.segments) == 2
-    check_trained(session.segments, policy.sampled)
 
 
 def test_one_request_may_have_several_completions() -> None:

@@ -134,47 +134,35 @@ def test_weights_are_asked_for_on_the_trainers_thread_when_no_engine_is_left() -
         assert sorted(pool.restarted) == [0, 1]
 
 
-def test_a_prompt_that_no_engine_may_see_ends_the_call() -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("source", ["prompt", "answer", "verifier"])
+def test_what_is_wrong_with_a_prompt_ends_the_call_of_the_trainer(source: str, staleness: int) -> None:
+    """A prompt that no engine may see, an answer that a verifier cannot compare with, and an error of a verifier."""
+
     def check(prompts: Sequence[Prompt]) -> None:
-        if any(prompt.index == 4 for prompt in prompts):
-            raise ValueError("prompt 4 has token 131")
+        if source == "prompt" and any(prompt.index == 3 for prompt in prompts):
+            raise ValueError("prompt 3 is wrong")
+
+    def score(prompt: Prompt, member: int, tokens: GroupResult) -> TextScore:
+        if source == "verifier" and prompt.index == 3:
+            raise ValueError("prompt 3 is wrong")
+        return TextScore({"last_number": 1.0})
+
+    class Answers(ScriptedPrompts):
+        def take(self, count: int) -> list[Prompt]:
+            answers = {3: "no number"} if source == "answer" else {}
+            return [replace(prompt, answer=answers.get(prompt.index, "1")) for prompt in super().take(count)]
 
     pool = ScriptedPool.of(1, delay=lambda request: 0.0)
     pool.check = check
-    with trainer(pool) as run:
-        for _ in range(2):
-            run.begin()
-            run.take()
-        with pytest.raises(ValueError, match="prompt 4"):
-            run.begin()
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_an_error_of_a_verifier_ends_the_call_of_the_trainer(staleness: int) -> None:
-    def score(prompt: Prompt, member: int, tokens: GroupResult) -> TextScore:
-        if prompt.index == 3:
-            raise ValueError("reward last_number gave nan for prompt 3; a finite number is needed")
-        return TextScore({"last_number": 1.0})
-
     rewards = scripted_rewards(stream_recipe(max_staleness=staleness), ScriptedScorer(score), SIZE)
-    with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), rewards, max_staleness=staleness) as run:
-        with pytest.raises(ValueError, match="nan for prompt 3"):
+    with trainer(pool, rewards, prompts=Answers(), max_staleness=staleness) as run:
+        with pytest.raises(ValueError, match="prompt 3 "):
             for _ in range(2):
                 run.begin()
                 run.take()
                 run.sync()
         assert run.step == 2 or staleness, "without staleness prompt 3 begins in the second step"
-
-
-def test_an_answer_that_a_verifier_cannot_compare_with_ends_the_call_of_the_trainer() -> None:
-    class BadAnswers(ScriptedPrompts):
-        def take(self, count: int) -> list[Prompt]:
-            return [replace(prompt, answer="no number") for prompt in super().take(count)]
-
-    with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), prompts=BadAnswers()) as run:
-        run.begin()
-        with pytest.raises(ValueError, match="no number"):
-            run.take()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

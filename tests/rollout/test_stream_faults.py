@@ -66,6 +66,23 @@ def hold(engine: ScriptedEngine) -> None:
     engine.delay = lambda request: None
 
 
+TOKENS_LOST = ray.exceptions.ObjectLostError("ab", None, "")
+WORKER_LOST = ray.exceptions.RayActorError(error_msg="the worker restarts")
+
+
+async def _hang(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    """Return a call that fails."""
+
+    async def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
 # Engines ---------------------------------------------------------------------------------------------------------------
 
 
@@ -140,18 +157,6 @@ def test_a_silent_engine_ends_the_run_by_its_name(fault: str, moment: str) -> No
         run.take()
 
 
-def test_an_engine_that_never_comes_back_ends_the_run() -> None:
-    pool = prompt_engines()
-    pool.restart_error = RolloutError("rollout engine 0 died in phase rollout after 2 restarts")
-    hold(pool.engines[0])
-    hold(pool.engines[1])
-    with trainer(pool) as run, ends_with(RolloutError, "after 2 restarts"):
-        run.begin()
-        pool.engines[0].arrivals.get(timeout=END_S)
-        run.in_loop(pool.engines[0].die)
-        run.take()
-
-
 # Reward workers --------------------------------------------------------------------------------------------------------
 
 Act = Callable[[int], Any]
@@ -182,19 +187,6 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Act], RewardWorkers]:
     return make
 
 
-async def _stall(number: int) -> int:
-    await asyncio.Event().wait()
-    return 1
-
-
-async def _kill(number: int) -> int:
-    raise ray.exceptions.RayActorError(error_msg="the reward worker died")
-
-
-async def _lose_tokens(number: int) -> int:
-    raise ray.exceptions.ObjectLostError("ab", None, "")
-
-
 async def _score(number: int) -> int:
     return 1
 
@@ -204,9 +196,9 @@ async def _score(number: int) -> int:
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
-        (_stall, TimeoutError, "phase reward: a task of 2 sequences on worker 0"),
-        (_kill, RolloutError, "phase reward: a task of 2 sequences on worker 0 has no worker any more"),
-        (_lose_tokens, RolloutError, "phase reward: .* lost with the node of their engine"),
+        (_hang, TimeoutError, "phase reward: a task of 2 sequences on worker 0"),
+        (_raises(WORKER_LOST), RolloutError, "phase reward: a task of 2 sequences on worker 0 has no worker any more"),
+        (_raises(TOKENS_LOST), RolloutError, "phase reward: .* lost with the node of their engine"),
     ],
     ids=["stall", "kill", "tokens"],
 )
@@ -304,7 +296,7 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
 
     async def lose_when_told(number: int) -> int:
         await may_score.wait()
-        return await _lose_tokens(number)
+        raise TOKENS_LOST
 
     with (
         trainer(prompt_engines(), rewards(lose_when_told, timeout_s=END_S)) as run,
@@ -317,16 +309,13 @@ def test_tokens_that_an_early_phase_has_used_are_not_sampled_again(rewards: Any)
 
 
 def test_a_group_whose_tokens_are_lost_when_a_checkpoint_is_written_is_saved_as_one_to_sample() -> None:
-    async def lost() -> None:
-        raise ray.exceptions.ObjectLostError("ab", None, "")
-
     with trainer(ScriptedPool.of(1, delay=lambda request: 0.0), max_staleness=1) as run:
         run.begin()
         run.take()
         run.sync()
         while any(group.facts is None for group in list(run.stream._groups.values())):
             run.in_loop(lambda: None)
-        run.stream._groups[PER_STEP].tokens = lost()
+        run.stream._groups[PER_STEP].tokens = _raises(TOKENS_LOST)()
         saved = {values["index"]: values["parts"][0]["result"] for values in run.stream.state()["groups"]}
     assert saved.keys() == {PER_STEP, PER_STEP + 1} and saved[PER_STEP] is None and saved[PER_STEP + 1] is not None
 
@@ -354,21 +343,9 @@ def _fails(moment: str, fault: Callable[[], Any], times: int = 1000) -> Callable
     return answer
 
 
-async def _hang() -> None:
-    await asyncio.Event().wait()
-
-
-async def _lost_worker() -> None:
-    raise ray.exceptions.RayActorError(error_msg="the worker restarts")
-
-
-async def _dead_worker() -> None:
-    raise ray.exceptions.ActorDiedError()
-
-
 @pytest.mark.parametrize("moment", ["reset", "step"])
 def test_a_killed_environment_worker_costs_its_episodes_alone(moment: str, without_ray: None) -> None:
-    games = scripted_environments(_fails(moment, _lost_worker, times=1), TIMEOUT_S)
+    games = scripted_environments(_fails(moment, _raises(WORKER_LOST), times=1), TIMEOUT_S)
     with trainer(prompt_engines(), environments=games) as run:
         for step in range(2):
             run.begin()
@@ -413,7 +390,7 @@ def test_a_turn_whose_tokens_were_lost_before_the_environment_saw_them_is_sample
     ("fault", "kind", "words"),
     [
         (_hang, EngineSilent, f"environments: .* rollout.timeout_s = {TIMEOUT_S}"),
-        (_dead_worker, RolloutError, "a worker of environments is gone for good"),
+        (_raises(ray.exceptions.ActorDiedError()), RolloutError, "a worker of environments is gone for good"),
     ],
     ids=["stall", "kill"],
 )

@@ -104,9 +104,10 @@ def running(engines: Engines) -> Iterator[tuple[EnginePool, Publisher, Path, Pat
 Running = tuple[EnginePool, Publisher, Path, Path]
 
 
-def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Running) -> None:
+def test_two_engines_share_the_groups_and_seeds_alone_decide_what_they_sample(running: Running) -> None:
+    """The seeds depend on step, prompt and member; the answers are in the order of the samples."""
     pool, _, new, _ = running
-    batch = generate(pool, prompts(), 5)
+    batch = generate(pool, prompts(), 7)
     drawn = batch.payload.fetch(range(16))
     assert distance(new, drawn) < 1e-4
     assert batch.groups.tolist() == np.repeat([0, 1, 2, 3], 4).tolist()
@@ -116,24 +117,16 @@ def test_two_engines_share_the_groups_and_answer_in_sample_order(running: Runnin
         assert batch.prompt_lengths[s] == len(sample.prompt_ids)
     assert batch.executed.prompts == 4 and batch.executed.group_size == 4 and batch.executed.max_concurrent == 7
     assert set(batch.first_version) == set(batch.last_version)
-
-
-def test_a_stop_token_stays_in_the_completion_with_its_logprob(running: Running) -> None:
-    drawn = [sample.completion for step in range(3) for sample in samples(running[0], step).values()]
-    stopped = [completion for completion in drawn if completion.finish_reason == "stop"]
-    assert stopped and len(stopped) < len(drawn)
-    for completion in drawn:
+    tokens = {tuple(sample.completion.token_ids) for sample in drawn.values()}
+    assert len(tokens) == 16, "members of a group drew the same completion"
+    assert same(drawn, samples(pool, 7)) and not same(drawn, samples(pool, 8))
+    # A stop token stays in the completion, with its log-probability.
+    completions = [sample.completion for sample in drawn.values()]
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
         assert not set(completion.token_ids[:-1].tolist()) & set(STOP)
         assert (int(completion.token_ids[-1]) in STOP) == (completion.finish_reason == "stop")
         assert completion.finish_reason == "stop" or len(completion.token_ids) == 24
-
-
-def test_seeds_depend_on_step_prompt_and_member_alone(running: Running) -> None:
-    pool = running[0]
-    assert same(samples(pool, 7), samples(pool, 7))
-    assert not same(samples(pool, 7), samples(pool, 8))
-    tokens = {tuple(sample.completion.token_ids) for sample in samples(pool, 7).values()}
-    assert len(tokens) == 16, "members of a group drew the same completion"
 
 
 def test_wrong_prompts_never_reach_the_engine(running: Running) -> None:
@@ -159,24 +152,6 @@ def test_torchrun_variables_do_not_reach_the_engines(running: Running) -> None:
         for pid, _ in engine.process.pids:
             names = psutil.Process(pid).environ().keys()
             assert not TORCHRUN.keys() & names
-
-
-def test_replay_answers_with_the_dumped_rollouts(running: Running, tmp_path: Path) -> None:
-    from megarl.rollout.replay import check_dumps, dump_rollout, read_rollout
-
-    batch = generate(running[0], prompts(), 4)
-    dump_rollout(tmp_path, 4, batch)
-    replays = recipe(running[2], replay=str(tmp_path))
-    check_dumps(replays)
-    again = read_rollout(replays, prompts(), 4)
-    assert same(batch.payload.fetch(range(16)), again.payload.fetch(range(16)))
-    for column in ("groups", "prompt_lengths", "completion_lengths", "first_version", "last_version"):
-        assert np.array_equal(getattr(batch, column), getattr(again, column)), column
-    assert batch.finish_reasons == again.finish_reasons
-    with pytest.raises(ValueError, match=r"rollout\.replay.*step-000005"):
-        read_rollout(replays, prompts(), 5)
-    with pytest.raises(ValueError, match="prompt 0 is not the prompt of this step"):
-        read_rollout(replays, prompts(start=1), 4)
 
 
 def test_a_corrupt_sync_silences_the_engine_until_a_good_one(running: Running) -> None:

@@ -124,8 +124,24 @@ def assert_continued(flight: Flight, batch: RolloutBatch, first: int, last: int)
 
 
 def test_completions_that_are_waited_for_have_the_weights_they_began_with(flight: Flight) -> None:
-    """Those that had to queue, too."""
-    rollout, begun = flight.in_the_middle("wait", lambda: flight.publish(NEW)["sync/in_flight"])
+    """Those that had to queue, too, and where a sync waited too long, which names the keys, before the next one."""
+    messages: list[str] = []
+
+    def too_long() -> float:
+        recipe = flight.pool._recipe
+        impatient = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"timeout_s": 0.01})})
+        with mock.patch.object(flight.pool, "_recipe", impatient):
+            try:
+                return flight.publish(NEW)["sync/in_flight"]
+            except RolloutError as error:
+                messages.append(str(error))
+                return ALL
+
+    rollout, begun = flight.in_the_middle("wait", too_long)
+    assert len(messages) == 1
+    rule = r"rollout engine 0 in phase weight_sync within rollout\.timeout_s = 0\.01: weight_sync\.in_flight = wait"
+    assert re.search(rule, messages[0]), messages
+    flight.publish(NEW)
     batch = rollout.result()
     assert same(drawn(batch), flight.undisturbed[OLD])
     assert set(batch.first_version) == set(batch.last_version) == {begun}
@@ -145,24 +161,3 @@ def test_completions_go_on_under_the_new_weights_and_not_under_torn_ones(flight:
     assert flight.publish(NEW)["sync/attempts"] == 1
     assert_continued(flight, rollout.result(), begun, flight.version)
     assert same(drawn(flight.generate()), flight.undisturbed[NEW])
-
-
-def test_who_waits_for_completions_too_long_names_the_keys(flight: Flight) -> None:
-    messages: list[str] = []
-
-    def too_long() -> float:
-        recipe = flight.pool._recipe
-        impatient = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"timeout_s": 0.01})})
-        with mock.patch.object(flight.pool, "_recipe", impatient):
-            try:
-                return flight.publish(NEW)["sync/in_flight"]
-            except RolloutError as error:
-                messages.append(str(error))
-                return ALL
-
-    rollout, _ = flight.in_the_middle("wait", too_long)
-    assert len(messages) == 1
-    rule = r"rollout engine 0 in phase weight_sync within rollout\.timeout_s = 0\.01: weight_sync\.in_flight = wait"
-    assert re.search(rule, messages[0]), messages
-    assert same(drawn(rollout.result()), flight.undisturbed[OLD])
-    assert same(flight.after_sync(NEW), flight.undisturbed[NEW])
