@@ -23,6 +23,13 @@ from tests.segment_cases import Span, cut
 
 STEPS, PROMPTS, SIZE, LONGEST = 2, 4, 4, 12
 AGENT = {"kind": "agent", "target": "tests.agents:run", "max_turns": 1, "max_episode_tokens": LONGEST}
+OF_ROLLOUTS: dict[str, Any] = {
+    "algorithm__aggregation": "sequence_mean",
+    "algorithm__policy_loss": {"kind": "gspo"},
+    "algorithm__mismatch": {"correction": "clip", "level": "geometric", "cap": 1.2},
+}
+TIGHT: dict[str, Any] = {"phases__actor_update__micro_batch": {"max_tokens": 32}}
+ALONE: dict[str, Any] = {"phases__actor_update": {"mini_batch": 8, "micro_batch": {"sequences": 2}}}
 
 
 def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
@@ -63,25 +70,37 @@ def dump_in_groups(source: Path, into: Path, split: bool) -> int:
 
 
 @pytest.mark.layout
-@pytest.mark.parametrize("ppo", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["grpo", "ppo"])
-def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Path, ppo: bool) -> None:
-    """On two ranks, with shared prompts, several mini-batches, and micro-batches whose number does not divide."""
-    tiny_run(tmp_path)
+@pytest.mark.parametrize(
+    ("ranks", "layout", "ppo", "family", "more"),
+    [
+        (2, {}, False, "qwen3", OF_ROLLOUTS),
+        (2, {}, False, "qwen3", TIGHT),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}, False, "qwen3", TIGHT),
+        pytest.param(2, {}, True, "qwen3", {}, marks=pytest.mark.nightly),
+        pytest.param(4, {"context": 2}, False, "qwen3", ALONE, marks=pytest.mark.nightly),
+        pytest.param(2, {"expert": 2}, False, "qwen3_moe", TIGHT, marks=pytest.mark.nightly),
+    ],
+    ids=["together", "data", "virtual pipeline", "ppo", "context", "experts"],
+)
+def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(
+    tmp_path: Path, ranks: int, layout: dict[str, int], ppo: bool, family: str, more: dict[str, Any]
+) -> None:
+    """With shared prompts, several mini-batches, and micro-batches whose number does not divide."""
+    tiny_run(tmp_path, family)
     source = fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST)
     changes: dict[str, Any] = {
+        "actor__layout": layout,
         "environment": AGENT | {"max_segments": 3},
         "reward": [],
         "data__max_prompt_tokens": 8 + LONGEST,  # a later segment has all before it as its prompt
         "telemetry__samples_per_step": PROMPTS * SIZE,
         "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 96}, "share_prompts": True},
         "phases__actor_logprob": {"micro_batch": {"sequences": 3}},
-    }  # fmt: skip
-    if not ppo:
-        changes |= {"algorithm__aggregation": "sequence_mean", "algorithm__policy_loss": {"kind": "gspo"}}
+    } | more  # fmt: skip
     for name in ("whole", "split"):
         num_sequences = dump_in_groups(source, tmp_path / name, split=name == "split")
         train_on_ranks(
-            tiny_recipe(tmp_path, f"of-{name}", ppo, 2, 1, 1, STEPS, **changes, rollout__replay=str(tmp_path / name))
+            tiny_recipe(tmp_path, f"of-{name}", ppo, ranks, 1, 1, STEPS, **changes, rollout__replay=str(tmp_path / name))
         )
     assert num_sequences > PROMPTS * SIZE
     for whole, split in zip(*(metrics_of(tmp_path, f"of-{name}") for name in ("whole", "split")), strict=True):
@@ -90,7 +109,7 @@ def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Pa
         for key in ("reward/mean", "reward/deviation", "rollout/own_length_mean", "rollout/turns_mean"):
             assert split[key] == whole[key], key
         for key in ("actor/grad_norm", "actor/loss", "actor/entropy", "mismatch/logprob_mean"):
-            assert split[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
+            assert split[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
         assert whole["actor/grad_norm"] > 0
         if ppo:
             assert split["critic/grad_norm"] == pytest.approx(whole["critic/grad_norm"], rel=2e-3)
