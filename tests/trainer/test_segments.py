@@ -28,8 +28,8 @@ OF_ROLLOUTS: dict[str, Any] = {
     "algorithm__policy_loss": {"kind": "gspo"},
     "algorithm__mismatch": {"correction": "clip", "level": "geometric", "cap": 1.2},
 }
-TIGHT: dict[str, Any] = {"phases__actor_update__micro_batch": {"max_tokens": 32}}
-ALONE: dict[str, Any] = {"phases__actor_update": {"mini_batch": 8, "micro_batch": {"sequences": 2}}}
+# A sequence is a micro-batch, and there are mini-batches whose sequences do not divide over two ranks or stages.
+ALONE: dict[str, Any] = {"phases__actor_update": {"mini_batch": 8, "micro_batch": {"sequences": 1}}}
 
 
 def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
@@ -71,22 +71,23 @@ def dump_in_groups(source: Path, into: Path, split: bool) -> int:
 
 @pytest.mark.layout
 @pytest.mark.parametrize(
-    ("ranks", "layout", "ppo", "family", "more"),
+    ("layout", "data", "ppo", "family", "more"),
     [
-        (2, {}, False, "qwen3", OF_ROLLOUTS),
-        (2, {}, False, "qwen3", TIGHT),
-        (2, {"pipeline": 2, "virtual_pipeline": 2}, False, "qwen3", TIGHT),
-        pytest.param(2, {}, True, "qwen3", {}, marks=pytest.mark.nightly),
-        pytest.param(4, {"context": 2}, False, "qwen3", ALONE, marks=pytest.mark.nightly),
-        pytest.param(2, {"expert": 2}, False, "qwen3_moe", TIGHT, marks=pytest.mark.nightly),
+        ({}, 2, False, "qwen3", OF_ROLLOUTS),
+        ({}, 2, False, "qwen3", ALONE),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 1, False, "qwen3", ALONE),
+        pytest.param({}, 2, True, "qwen3", {}, marks=pytest.mark.nightly),
+        pytest.param({"context": 2}, 2, False, "qwen3", ALONE, marks=pytest.mark.nightly),
+        pytest.param({"expert": 2}, 2, False, "qwen3_moe", ALONE, marks=pytest.mark.nightly),
     ],
     ids=["together", "data", "virtual pipeline", "ppo", "context", "experts"],
 )
 def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(
-    tmp_path: Path, ranks: int, layout: dict[str, int], ppo: bool, family: str, more: dict[str, Any]
+    tmp_path: Path, layout: dict[str, int], data: int, ppo: bool, family: str, more: dict[str, Any]
 ) -> None:
-    """With shared prompts, several mini-batches, and micro-batches whose number does not divide."""
+    """Whose prompts are shared, or which run alone, in several mini-batches."""
     tiny_run(tmp_path, family)
+    ranks = data * layout.get("pipeline", 1) * layout.get("context", 1)
     source = fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST)
     changes: dict[str, Any] = {
         "actor__layout": layout,
@@ -103,6 +104,8 @@ def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(
             tiny_recipe(tmp_path, f"of-{name}", ppo, ranks, 1, 1, STEPS, **changes, rollout__replay=str(tmp_path / name))
         )
     assert num_sequences > PROMPTS * SIZE
+    num_passes = data * metrics_of(tmp_path, "of-split")[-1]["schedule/actor_update/micro_batches"]
+    assert (num_passes > num_sequences) == (more is ALONE), "some passes are empty"
     for whole, split in zip(*(metrics_of(tmp_path, f"of-{name}") for name in ("whole", "split")), strict=True):
         assert whole["rollout/segments_max"] == 1 and whole["rollout/num_sealed"] == 0
         assert split["rollout/segments_max"] == 3 and split["rollout/num_sealed"] > 0
