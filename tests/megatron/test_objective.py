@@ -171,7 +171,8 @@ def test_figures_are_of_the_tokens_that_count(batch, cut, estimator):
 
     def metrics() -> dict[str, float]:
         each = [sums for _, sums in _each(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)]
-        return {name: (max if name.endswith("_max") else sum)(sums[name].item() for sums in each) for name in each[0]}
+        columns = {name: [sums[name].item() for sums in each] for name in each[0]}
+        return {name: max(column) if name.endswith("_max") else sum(column) for name, column in columns.items()}
 
     before = metrics()
     old, reference = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs"))

@@ -62,10 +62,10 @@ def dump_in_groups(source: Path, into: Path, first: int | None) -> int:
     last step has."""
     for step in range(1, STEPS + 1):
         samples = FilePayload(str(source / f"step-{step:06d}.npz")).fetch(range(PROMPTS * SIZE))
-        pieces = [
-            cut(sample, spans_of(number, length := len(sample.completion.own), length if first is None else first))
-            for number, sample in sorted(samples.items())
-        ]
+        pieces = []
+        for number, sample in sorted(samples.items()):
+            length = len(sample.completion.own)
+            pieces.append(cut(sample, spans_of(number, length, length if first is None else first)))
         results = [group_of(pieces[first : first + SIZE], samples[first].group) for first in range(0, len(pieces), SIZE)]
         batch = batch_of(results, played(len(pieces), step))
         dump_rollout(into, step, batch)
