@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,8 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(folder):
 def test_whole_models_for_every_worker_are_announced(folder, monkeypatch, caplog):
     monkeypatch.setattr(build, "WeightSync", lambda *_: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    place, stage = SimpleNamespace(rank=0, layout=Layout()), Stage((), Transport("mapped", ""))
+    place: Any = SimpleNamespace(rank=0, layout=Layout())
+    stage = Stage((), Transport("mapped", ""))
     shown = {}
     for mode in ("checkpoint", "reshard"):
         recipe = load_recipe(tiny_recipe(folder, f"mode-{mode}", False, 1, 1, 1, 1, weight_sync={"mode": mode}))
