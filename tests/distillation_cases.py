@@ -13,8 +13,8 @@ import torch
 from megarl.data.sample import Example, Prompt
 from megarl.megatron.batch import Batch
 from megarl.megatron.objective import PolicyObjective, token_weights
-from megarl.megatron.parallel import Place, reduce_scalars
-from megarl.megatron.role import share_results
+from megarl.megatron.parallel import reduce_scalars
+from megarl.megatron.role import Role, share_results
 from megarl.megatron.teaching import FromTeachers, samples_of, take_judgement
 from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
@@ -63,21 +63,27 @@ def learn(
 ) -> list[Learned]:
     """A first update by each algorithm: the actor under the first layout, every teacher under the second."""
     places = start_places(layouts)
-    return [_learn(student, teachers, layouts, max_tokens, settings, places) for settings in algorithms]
+    roles = {
+        f"teachers.{name}": engine(str(directory), places[layouts[1]], f"teachers.{name}")
+        for name, directory in teachers.items()
+    }
+    return [
+        _learn(engine(str(student), places[layouts[0]], lr=1e-2), roles, teachers, layouts, max_tokens, settings)
+        for settings in algorithms
+    ]
 
 
 def _learn(
-    student: Path,
+    actor: Role,
+    of_teachers: Mapping[str, Role],
     teachers: Mapping[str, Path],
     layouts: tuple[Layout, Layout],
     max_tokens: int,
     settings: AlgorithmSection,
-    places: Mapping[Layout, Place],
 ) -> Learned:
-    actor = engine(str(student), places[layouts[0]], lr=1e-2)
-    roles = {"actor": actor}
-    for name, directory in teachers.items():
-        roles[f"teachers.{name}"] = engine(str(directory), places[layouts[1]], f"teachers.{name}")
+    roles = {"actor": actor, **of_teachers}
+    for teacher in of_teachers.values():
+        teacher.reads_head = None  # of the algorithm before
     assert settings.distillation is not None
     if settings.distillation.over != "sampled":
         directories = {f"teachers.{name}": path for name, path in teachers.items()}

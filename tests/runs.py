@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +155,20 @@ def _train(recipe: str, resume: bool) -> None:
     if os.environ["RANK"] == "0" and loaded.has_engines:
         start_cluster()  # as long as the rank lives: one for all runs
     train(loaded, Resume.of(resume, False))
+
+
+def copy_until(folder: Path, name: str, step: int, copy: str) -> None:
+    """Copy a run without the checkpoints of later steps, so that a resume of the copy goes on from `step`."""
+    target = folder / "runs" / copy
+    shutil.copytree(folder / "runs" / name, target)
+    forget_after(target, step)
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Remove a run's checkpoints of later steps."""
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        if checkpoint.name > f"step-{step:06d}":
+            shutil.rmtree(checkpoint)
 
 
 def metrics_of(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -122,83 +122,68 @@ def sample(
         workers.close()
 
 
-def test_groups_without_a_signal_are_replaced_by_those_of_a_further_round() -> None:
-    first = [1.0, 1.0, 0.0, 1.0, math.nan, 1.0]  # the second group alone
-    second = [0.0, 1.0, 1.0, 0.0, 0.5, 0.0]  # all three, one too many
-    taken, _ = sample(first + second, max_rounds=5)
-    rollouts, scored = taken.rollouts, taken.rewards
-    assert rollouts.groups.tolist() == [1, 1, 3, 3, 4, 4]
-    assert scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
-    assert scored.parts["digits"].tolist() == [0, 2, 0, 2, 2, 0]
-    assert rollouts.last_version.tolist() == [0, 0, 1, 1, 1, 1]
-    assert (len(rollouts), rollouts.executed.prompts) == (WANTED * SIZE, WANTED)
-    assert scored.failures == {} and scored.busy_s == 4 * TASK_S
-    counted = scored.metrics()
-    assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 1, "of a group that was dropped"
-    assert sorted(scored.task_sequences) == [1, 1, 5, 5], "of two rounds"
-    fetched = rollouts.payload.fetch([5, 0, 2])
-    assert {s: rollout.completion.token_ids.tolist() for s, rollout in fetched.items()} == {5: [1003] * 2, 0: [2], 2: [1000]}
-    assert [group.group for group in rollouts.payload.groups] == [1, 3, 4], "nobody asks for other tokens"  # type: ignore[attr-defined]
-    assert taken.metrics == {
-        "rollout/rounds": 2, "rollout/extra_prompts": 3, "rollout/uninformative_groups": 2, "rollout/surplus_groups": 1,
-        "rollout/filler_groups": 0, "rollout/discarded_tokens": 9, "reward/sampled_mean": pytest.approx(6.5 / 11),
-    }  # fmt: skip
-
-
-def test_behind_the_last_round_others_fill_up_and_keep_their_masks() -> None:
-    rewards = [1.0, 1.0, 0.0, math.nan, 0.0, 0.0] + [1.0, math.nan, 0.0, 1.0, 1.0, 1.0]
-    taken, prompts = sample(rewards, max_rounds=2)
-    scored, metrics = taken.rewards, taken.metrics
-    assert prompts.num_taken == 2 * WANTED
-    assert taken.rollouts.groups.tolist() == [0, 0, 1, 1, 4, 4]
-    assert scored.valid.tolist() == [True, True, True, False, True, True] and scored.failures == {3: "prompt 1"}
-    counted = scored.metrics()
-    assert counted["reward/num_masked"] == counted["reward/num_timeouts"] == 2, "one is in the batch, one was dropped"
-    assert (metrics["rollout/filler_groups"], metrics["rollout/surplus_groups"]) == (2, 0)
-    assert metrics["rollout/uninformative_groups"] == 5
-
-
-def test_completions_that_overlong_masks_give_no_signal() -> None:
-    reasons = ["stop", "length", "stop", "stop", "stop", "length"] + 6 * ["stop"]
-    for mask, rounds in ((True, 2), (False, 1)):
-        taken, _ = sample(2 * [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], max_rounds=2, reasons=reasons, mask=mask)
-        assert taken.metrics["rollout/rounds"] == rounds
-        assert taken.rollouts.groups[::SIZE].tolist() == ([1, 3, 4] if mask else [0, 1, 2])
-
-
 def test_without_dynamic_sampling_a_step_trains_on_all_groups() -> None:
     taken, prompts = sample([1.0] * 6, max_rounds=None)
     assert taken.rollouts.groups[::SIZE].tolist() == [0, 1, 2] and taken.metrics == {} and prompts.num_taken == WANTED
 
 
 MAX_ROUNDS = 4
-rewards = st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=SIZE, max_size=SIZE)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(rewards, min_size=MAX_ROUNDS * WANTED, max_size=MAX_ROUNDS * WANTED), st.integers(1, 3), st.integers(0, 2**16)
+rollouts = st.tuples(st.sampled_from([0.0, 1.0, math.nan]), st.sampled_from(["stop", "length"]))
+rounds_of_groups = st.lists(
+    st.lists(rollouts, min_size=SIZE, max_size=SIZE), min_size=MAX_ROUNDS * WANTED, max_size=MAX_ROUNDS * WANTED
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds_of_groups, st.booleans(), st.integers(1, 3), st.integers(0, 2**16))
 def test_the_first_groups_with_a_signal_are_chosen_and_others_fill_up_whoever_answers_first(
-    groups: list[list[float]], engines: int, seed: int
+    groups: list[list[tuple[float, str]]], masks_overlong: bool, engines: int, seed: int
 ) -> None:
-    informative = [len({reward for reward in group if not math.isnan(reward)}) > 1 for group in groups]
-    rounds = 1
-    while rounds < MAX_ROUNDS and sum(informative[: rounds * WANTED]) < WANTED:
-        rounds += 1
-    sampled = range(rounds * WANTED)
+    """Each chosen sequence keeps its tokens, reward and mask. The curriculum learns from all prompts, in their order."""
+    informative = [
+        len({reward for reward, reason in group if not (math.isnan(reward) or (masks_overlong and reason == "length"))}) > 1
+        for group in groups
+    ]
+    num_rounds = 1
+    while num_rounds < MAX_ROUNDS and sum(informative[: num_rounds * WANTED]) < WANTED:
+        num_rounds += 1
+    sampled = range(num_rounds * WANTED)
     ranked = sorted(sampled, key=lambda group: (not informative[group], group))
-    flat = [reward for group in groups for reward in group]
-    if all(math.isnan(reward) for reward in flat[: rounds * WANTED * SIZE]):
+    rewards = [reward for group in groups for reward, _ in group]
+    known = [reward for reward in rewards[: len(sampled) * SIZE] if not math.isnan(reward)]
+    if not known:
         return  # the step ends the run
-    order = random.Random(seed)
-    taken, prompts = sample(flat, MAX_ROUNDS, delay=lambda: order.randrange(6), engines=engines)
-    expected = sorted(ranked[:WANTED])
-    assert taken.rollouts.groups[::SIZE].tolist() == expected
-    wanted = [flat[SIZE * group + member] for group in expected for member in range(SIZE)]
-    np.testing.assert_array_equal(taken.rewards.rewards, np.array(wanted, np.float32))
-    assert taken.metrics["rollout/rounds"] == rounds and prompts.num_taken == rounds * WANTED
-    assert taken.metrics["rollout/filler_groups"] == sum(not informative[group] for group in expected)
-    tasks = rounds * [5, 1]
-    assert sorted(taken.rewards.task_sequences) == sorted(tasks), "all tasks of a round are full but the last one"
-    assert [index for index, *_ in prompts.learned] == list(sampled), "the curriculum learns in the order of the prompts"
+    order, reasons = random.Random(seed), [reason for group in groups for _, reason in group]
+    taken, prompts = sample(rewards, MAX_ROUNDS, reasons, masks_overlong, delay=lambda: order.randrange(6), engines=engines)
+
+    chosen = sorted(ranked[:WANTED])
+    assert taken.rollouts.groups[::SIZE].tolist() == chosen
+    assert [group.group for group in taken.rollouts.payload.groups] == chosen, "nobody asks for other tokens"  # type: ignore[attr-defined]
+    members = [(group, member) for group in chosen for member in range(SIZE)]
+    wanted = np.array([rewards[SIZE * group + member] for group, member in members], np.float32)
+    scored = taken.rewards
+    np.testing.assert_array_equal(scored.rewards, wanted)
+    np.testing.assert_array_equal(scored.parts["digits"], 2 * wanted)
+    assert scored.valid.tolist() == [not math.isnan(reward) for reward in wanted]
+    assert scored.failures == {n: f"prompt {group}" for n, (group, _) in enumerate(members) if math.isnan(wanted[n])}
+    fetched = taken.rollouts.payload.fetch(range(len(members)))
+    for number, (group, member) in enumerate(members):
+        round_number, place = divmod(group, WANTED)
+        tokens = [1000 * round_number + SIZE * place + member] * (member + 1)
+        assert fetched[number].completion.token_ids.tolist() == tokens
+        assert taken.rollouts.last_version[number] == round_number
+
+    num_informative = sum(informative[: len(sampled)])
+    assert taken.metrics == {
+        "rollout/rounds": num_rounds, "rollout/extra_prompts": len(sampled) - WANTED,
+        "rollout/uninformative_groups": len(sampled) - num_informative,
+        "rollout/surplus_groups": max(0, num_informative - WANTED),
+        "rollout/filler_groups": max(0, WANTED - num_informative),
+        "rollout/discarded_tokens": 3 * (len(sampled) - WANTED), "reward/sampled_mean": pytest.approx(np.mean(known)),
+    }  # fmt: skip
+    counted, num_masked = scored.metrics(), len(sampled) * SIZE - len(known)
+    assert counted["reward/num_masked"] == counted.get("reward/num_timeouts", 0) == num_masked, "of dropped groups, too"
+    tasks = num_rounds * [5, 1]
+    assert sorted(scored.task_sequences) == sorted(tasks), "all tasks of a round are full but the last one"
+    assert scored.busy_s == pytest.approx(len(tasks) * TASK_S)
+    assert [index for index, *_ in prompts.learned] == list(sampled) and prompts.num_taken == len(sampled)

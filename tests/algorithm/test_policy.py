@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as some
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -247,22 +246,6 @@ def test_weights_are_those_of_the_formula(section: MismatchSection, logs: list[f
     torch.testing.assert_close(corrected, fp64(weights), rtol=1e-12, atol=1e-12)
     assert (corrected != raw).tolist() == changed
     assert not corrected.requires_grad and not raw.requires_grad
-
-
-@given(
-    logprobs=some.lists(some.floats(-50, 0), min_size=1, max_size=8),
-    level=some.sampled_from(LEVELS),
-    correction=some.sampled_from(list(BOUNDS)),
-    cap=some.floats(1, 100),
-    floor=some.floats(0, 1, exclude_max=True),
-)
-def test_where_the_trainer_is_the_policy_that_sampled_every_weight_is_one(
-    logprobs: list[float], level: Any, correction: Any, cap: float, floor: float
-) -> None:
-    """Whatever the legal settings are, so that a correction does not change on-policy training."""
-    section = MismatchSection(correction=correction, level=level, cap=cap, floor=0.0 if correction == "truncate" else floor)
-    corrected, raw = mismatch_weights(fp64(logprobs), fp64(logprobs), (len(logprobs),), section)
-    assert corrected.tolist() == raw.tolist() == [1.0] * len(logprobs)
 
 
 @pytest.mark.parametrize(

@@ -91,15 +91,6 @@ def test_sequences_end_to_end(kernel, window, value_dim):
     assert_alike(output, torch.cat([plain(query, key, value, window) for query, key, value in rows]), parts)
 
 
-@pytest.mark.parametrize("window", [0, 5, 300])
-@pytest.mark.parametrize(("rows", "length"), [(1, 9), (7, 40), (BLOCK, BLOCK + 1), (BLOCK + 3, 3 * BLOCK), (300, 301)])
-def test_last_rows_of_a_sequence(rows, length, window):
-    """What a context rank computes for its chunk at the back."""
-    parts = random_parts(rows, length)
-    query, key, value = parts
-    assert_close(attention(window)._attend(query, key, value), plain(query, key, value, window))
-
-
 @pytest.mark.parametrize("window", [0, 5, 16, 600])
 def test_masks_are_aligned_where_torch_does_not_copy_them(window):
     """torch's memory-efficient kernel reads a mask in vectors, and copies one only if its strides are odd; an odd address
@@ -147,12 +138,15 @@ def test_narrow_values_do_not_write_out_the_square():
     assert kept_bytes(lambda: attention(0)(*parts, packed_seq_params=packing_of([length]))) < square / 8
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_completions_continue_one_prompt(kernel, window):
-    """As if each had the prompt for itself, and the prompt gets the gradient of all of them."""
-    bounds, continues = (0, 7, 10, 14, 15), ((0, 0), (0, 7), (0, 7), (0, 0))
-    parts = random_parts(15, 15)
-    output = attention(window)(*parts, packed_seq_params=packing_of([7, 3, 4, 1], continues))
+@pytest.mark.parametrize("window", [0, 5, 300])
+@pytest.mark.parametrize("prompt", [7, BLOCK, 2 * BLOCK - 3])
+def test_completions_continue_one_prompt(kernel, window, prompt):
+    """As if each had the prompt for itself, and the prompt gets the gradient of all of them. Completions begin and end at
+    the end of a block of queries, and beside it."""
+    lengths, continues = [prompt, 3, BLOCK + 4, 1], ((0, 0), (0, prompt), (0, prompt), (0, 0))
+    bounds = [0, *accumulate(lengths)]
+    parts = random_parts(bounds[-1], bounds[-1])
+    output = attention(window)(*parts, packed_seq_params=packing_of(lengths, continues))
     alone = []
     for (start, stop), (first, last) in zip(pairwise(bounds), continues, strict=True):
         query, key, value = parts

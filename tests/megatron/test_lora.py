@@ -1,5 +1,7 @@
 """Adapters: the same numbers as LoRA by hand on the Hugging Face model, under every layout; the base model stays."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,18 @@ STEPS = 3
 LAYOUTS = [Layout(data=2), Layout(context=2)]  # VIRTUAL has the other axes
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """(family, tied) -> the model's directory, and what one rank trains on it; each computed once."""
+
+    @cache
+    def of(family, tied):
+        directory = str(save_tiny_model(tmp_path_factory.mktemp(family), family, tied))
+        return directory, run_ranks(train_lora, 1, directory, Layout(), STEPS, 400)[0]
+
+    return of
+
+
 def _assert_same(result, expected, where):
     for step, (line, other) in enumerate(zip(result.metrics, expected.metrics, strict=True)):
         assert line[:3] == pytest.approx(other[:3], rel=1e-4), (where, step)
@@ -33,9 +47,8 @@ VIRTUAL = Layout(tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=Tru
 @pytest.mark.parametrize(
     "family,tied,layouts", [pytest.param("qwen3", True, LAYOUTS, marks=pytest.mark.slow), ("qwen2", False, [VIRTUAL])]
 )
-def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied, layouts):
-    directory = str(save_tiny_model(tmp_path, family, tied))
-    (reference,) = run_ranks(train_lora, 1, directory, Layout(), STEPS, 400)
+def test_updates_of_adapters_do_not_depend_on_the_layout(alone, family, tied, layouts):
+    directory, reference = alone(family, tied)
     # B starts at 0: the first log-probabilities are the base model's, and they are its own still after the updates.
     np.testing.assert_array_equal(reference.metrics[0][3], reference.base)
     assert np.abs(reference.adapted - reference.base).max() > 1e-2
@@ -48,11 +61,10 @@ def test_updates_of_adapters_do_not_depend_on_the_layout(tmp_path, family, tied,
 
 
 @pytest.mark.golden
-def test_updates_equal_lora_by_hand(tmp_path):
+def test_updates_equal_lora_by_hand(alone):
     from transformers import AutoModelForCausalLM
 
-    directory = str(save_tiny_model(tmp_path, "qwen3", tied=True))
-    (result,) = run_ranks(train_lora, 1, directory, Layout(), STEPS, 400)
+    directory, result = alone("qwen3", True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     trained = hand_made_lora(model, result.initial, LORA)
     assert sum(parameter.numel() for parameter in trained) == result.num_trained

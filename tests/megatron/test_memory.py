@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.offload import HostStorages, storages_of
+from megarl.megatron.offload import storages_of
 from megarl.models.layout import Layout
 from megarl.platform import cuda_stub, transfers
 from tests.feature_cases import Feature, build, cut, train_with
@@ -110,22 +110,6 @@ def test_what_is_away_takes_no_memory_of_the_device(tmp_path: Path, precision: s
     states = sizes["forward"][2] if precision == "fp32" else 0
     assert sizes["forward"] == [sizes["update"][0], 0, states]
     assert states < sizes["update"][2]
-
-
-def test_views_see_what_comes_back() -> None:
-    whole = torch.arange(10.0)
-    view, storages, dropped = whole[3:7].view(2, 2), HostStorages(keep=True), HostStorages(keep=False)
-    storages.offload(storages_of([whole, view]))
-    assert whole.untyped_storage().nbytes() == 0
-    storages.restore()
-    assert view.tolist() == [[3, 4], [5, 6]]
-    view += 1
-    storages.offload(storages_of([whole]))
-    storages.restore()
-    assert whole.tolist() == [0, 1, 2, 4, 5, 6, 7, 7, 8, 9], "an older copy came back"
-    dropped.offload(storages_of([whole]))
-    dropped.restore()
-    assert view.tolist() == [[0, 0], [0, 0]]
 
 
 def test_a_tensor_comes_back_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:

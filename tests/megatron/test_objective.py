@@ -47,12 +47,6 @@ def _run(objective, batch, outputs, cut):
     return sum(loss for loss, _ in _each(objective, batch, outputs, cut))
 
 
-def _sums(objective, batch, logprobs, cut):
-    """The sums for the metrics of each micro-batch."""
-    outputs = {"logprobs": logprobs, "entropy": torch.zeros(TOKENS)}
-    return [sums for _, sums in _each(objective, batch, outputs, cut)]
-
-
 def _each(objective, batch, outputs, cut):
     starts = np.cumsum([0, *(completion for _, completion in LENGTHS)])
     for samples in cut:
@@ -100,23 +94,6 @@ def test_without_an_actor_logprob_phase_the_ratio_is_one(batch, cut):
     torch.testing.assert_close(gradient, -torch.cat(batch.fields["advantages"]) * shares * COUNTED)
 
 
-def test_ratio_drift_is_the_distance_of_the_ratio_from_one(batch):
-    settings = AlgorithmSection(advantage="grpo", group_size=2)
-    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
-    # Against old log-probabilities of -1: ratios 1, 1, 1.5 | 9 | 1, 1.25, 1, 1, 1; the second sequence does not count.
-    batch.fields["logprobs"] = [torch.full((completion,), -1.0) for _, completion in LENGTHS]
-    ratios = torch.tensor([1.0, 1.0, 1.5, 9.0, 1.0, 1.25, 1.0, 1.0, 1.0])
-    logprobs = ratios.log() - 1.0
-    (whole,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
-    assert whole["ratio_drift_max"].item() == pytest.approx(0.5)
-    assert whole["ratio_drift_sum"].item() == pytest.approx(0.5 + 0.25)
-    last, first = _sums(objective, batch, logprobs, [(2,), (0, 1)])
-    assert (last["ratio_drift_max"].item(), first["ratio_drift_max"].item()) == pytest.approx((0.25, 0.5))
-    del batch.fields["logprobs"]  # no actor_logprob phase: exactly 1
-    (skipped,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
-    assert skipped["ratio_drift_max"].item() == skipped["ratio_drift_sum"].item() == 0.0
-
-
 @pytest.mark.parametrize("cut", CUTS)
 def test_value_loss_is_the_clipped_half_square(batch, cut):
     settings = AlgorithmSection(advantage="gae", group_size=1, value_loss=ValueLossSection(clip=0.2))
@@ -126,20 +103,6 @@ def test_value_loss_is_the_clipped_half_square(batch, cut):
     held = old + (values - old).clamp(-0.2, 0.2)
     errors = 0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2)
     assert loss.item() == pytest.approx(((errors * COUNTED).sum() / COUNTED.sum()).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_how_far_the_policy_has_moved_is_measured_from_the_old_one(batch, estimator):
-    """All but the tokens of a masked sample. Schulman's estimators with the tokens of the old policy: d = log(new) -
-    log(old), k1 = -d, k3 = exp(d) - 1 - d."""
-    stop = EarlyStopSection(target_kl=0.1, estimator=estimator)
-    settings = AlgorithmSection(advantage="grpo", group_size=2, early_stop=stop)
-    objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
-    logprobs = torch.linspace(-0.4, 0.9, TOKENS)
-    (sums,) = _sums(objective, batch, logprobs, [(0, 1, 2)])
-    d = logprobs - torch.cat(batch.fields["logprobs"])
-    wanted = {"k1": -d, "k3": d.exp() - 1 - d}[estimator]
-    assert sums["moved_kl_sum"].item() == pytest.approx((wanted * COUNTED).sum().item(), rel=1e-5)
 
 
 def decoupled(new, old, behavior, advantages, lengths, mismatch):
@@ -193,28 +156,36 @@ def sampled_by(batch, rollout, versions, **more):
     return replace(batch, **more)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_masked_sequence_is_in_no_figure(batch, cut):
-    """Nor does it steer: what `algorithm.kl.adaptive` and `early_stop` follow is of the others alone."""
+def test_figures_are_of_the_tokens_that_count(batch, cut, estimator):
+    """A masked sequence is in no figure and does not steer: what `algorithm.kl.adaptive` and `early_stop` follow is of the
+    others alone. Schulman's estimators with the tokens of the old policy: d = log(new) - log(old), k1 = -d,
+    k3 = exp(d) - 1 - d."""
     settings = AlgorithmSection(
         advantage="grpo", group_size=2, kl=KlSection(place="loss", coefficient=0.5, estimator="absolute"),
-        early_stop=EarlyStopSection(target_kl=0.1),
+        early_stop=EarlyStopSection(target_kl=0.1, estimator=estimator),
     )  # fmt: skip
     objective = PolicyObjective(settings, batch, token_weights(batch, WHOLE, "token_mean"))
     logprobs, entropy = torch.linspace(-0.4, 0.9, TOKENS), torch.linspace(0.1, 2.0, TOKENS)
 
     def metrics() -> dict[str, float]:
         each = [sums for _, sums in _each(objective, batch, {"logprobs": logprobs, "entropy": entropy}, cut)]
-        return {name: sum(sums[name].item() for sums in each) for name in each[0] if not name.endswith("_max")}
+        columns = {name: [sums[name].item() for sums in each] for name in each[0]}
+        return {name: max(column) if name.endswith("_max") else sum(column) for name, column in columns.items()}
 
     before = metrics()
     old, reference = (torch.cat(batch.fields[name]) for name in ("logprobs", "reference_logprobs"))
     d = logprobs - old
+    k3 = d.exp() - 1 - d
     for name, values in (
         ("tokens", torch.ones(TOKENS)), ("entropy_sum", entropy), ("kl_sum", (reference - logprobs).abs()),
-        ("drift_sum", d.exp() - 1 - d), ("moved_kl_sum", d.exp() - 1 - d), ("mismatch_sum", (old + 1.5).abs()),
+        ("drift_sum", k3), ("moved_kl_sum", {"k1": -d, "k3": k3}[estimator]), ("ratio_drift_sum", d.expm1().abs()),
+        ("mismatch_sum", (old + 1.5).abs()),
     ):  # fmt: skip
         assert before[name] == pytest.approx((values * COUNTED).sum().item(), rel=1e-5), name
+    for name, values in (("ratio_drift_max", d.expm1().abs()), ("mismatch_max", (old + 1.5).abs())):
+        assert before[name] == pytest.approx((values * COUNTED).max().item(), rel=1e-5), name
     (masked,) = torch.nonzero(COUNTED == 0).flatten().tolist()
     logprobs[masked], entropy[masked] = -9.0, 7.0
     assert metrics() == pytest.approx(before, rel=1e-6), "whatever its numbers are"

@@ -1,15 +1,13 @@
 """Splitting a rollout's history into segments that train the same tokens changes no gradient: for every advantage,
-aggregation, policy loss and correction, any cut, and under layouts with several ranks."""
+aggregation, policy loss and correction, and any cut. Under layouts with several ranks: tests/trainer/test_segments.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,11 +17,9 @@ from megarl.megatron.batch import Batch, pack
 from megarl.megatron.objective import PolicyObjective, ValueObjective, token_weights
 from megarl.models.layout import Layout
 from megarl.recipe.algorithm_section import AlgorithmSection
-from megarl.schedule import Plan, Schedule, compare, plan_phase
-from tests.engine_cases import engine, in_groups, random_batch, start, total_loss
-from tests.ranks import run_ranks
-from tests.segment_cases import Span, cut_at_random, cut_batch
-from tests.tiny_models import save_tiny_model
+from megarl.schedule import Plan, Schedule, plan_phase
+from tests.engine_cases import in_groups, random_batch
+from tests.segment_cases import cut_at_random, cut_batch
 
 SIZE, LONGEST, MOST, VOCAB = 3, 12, 4, 50
 AGGREGATIONS = get_args(AlgorithmSection.model_fields["aggregation"].annotation)
@@ -138,71 +134,3 @@ def test_no_cut_of_a_history_changes_a_gradient(
     assert any(gradient.abs().max() > 0 for gradient in wanted)
     for expected, other in zip(wanted, actual, strict=True):
         torch.testing.assert_close(other, expected, rtol=2e-4, atol=1e-6)
-
-
-# Rollouts of one segment, of two and of three; the last one's third segment sees its second one's tokens as observations.
-LENGTHS = [12, 9, 12, 11, 12, 12]
-SPANS: list[list[Span]] = [[(0, 0, length)] for length in LENGTHS]
-SPANS[1] = [(0, 0, 8), (8, 8, 9)]
-SPANS[5] = [(0, 0, 7), (7, 7, 10), (8, 10, 12)]
-# One sequence alone fills a micro-batch, and nine do not divide over two ranks or stages.
-TIGHT = {"max_tokens": 16}
-TOGETHER = {"max_tokens": 48, "together": 3}
-TOKENS = {"aggregation": "token_mean"}
-OF_ROLLOUTS = {
-    "aggregation": "sequence_mean",
-    "policy_loss": {"kind": "gspo", "low": 0.3, "high": 0.3},
-    "mismatch": {"correction": "clip", "level": "geometric", "cap": 1.2},
-}
-
-
-def trained(directory: str, layout: Layout, algorithm: dict[str, Any], cut: dict[str, Any], split: bool) -> dict[str, Any]:
-    """Log-probabilities of a forward phase, by sequence, then an update's loss and gradient norm, and its empty passes."""
-    place = start(layout)
-    actor = engine(directory, place, lr=1e-2)
-    batch = rollouts_of(7, LENGTHS, actor.shape.vocab)  # of which each span has a token of the policy
-    if split:
-        batch = cut_batch(batch, SPANS)
-    settings = AlgorithmSection.model_validate({"advantage": "grpo", "group_size": SIZE, **algorithm})
-    batch = learned(settings, batch)
-    forward = planned(batch, Schedule("actor_logprob", max_tokens=16), layout).mini_batches[0]
-    (mini_batch,) = planned(batch, Schedule("actor_update", mini_batch=len(LENGTHS), **cut), layout).mini_batches
-    with actor.present(training=True):
-        outputs, executed = actor.forward(batch, forward)
-        compare(forward, place.data_rank, executed)
-        weights = token_weights(batch, mini_batch, settings.aggregation, LONGEST)
-        update = actor.update(batch, mini_batch, PolicyObjective(settings, batch, weights))
-        compare(mini_batch, place.data_rank, update.executed)
-    return {
-        "logprobs": {sample: logprobs.numpy() for sample, logprobs in outputs.get("logprobs", {}).items()},
-        "loss": total_loss(update, place),
-        "grad_norm": update.grad_norm,
-        "empty": sum(not micro_batch.samples for rank in mini_batch.micro_batches for micro_batch in rank),
-    }
-
-
-@pytest.mark.layout
-@pytest.mark.parametrize(
-    ("layout", "algorithm", "cut", "family"),
-    [
-        (Layout(data=2), TOKENS, TIGHT, "qwen3"),
-        (Layout(data=2), OF_ROLLOUTS, TOGETHER, "qwen3"),
-        (Layout(pipeline=2, virtual_pipeline=2), TOKENS, TIGHT, "qwen3"),
-        pytest.param(Layout(data=2, context=2), TOKENS, {"sequences": 2}, "qwen3", marks=pytest.mark.nightly),
-        pytest.param(Layout(data=2, expert=2), TOKENS, TIGHT, "qwen3_moe", marks=pytest.mark.nightly),
-    ],
-    ids=["data", "together", "virtual pipeline", "context", "experts"],
-)
-def test_megatron_takes_the_same_update_from_segments(
-    tmp_path: Path, layout: Layout, algorithm: dict[str, Any], cut: dict[str, int], family: str
-) -> None:
-    directory = str(save_tiny_model(tmp_path, family, tied=False, layers=4))
-    whole, parts = (run_ranks(trained, layout.ranks, directory, layout, algorithm, cut, split) for split in (False, True))
-    logprobs = [
-        np.concatenate([part for _, part in sorted({s: of for rank in ranks for s, of in rank["logprobs"].items()}.items())])
-        for ranks in (whole, parts)
-    ]
-    np.testing.assert_allclose(logprobs[1], logprobs[0], atol=2e-5)
-    assert parts[0]["loss"] == pytest.approx(whole[0]["loss"], rel=1e-4) and whole[0]["loss"]
-    assert parts[0]["grad_norm"] == pytest.approx(whole[0]["grad_norm"], rel=1e-4) and whole[0]["grad_norm"]
-    assert whole[0]["empty"] == 0 and (parts[0]["empty"] > 0) == (cut is not TOGETHER)

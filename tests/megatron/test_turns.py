@@ -23,9 +23,10 @@ from tests.engine_cases import engine, planned, random_batch, start
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
-LENGTHS = [(5, 9), (1, 3), (6, 12), (3, 1)]
-# 1 on the policy's own tokens: it begins and ends, and what it says may be a single token.
-OWN = ["110001100"[::-1], "101", "111000010011", "1"]
+PROMPTS = [5, 1, 6, 3]
+# The weight version of each token of the policy; `.` marks an observation. A segment may begin with one and ends with the
+# policy, whose turn may be a single token.
+TURNS = ["..00...00", "0.0", "000....0..00", "0"]
 COEFFICIENT, CAP = 0.1, 1.05
 SETTINGS = AlgorithmSection.model_validate({
     "advantage": "grpo", "group_size": 2, "policy_loss": {"kind": "policy_gradient"}, "aggregation": "sequence_mean",
@@ -33,31 +34,28 @@ SETTINGS = AlgorithmSection.model_validate({
 })  # fmt: skip
 
 
-def batch_of(vocab: int, own_marks: list[str]) -> Batch:
+def batch_of(vocab: int, marks: list[str], version: int = 0) -> Batch:
     """Random tokens, and random log-probabilities of the engine near a uniform policy's; what observations have there is
     wrong on purpose."""
-    batch = random_batch(vocab, LENGTHS)
+    batch = random_batch(vocab, [(prompt, len(of)) for prompt, of in zip(PROMPTS, marks, strict=True)])
     generator = np.random.default_rng(4)
-    for index, marks in enumerate(own_marks):
-        mask = np.array([mark == "1" for mark in marks])
-        logprobs = np.where(mask, -np.log(vocab) + 0.1 * generator.standard_normal(len(mask)), -1e3).astype(np.float32)
-        given = batch.samples[index].completion
-        completion = Completion(given.token_ids, logprobs, "stop", given.versions, own=mask)
+    for index, of in enumerate(marks):
+        mask = np.array([mark != "." for mark in of])
+        versions = np.array([version if mark == "." else int(mark) for mark in of])
+        logprobs = np.where(mask, -np.log(vocab) + 0.1 * generator.standard_normal(len(of)), -1e3).astype(np.float32)
+        completion = Completion(batch.samples[index].completion.token_ids, logprobs, "stop", versions, own=mask)
         batch.samples[index] = replace(batch.samples[index], completion=completion)
-    own_lengths = np.array([int(batch.samples[index].completion.own.sum()) for index in range(len(own_marks))])
-    batch = replace(batch, own_lengths=own_lengths)
-    advantages = torch.linspace(-1.0, 1.5, len(own_marks))
-    batch.fields["advantages"] = [
-        advantage.expand(int(n)) for advantage, n in zip(advantages, batch.own_lengths, strict=True)
-    ]
-    return batch
+    own_lengths = np.array([len(of) - of.count(".") for of in marks])
+    advantages = torch.linspace(-1.0, 1.5, len(marks))
+    spread = [advantage.expand(int(length)) for advantage, length in zip(advantages, own_lengths, strict=True)]
+    return replace(batch, own_lengths=own_lengths).with_fields(advantages=spread)
 
 
 def trained(directory: str, layout: Layout) -> dict[str, Any]:
     """Log-probabilities of a forward phase, and what an update did."""
     place = start(layout)
     actor = engine(directory, place, lr=1e-3)
-    batch = batch_of(actor.shape.vocab, OWN)
+    batch = batch_of(actor.shape.vocab, TURNS)
     mini_batch = planned(batch, layout, max_tokens=24)
     with actor.present(training=True):
         outputs, _ = actor.forward(batch, mini_batch)
@@ -74,24 +72,24 @@ def test_loss_gradient_and_metrics_are_those_of_own_tokens_by_brute_force(tmp_pa
 
     directory = save_tiny_model(tmp_path / "model", "qwen3", False)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    batch = batch_of(model.config.vocab_size, OWN)
+    batch = batch_of(model.config.vocab_size, TURNS)
     loss, wanted, gap, entropies, tokens = torch.zeros(()), {}, 0.0, 0.0, 0
     for index, sample in batch.samples.items():
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.completion.token_ids]).astype(np.int64))
         rows = torch.log_softmax(model(ids[None]).logits[0], -1)
-        own_positions = [len(sample.prompt_ids) + at for at, mark in enumerate(OWN[index]) if mark == "1"]
+        own_positions = [len(sample.prompt_ids) + at for at, mark in enumerate(TURNS[index]) if mark != "."]
         logprobs = torch.stack([rows[at - 1, ids[at]] for at in own_positions])
         entropy = torch.stack([-(rows[at - 1].exp() * rows[at - 1]).sum() for at in own_positions])
         rollout = torch.tensor([sample.completion.logprobs[at - len(sample.prompt_ids)] for at in own_positions])
         ratio = (logprobs.detach() - rollout).sum().exp().clamp(max=CAP)
         advantage = batch.fields["advantages"][index][0]
-        loss = loss + ((-advantage * ratio * logprobs - COEFFICIENT * entropy).sum() / len(own_positions)) / len(OWN)
+        loss = loss + ((-advantage * ratio * logprobs - COEFFICIENT * entropy).sum() / len(own_positions)) / len(TURNS)
         wanted[index] = logprobs.detach().numpy()
         gap += float((logprobs.detach() - rollout).abs().sum())
         entropies, tokens = entropies + float(entropy.detach().sum()), tokens + len(own_positions)
     loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in model.parameters() if weight.grad is not None]).norm()
-    assert tokens < sum(completion for _, completion in LENGTHS), "some tokens are observations"
+    assert tokens < sum(map(len, TURNS)), "some tokens are observations"
     for rank in run_ranks(trained, layout.ranks, str(directory), layout):
         assert rank["logprobs"].keys() == wanted.keys()
         for index, said_there in wanted.items():
@@ -103,8 +101,7 @@ def test_loss_gradient_and_metrics_are_those_of_own_tokens_by_brute_force(tmp_pa
         assert rank["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-STALE_LENGTHS = [(5, 4), (1, 3), (6, 5), (3, 1)]
-# The weight version of each completion token; `.` marks an observation. Version 5 is trained.
+# Version 5 is trained.
 VERSIONS = ["44.5", "444", "3.345", "5"]
 VERSION, MOST, LARGEST, SMALLEST = 5, 3, 2.0, 0.6
 MASKED = 1
@@ -113,23 +110,16 @@ STALE_SETTINGS = AlgorithmSection.model_validate({"advantage": "grpo", "group_si
 
 
 def stale_batch(vocab: int) -> Batch:
-    """Random tokens with random log-probabilities of the behavior and the proximal policy."""
-    batch = random_batch(vocab, STALE_LENGTHS)
-    generator = np.random.default_rng(4)
-    logprobs = []
-    for index, marks in enumerate(VERSIONS):
-        own_mask = np.array([mark != "." for mark in marks])
-        versions = np.array([VERSION if mark == "." else int(mark) for mark in marks])
-        behavior = np.where(own_mask, generator.uniform(-2.0, -1.0, len(own_mask)), 0.0).astype(np.float32)
-        given = batch.samples[index].completion
-        completion = Completion(given.token_ids, behavior, "stop", versions, own=own_mask)
-        batch.samples[index] = replace(batch.samples[index], completion=completion)
-        logprobs.append(torch.from_numpy(generator.uniform(-2.0, -1.0, int(own_mask.sum())).astype(np.float32)))
-    own_lengths = np.array([len(proximal) for proximal in logprobs])
-    advantages = [torch.full((length,), 0.5) for length in own_lengths.tolist()]
-    valid = np.arange(len(STALE_LENGTHS)) != MASKED
-    batch = replace(batch, own_lengths=own_lengths, valid=valid, version=VERSION, max_staleness=MOST)
-    return batch.with_fields(logprobs=logprobs, advantages=advantages)
+    """Also with log-probabilities of the proximal policy."""
+    batch = batch_of(vocab, VERSIONS, VERSION)
+    generator = torch.Generator().manual_seed(4)
+    logprobs = [
+        torch.from_numpy(sample.completion.logprobs[sample.completion.own])
+        + torch.randn(int(sample.completion.own.sum()), generator=generator)
+        for sample in batch.samples.values()
+    ]
+    valid = np.arange(len(VERSIONS)) != MASKED
+    return replace(batch, valid=valid, version=VERSION, max_staleness=MOST).with_fields(logprobs=logprobs)
 
 
 def trained_stale(directory: str, layout: Layout) -> dict[str, float]:

@@ -27,33 +27,6 @@ def test_both_forms_of_deepseeks_yarn_mean_the_same():
     assert ModelShape.from_config(old) == ModelShape.from_config(new)
 
 
-def test_yarn_scales_attention_as_deepseek_v3_does():
-    """The scale's factor is (0.1 ln 40 + 1) ** 2 = 1.3689 ** 2; cosines and sines have no factor."""
-    shape = ModelShape.from_config({**DEEPSEEK, "rope_scaling": {**YARN, "type": "yarn"}})
-    assert shape.attention_scale == pytest.approx(24**-0.5 * 1.368888**2)
-    assert shape.latent is not None
-    assert shape.latent.rotary_scale == 1.0
-
-
-def test_both_forms_of_gemmas_layers_mean_the_same():
-    old = {
-        **GEMMA, "sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }  # fmt: skip
-    new = {
-        **GEMMA,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    }
-    shape = ModelShape.from_config(old)
-    assert shape == ModelShape.from_config(new)
-    assert shape.windows == (8, 0, 8, 0)
-    assert shape.tied, "transformers ties Gemma's embeddings by default"
-
-
 def test_an_exported_config_names_only_layers_that_were_saved():
     from megarl.megatron.export import exported_config
 
@@ -86,15 +59,17 @@ COMPLETE = {
     "mixtral": DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "gemma3_text": GEMMA | {
         "max_position_embeddings": 512, "rope_theta": 5e4, "rope_local_base_freq": 1e3, "query_pre_attn_scalar": 20,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_activation": "gelu_pytorch_tanh",
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2,
+        "hidden_activation": "gelu_pytorch_tanh",
     },
-    "deepseek_v3": DENSE | DEEPSEEK,
+    "deepseek_v3": DENSE | DEEPSEEK | {"rope_scaling": YARN | {"rope_type": "yarn"}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", COMPLETE)
 def test_a_missing_key_has_the_default_of_transformers_and_vllm(family):
-    """Or the file is refused. Engines read config.json through transformers, which has defaults for each family."""
+    """Or the file is refused. Engines read config.json through transformers, which has defaults for each family, and which
+    writes the keys of transformers 4 as those of transformers 5."""
     from transformers import AutoConfig
 
     everything = {key: value for key, value in COMPLETE[family].items() if key != "model_type"}

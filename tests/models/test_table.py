@@ -122,14 +122,6 @@ def fill(boxes: list[Box], sizes: dict[str, tuple[int, int]]) -> None:
             assert counts.min() == 1, f"{name} has gaps"
 
 
-def test_stages_name_the_layers_of_each_chunk_in_the_model_s_order() -> None:
-    shape = shape_of("llama", num_hidden_layers=8)
-    layout = Layout(pipeline=2, virtual_pipeline=2, stages=(1, 3, 2, 2))
-    chunks = [list(megatron.chunk_layers(shape, layout, stage, chunk)) for chunk in (0, 1) for stage in (0, 1)]
-    assert chunks == [[0], [1, 2, 3], [4, 5], [6, 7]]
-    assert megatron.stage_layers(shape, layout, 1) == [1, 2, 3, 6, 7]
-
-
 def test_the_page_on_adding_a_model_is_true() -> None:
     """The example is a file of the package, the rows run, and the page names every sharding, part and test."""
     from megarl.models import weight_table

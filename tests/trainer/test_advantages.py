@@ -39,18 +39,19 @@ def advantages(trainer: Trainer, of: Batch) -> tuple[list[list[float]], Batch, d
     return [sample_advantages.tolist() for sample_advantages in of.fields["advantages"]], of, metrics
 
 
-def test_long_completions_lose_reward_and_those_at_the_limit_are_masked(folder: Path) -> None:
+@pytest.mark.parametrize("masks", [True, False])
+def test_long_completions_lose_reward_and_those_at_the_limit_may_be_masked(folder: Path, masks: bool) -> None:
     """Equation 13 of DAPO with a buffer of 4 of a tiny recipe's 12 tokens: 0 at 8, a quarter of 0.5 at 9, a half at 10."""
-    overlong = {"mask": True, "buffer": 4, "penalty": 0.5}
+    overlong = {"mask": masks, "buffer": 4, "penalty": 0.5}
     trainer = pipeline(folder, algorithm__advantage="dr_grpo", algorithm__overlong=overlong)
     of = batch([1.0, 1.0, 0.0, 1.0, 0.5, 0.5], [8, 10, 12, 9, 1, 2], [False, False, True, False, False, False])
     token_advantages, of, metrics = advantages(trainer, of)
-    # Rewards 1, 0.75 and (masked) -0.5: mean 0.875. Rewards 0.875, 0.5, 0.5: mean 0.625.
-    wanted = [0.125, -0.125, 0.0, 0.25, -0.125, -0.125]
-    assert [row[0] for row in token_advantages] == pytest.approx(wanted, abs=1e-6)
+    # Rewards 1, 0.75 and -0.5: mean 0.875 with the mask, else 5 / 12. Rewards 0.875, 0.5, 0.5: mean 0.625.
+    first_group = [0.125, -0.125, 0.0] if masks else [7 / 12, 1 / 3, -11 / 12]
+    assert [row[0] for row in token_advantages] == pytest.approx([*first_group, 0.25, -0.125, -0.125], abs=1e-6)
     assert [len(row) for row in token_advantages] == [8, 10, 12, 9, 1, 2]
-    assert of.valid.tolist() == [True, True, False, True, True, True]
-    assert metrics["reward/overlong_masked"] == 1
+    assert of.valid.tolist() == [True, True, not masks, True, True, True]
+    assert metrics.get("reward/overlong_masked") == (1 if masks else None)
     assert metrics["reward/overlong_penalty_mean"] == pytest.approx(-(0.25 + 0.5 + 0.125) / 6)
 
 
@@ -68,16 +69,6 @@ def test_a_step_of_which_the_mask_leaves_nothing_ends_the_run(folder: Path, scor
     of = replace(of, truncated=np.array([True, True, False, True]), valid=np.ones(4, bool))
     of, _ = trainer._advantages(of)
     assert of.valid.tolist() == [False, False, True, False]
-
-
-def test_without_the_mask_the_penalty_counts(folder: Path) -> None:
-    trainer = pipeline(
-        folder, algorithm__advantage="dr_grpo", algorithm__overlong={"mask": False, "buffer": 4, "penalty": 0.5}
-    )
-    of = batch([1.0, 1.0, 0.0, 0.0], [8, 12, 1, 1], [False, True, False, False])
-    token_advantages, of, metrics = advantages(trainer, of)
-    assert [row[0] for row in token_advantages] == pytest.approx([0.25, -0.25, 0.0, 0.0])
-    assert of.valid.all() and "reward/overlong_masked" not in metrics
 
 
 def test_kl_of_ppo_reaches_each_token_and_the_critic_is_judged(folder: Path) -> None:

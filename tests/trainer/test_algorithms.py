@@ -1,8 +1,6 @@
 """Advantages, losses and corrections in whole runs: no layout changes their numbers, and a resume keeps their state."""
 
-import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ import torch.distributed.checkpoint as stored
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.recipe.phases_section import ENGINE_PHASES, PHASES
+from megarl.telemetry.disk import read_lines
 from tests.planner_cases import document_of
-from tests.runs import fake_rollouts, metrics_of, replayed_recipe, train_on_ranks
+from tests.runs import copy_until, fake_rollouts, metrics_of, replayed_recipe, train_on_ranks
 
 STEPS, MORE_STEPS = 3, 4
 LOSSES = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "actor/clip_fraction")
@@ -21,7 +20,6 @@ TWO_UPDATES: dict[str, Any] = {
     "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 64}, "epochs": 2},
     "phases__actor_logprob": {"micro_batch": {"max_tokens": 48}},
 }
-CHECKPOINTS: dict[str, Any] = {"run__checkpoint_every": 1}
 REFERENCE: dict[str, Any] = {"phases__reference_logprob": {"micro_batch": {"sequences": 4}}}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gspo": (TWO_UPDATES | REFERENCE | {
@@ -69,17 +67,6 @@ def trained(folder: Path, name: str, ranks: int, changes: dict[str, Any], **more
     return metrics_of(folder, name)
 
 
-def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
-    """The figures of a copy of a run on one rank that is resumed from the checkpoint of a step."""
-    copy = folder / "runs" / f"{name}-resumed"
-    shutil.copytree(folder / "runs" / name, copy)
-    for checkpoint in (copy / "checkpoints").glob("step-*"):
-        if checkpoint.name > f"step-{step:06d}":
-            shutil.rmtree(checkpoint)
-    train_on_ranks(recipe(folder, copy.name, 1, changes, **more), resume=True)
-    return metrics_of(folder, copy.name)
-
-
 # In CI one with clipping and corrections of sequences, and one with greedy completions and clipping of tokens.
 @pytest.mark.layout
 @pytest.mark.parametrize(
@@ -87,7 +74,7 @@ def resumed_after(folder: Path, name: str, step: int, changes: dict[str, Any], *
 )
 def test_two_ranks_give_the_numbers_of_one(folder: Path, name: str) -> None:
     changes, more = CASES[name]
-    one_rank = trained(folder, f"{name}-1", 1, changes | CHECKPOINTS)
+    one_rank = trained(folder, f"{name}-1", 1, changes)
     two_ranks = trained(folder, f"{name}-2", 2, changes, tensor=1 if name == "cispo" else 2)
     assert len(one_rank) == len(two_ranks) == STEPS
     for alone, together in zip(one_rank, two_ranks, strict=True):
@@ -97,27 +84,21 @@ def test_two_ranks_give_the_numbers_of_one(folder: Path, name: str) -> None:
     assert any(line["actor/clip_fraction"] > 0 for line in one_rank), "bounds this close are reached"
 
 
-def test_a_resume_goes_on_with_the_kl_coefficient(folder: Path) -> None:
-    changes = CASES["gspo"][0] | CHECKPOINTS
-    whole = trained(folder, "gspo-1", 1, changes)
-    assert resumed_after(folder, "gspo-1", 1, changes) == whole
-    coefficients = [line["actor/kl_coefficient"] for line in whole]
-    assert len(set(coefficients)) == STEPS and coefficients[0] == 0.05
-
-
 def test_fixed_length_divides_by_the_longest_completion_there_may_be(folder: Path) -> None:
-    """That is rollout.max_new_tokens, 12 in a tiny recipe, whatever came."""
-    losses = []
-    for aggregation in ("sequence_sum", "fixed_length"):
-        (line,) = trained(folder, aggregation, 1, {"algorithm__aggregation": aggregation}, steps=1)
-        losses.append(line["actor/policy_loss"])
-    assert losses[1] == pytest.approx(losses[0] / 12, rel=1e-3) and abs(losses[0]) > 1e-3
+    """That is rollout.max_new_tokens, 12 in a tiny recipe, whatever came. The ratio of the only update is 1."""
+    changes = {"algorithm__aggregation": "fixed_length", "telemetry__samples_per_step": 16}
+    (line,) = trained(folder, "fixed_length", 1, changes, steps=1)
+    rows = read_lines(folder / "runs" / "fixed_length" / "samples" / "step-000001.jsonl")
+    assert len(rows) == 16
+    loss = -sum(row["advantage"] * row["completion_tokens"] for row in rows) / 16 / 12
+    assert line["actor/policy_loss"] == pytest.approx(loss, rel=1e-3) and abs(loss) > 1e-4
 
 
 LR, LOWEST, UPDATES = 1e-3, 0.1, 4  # updates of each role in a step: of two mini-batches, twice
 CRITIC_WARMUP, REFRESH = 1, 2
 MOVING: dict[str, Any] = {
     "algorithm__early_stop": {"target_kl": 0.012},
+    "algorithm__kl__adaptive": {"target": 1e-4},
     "critic__warmup_steps": CRITIC_WARMUP,
     "critic__optimizer": {"lr": LR, "decay": "linear", "warmup_steps": 2},
     "phases__critic_update": {"mini_batch": 8, "micro_batch": {"sequences": 2}, "epochs": 2},
@@ -151,7 +132,9 @@ def scheduled(update: int, updates: int, warmup: int, lowest: float, fall: Any) 
 @pytest.mark.layout
 def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
     lines = trained(folder, "moving-1", 1, MOVING, steps=MORE_STEPS, ppo=True)
-    assert resumed_after(folder, "moving-1", MORE_STEPS - 1, MOVING, steps=MORE_STEPS, ppo=True) == lines
+    copy_until(folder, "moving-1", MORE_STEPS - 1, "moving-resumed")
+    train_on_ranks(recipe(folder, "moving-resumed", 1, MOVING, steps=MORE_STEPS, ppo=True), resume=True)
+    assert metrics_of(folder, "moving-resumed") == lines
     assert len(lines) == MORE_STEPS
     stopped = 0
     for line in lines:
@@ -174,6 +157,8 @@ def test_roles_move_as_the_recipe_says_and_after_a_resume(folder: Path) -> None:
         assert line["actor/learning_rate"] == pytest.approx(actor, rel=1e-9)
         assert line["reference/of_step"] == step // REFRESH * REFRESH
         stopped += skipped > 0
+    coefficients = [line["actor/kl_coefficient"] for line in lines[CRITIC_WARMUP:]]
+    assert coefficients[0] == 0.05 and len(set(coefficients)) == MORE_STEPS - CRITIC_WARMUP
     early_stops = [(line.get("actor/early_stopped_updates"), line.get("actor/moved_kl")) for line in lines]
     assert 0 < stopped < MORE_STEPS - CRITIC_WARMUP, early_stops
     for step in range(1, MORE_STEPS + 1):
@@ -201,8 +186,7 @@ def test_while_the_critic_warms_up_the_planned_phases_run_and_no_other(
     trained(folder, name, 1, changes, steps=steps, ppo=True)
     plan = document_of(folder / f"{name}.yaml")
     assert set(plan["warmup_phases"]) & set(ENGINE_PHASES) == {"critic_value", "critic_update"} | read_by_advantages
-    for text in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    for line in read_lines(folder / "runs" / name / "metrics.jsonl"):
         planned = plan["warmup_phases" if line["step"] <= CRITIC_WARMUP else "running_phases"]
         assert {phase for phase in PHASES if f"time/{phase}" in line} == set(planned), "phases that ran"
         executed = {phase for phase in ENGINE_PHASES if f"schedule/{phase}/sequences" in line}

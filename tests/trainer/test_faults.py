@@ -1,5 +1,5 @@
-"""The vLLM engine process dies in the middle of a run: the run goes on with a new engine, or ends naming the engine and can
-be resumed."""
+"""The vLLM engine process dies in the middle of a run that plays episodes: the run goes on with a new engine, or ends naming
+the engine and can be resumed."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from megarl.cluster.cores import BIND, NodeLoad, engine_cores, rank_cores
 from megarl.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.trainer.test_turns import CHANGES, check_run, evaluated, questions
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, KILLS = 4, (2, 3)
@@ -51,15 +52,14 @@ def train_and_kill(recipe, note):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder of a run whose engine was killed twice and may be started again once, and the changes of its recipe."""
+    """The folder of a run with an environment whose engine was killed twice and may be started again once, and the changes
+    of its recipe."""
     folder = tmp_path_factory.mktemp("killed")
     tiny_run(folder, "qwen3", layers=2)
+    questions(folder)
     # The other tests take shared memory.
-    changes = {
-        "weight_sync": {"transport": "group", "wire": "delta"},
-        "rollout__max_restarts": 1,
-        "run__checkpoint_every": 1,
-    }
+    changes = {"weight_sync": {"transport": "group", "wire": "delta"}, "rollout__max_restarts": 1}
+    changes |= CHANGES | evaluated(folder)
     recipe = tiny_recipe(folder, "killed", False, 2, 1, 2, STEPS, **changes)
     with pytest.raises(AssertionError, match=r"rollout engine 0 died in phase rollout after 1 restarts"):
         run_ranks(train_and_kill, 2, str(recipe), str(folder / "cores"), deadline_s=RUN_DEADLINE_S)
@@ -76,6 +76,18 @@ def test_a_killed_engine_is_started_again_and_without_restarts_left_the_run_name
     }
     assert second["sync/changed_share"] < 1 == second["resync/changed_share"], "only a new engine takes all weights"
     _assert_synchronised([first, second])
+
+
+def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(killed):
+    """Also in the step in which the engine died, and in evaluations."""
+    assert len(metrics_of(killed[0], "killed")) == 2
+    check_run(killed[0], "killed")
+
+
+def test_one_update_a_batch_has_a_ratio_of_exactly_one(killed):
+    for line in metrics_of(killed[0], "killed"):
+        assert "schedule/actor_logprob/micro_batches" not in line
+        assert line["actor/ratio_drift_max"] == line["actor/ratio_drift_mean"] == line["actor/ratio_drift_exceeded"] == 0
 
 
 def test_a_rank_has_cores_of_its_own_and_an_engine_that_takes_turns_has_those_of_all_ranks(killed):

@@ -9,14 +9,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
-from megarl.data.sample import Completion, Sample
-from megarl.megatron.batch import Batch
 from megarl.megatron.non_finite import FiniteGuard, NotFinite
 from megarl.megatron.objective import PolicyObjective
 from megarl.megatron.role import Role
 from megarl.trainer import Trainer
+from tests.engine_cases import random_batch
 from tests.ranks import run_ranks
 from tests.runs import _train, metrics_of, replayed_recipe
 from tests.supervised_cases import supervised_recipe, supervised_run
@@ -125,30 +123,16 @@ def test_no_held_out_row_is_left_out_of_a_loss(tmp_path: Path) -> None:
     assert "run.on_not_finite" not in message, "no key leaves a held-out row out"
 
 
-def batch_of(count: int) -> Batch:
-    def sample(number: int) -> Sample:
-        tokens = np.full(3, 7, np.int32)
-        completion = Completion(tokens, np.full(3, -1.0, np.float32), "stop", np.zeros(3, np.int64))
-        return Sample(number, tokens, completion)
-
-    return Batch(
-        prompt_lengths=np.full(count, 3), completion_lengths=np.full(count, 3), groups=np.arange(count),
-        rewards=np.ones(count, np.float32), valid=np.ones(count, bool),
-        samples={number: sample(number) for number in range(count)},
-        fields={"logprobs": [torch.full((3,), -1.0) for _ in range(count)]},
-    )  # fmt: skip
-
-
 def test_rewards_end_the_run_or_are_masked_and_never_all_of_them() -> None:
     for policy, wrong, message in (
         ("stop", [1], r"phase reward: the reward of sample 1 \(group 1\) is inf on rank 0 \(1 of 2 samples\)"),
         ("skip", [0, 1], "no other sample is valid"),
     ):
-        batch = batch_of(2)
+        batch = random_batch(9, [(3, 3)] * 2)
         batch.rewards[wrong] = np.inf
         with pytest.raises(NotFinite, match=message):
             FiniteGuard(policy, 0).rewards(batch)  # type: ignore[arg-type]
-    batch, guard = batch_of(2), FiniteGuard("skip", 0)
+    batch, guard = random_batch(9, [(3, 3)] * 2), FiniteGuard("skip", 0)
     batch.rewards[1] = np.inf
     batch = guard.rewards(batch)
     assert batch.valid.tolist() == [True, False]

@@ -1,12 +1,12 @@
-"""A whole run of PPO under TP2 x PP2 (fp32) with a real vLLM engine: sizes, agreement, exact resume, export.
+"""A whole run of PPO under TP2 x PP2 (fp32) with a real vLLM engine, measured on held-out prompts: sizes, agreement,
+evaluations and `megarl eval`, exact resume, export.
 
-GRPO with engines, under other layouts: test_evaluation.py and tests/cluster/test_launch_slurm_run.py.
+GRPO with engines, under other layouts: test_faults.py, test_turns.py and tests/cluster/test_launch_slurm_run.py.
 """
 
 import asyncio
 import json
 import re
-import shutil
 import time
 from pathlib import Path
 from unittest import mock
@@ -14,17 +14,30 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from megarl.cli import app
 from megarl.telemetry.disk import read_lines
 from megarl.telemetry.trace import FIRST_PROCESS, merge
 from tests.ranks import run_ranks
-from tests.runs import RUN_DEADLINE_S, _train, megarl, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import (
+    RUN_DEADLINE_S,
+    _train,
+    copy_until,
+    evaluations_of,
+    megarl,
+    metrics_of,
+    tiny_recipe,
+    tiny_run,
+    train_on_ranks,
+)
 from tests.span_sums import check_spans
 
 pytestmark = [pytest.mark.sync, pytest.mark.slow]
 STEPS, MIDDLE = 4, 2
 SIZES = {"actor_logprob": 3, "reference_logprob": 5, "critic_value": 7, "critic_update": 2, "actor_update": 4}
 REWARD_SEQUENCES, MAX_CONCURRENT = 6, 9
+HELD_OUT, COMPLETIONS = 7, 6
 # The engine takes so much longer to receive that version.
 SLOW_VERSION, SLOW_S = 2, 3.0
 
@@ -47,18 +60,31 @@ def train_with_a_slow_receiver(recipe, note):
 
 CHANGES = {
     "run__checkpoint_every": MIDDLE, "run__dump_rollouts": True, "run__trace": "spans", "telemetry__peak_tflops": 1.0,
+    "reward": [{"kind": "function", "target": "tests.rewards:digits"}, {"kind": "last_number", "weight": 0.0}],
     "phases__reward": {"sequences": REWARD_SEQUENCES},
-    "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT},
+    "phases__rollout": {"prompts": 4, "max_concurrent": MAX_CONCURRENT},  # so that an evaluation takes several rounds
     **{f"phases__{phase}__micro_batch": {"sequences": size} for phase, size in SIZES.items()},
 }  # fmt: skip
 
 
+def measured(folder):
+    """The changes of a run that is evaluated before, in the middle and at the end."""
+    prompts = {"kind": "jsonl", "path": str(folder / "held_out.jsonl"), "prompt_field": "question", "answer_field": "answer"}
+    evaluation = {
+        "prompts": prompts, "every": MIDDLE, "completions": COMPLETIONS, "pass_at": [1, 4], "pass_reward": 0.2,
+    }  # fmt: skip
+    return CHANGES | {"evaluation": evaluation}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """That of a run with a checkpoint in the middle."""
+    """That of a run with a checkpoint in the middle. One of its held-out prompts is a prompt that it trains on."""
     folder = tmp_path_factory.mktemp("ppo")
     tiny_run(folder)
-    recipe = tiny_recipe(folder, "whole", True, 4, 2, 2, STEPS, **CHANGES)
+    rows = [{"question": f"{number}*{number}", "answer": str(number)} for number in range(HELD_OUT)]
+    rows.append(json.loads((folder / "prompts.jsonl").read_text().splitlines()[3]))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tiny_recipe(folder, "whole", True, 4, 2, 2, STEPS, **measured(folder))
     run_ranks(train_with_a_slow_receiver, 4, str(recipe), str(folder / "slept"), deadline_s=RUN_DEADLINE_S)
     return folder
 
@@ -73,15 +99,6 @@ def slices(folder):
 def lines(folder):
     """All metrics of the run, by step."""
     return read_lines(folder / "runs" / "whole" / "metrics.jsonl")
-
-
-def _from_the_middle(folder, name):
-    """A run directory as a run leaves it that ended a step after its first checkpoint."""
-    target, checkpoint = folder / "runs" / name, Path("checkpoints") / f"step-{MIDDLE:06d}"
-    (target / "checkpoints").mkdir(parents=True)
-    shutil.copytree(folder / "runs" / "whole" / checkpoint, target / checkpoint)
-    lines = (folder / "runs" / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (target / "metrics.jsonl").write_text("".join(lines[: MIDDLE + 1]))  # the last of these steps is done again
 
 
 def test_every_phase_runs_the_size_of_its_own_section_and_no_other_phase_runs(folder):
@@ -183,14 +200,58 @@ def test_a_sync_writes_the_figures_of_the_page_and_moves_the_least(lines):
         assert line["sync/total_s"] > line["sync/standstill_s"] > stages
 
 
+def test_a_run_is_measured_before_while_and_after_it_trains(folder):
+    lines = evaluations_of(folder, "whole")
+    assert [line["step"] for line in lines] == [line["sync/version"] for line in lines] == [0, MIDDLE, STEPS]
+    assert len({line["evaluation/mean"] for line in lines}) == 3, "weights change, and with them what is answered"
+    for line in lines:
+        assert (line["evaluation/num_prompts"], line["evaluation/num_left_out"]) == (HELD_OUT, 1)
+        assert 0 < line["evaluation/pass_at_1"] <= line["evaluation/pass_at_4"] <= 1
+        assert 0 <= line["evaluation/majority_at_6"] <= 1 and line["evaluation/mean_error"] > 0
+    steps = {line["step"]: line for line in metrics_of(folder, "whole")}
+    assert steps[MIDDLE]["evaluation/mean"] == lines[1]["evaluation/mean"] and "evaluation/mean" not in steps[1]
+    table = read_lines(folder / "runs" / "whole" / "evaluations" / f"step-{STEPS:06d}.jsonl")
+    assert [len(line["rewards"]) for line in table] == [COMPLETIONS] * HELD_OUT
+    rewards = [reward for line in table for reward in line["rewards"]]
+    assert sum(rewards) / len(rewards) == pytest.approx(lines[-1]["evaluation/mean"], rel=1e-6)
+    assert sum(reward >= 0.2 for reward in rewards) / len(rewards) == pytest.approx(lines[-1]["evaluation/pass_at_1"])
+
+
+def evaluated(run):
+    """What `megarl eval` prints, where Ray runs already."""
+    from megarl.cluster.ray_cluster import start_cluster
+
+    start_cluster()
+    result = CliRunner().invoke(app, ["eval", run, "--json"])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_eval_command_finds_what_the_run_found_after_its_last_step(folder):
+    """The same draws, by engines that loaded the exported checkpoint in place of receiving its weights."""
+    (printed,) = run_ranks(evaluated, 1, str(folder / "runs" / "whole"), deadline_s=RUN_DEADLINE_S)
+    last = evaluations_of(folder, "whole")[-1]
+    assert json.loads(printed) == {key: value for key, value in last.items() if key.startswith("evaluation/")}
+
+
+@pytest.mark.nightly
+def test_training_does_not_depend_on_being_measured(folder):
+    train_on_ranks(tiny_recipe(folder, "unmeasured", True, 4, 2, 2, STEPS, **CHANGES))
+    without = [
+        {key: value for key, value in line.items() if not key.startswith("evaluation/")}
+        for line in metrics_of(folder, "whole")
+    ]
+    assert without == metrics_of(folder, "unmeasured")
+
+
 def test_a_resumed_run_equals_one_that_never_stopped(folder):
-    _from_the_middle(folder, "resumed")
-    train_on_ranks(tiny_recipe(folder, "resumed", True, 4, 2, 2, STEPS, **CHANGES), resume=True)
+    copy_until(folder, "whole", MIDDLE, "resumed")
+    train_on_ranks(tiny_recipe(folder, "resumed", True, 4, 2, 2, STEPS, **measured(folder)), resume=True)
     assert metrics_of(folder, "resumed") == metrics_of(folder, "whole")
 
 
 def test_a_run_resumes_under_another_layout(folder):
-    _from_the_middle(folder, "other")
+    copy_until(folder, "whole", MIDDLE, "other")
     # The same rollouts: one flipped last bit could sample another token.
     changes = CHANGES | {"rollout__replay": str(folder / "runs" / "whole" / "rollouts"), "run__dump_rollouts": False}
     train_on_ranks(tiny_recipe(folder, "other", True, 2, 1, 2, STEPS, **changes), resume=True)
@@ -204,7 +265,7 @@ def test_a_run_resumes_under_another_layout(folder):
 
 
 def test_an_export_loads_in_transformers(folder, tmp_path):
-    """An engine that loads an export: test_evaluation.py."""
+    """An engine loads one in the test of `megarl eval`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     megarl("export", str(folder / "runs" / "whole"), str(tmp_path / "out"))

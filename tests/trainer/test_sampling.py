@@ -2,7 +2,6 @@
 at the exact prompt."""
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from megarl.rollout.stream import RolloutStream
 from megarl.telemetry.disk import read_lines
 from tests.ranks import run_ranks
 from tests.rewards import rarely
-from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import copy_until, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 from tests.scripted_stream import ScriptedPool, ScriptedScorer
 
 STEPS, PROMPTS, SIZE, MAX_ROUNDS = 3, 4, 2, 3
@@ -110,10 +109,7 @@ def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_th
     tiny_run(tmp_path)
     changes = CHANGES | {"rollout__replay": str(tmp_path)}
     scored = run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "whole", False, 2, 1, 1, STEPS, **changes)), False, 1)
-    runs = tmp_path / "runs"
-    shutil.copytree(runs / "whole", runs / "cut")
-    for undone in range(2, STEPS + 1):
-        shutil.rmtree(runs / "cut" / "checkpoints" / f"step-{undone:06d}")
+    copy_until(tmp_path, "whole", 1, "cut")
     run_ranks(train_sampling, 2, str(tiny_recipe(tmp_path, "cut", False, 2, 1, 1, STEPS, **changes)), True, 2)
     whole, wanted = metrics_of(tmp_path, "whole"), expected(tmp_path)
     assert metrics_of(tmp_path, "cut") == whole
@@ -121,7 +117,7 @@ def test_a_step_takes_prompts_until_its_groups_differ_and_a_resume_goes_on_at_th
     for line, step in zip(whole, wanted, strict=True):
         assert (line["rollout/rounds"], line["rollout/filler_groups"]) == (step["rounds"], step["filled"])
         assert line["rollout/extra_prompts"] == PROMPTS * (step["rounds"] - 1)
-        rows = read_lines(runs / "whole" / "samples" / f"step-{line['step']:06d}.jsonl")
+        rows = read_lines(tmp_path / "runs" / "whole" / "samples" / f"step-{line['step']:06d}.jsonl")
         assert [row["group"] for row in rows] == [prompt for prompt, _ in step["groups"] for _ in range(SIZE)]
         assert [row["reward"] for row in rows] == [reward for _, rewards in step["groups"] for reward in rewards]
         for row in rows:

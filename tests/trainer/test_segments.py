@@ -23,6 +23,15 @@ from tests.segment_cases import Span, cut
 
 STEPS, PROMPTS, SIZE, LONGEST = 2, 4, 4, 12
 AGENT = {"kind": "agent", "target": "tests.agents:run", "max_turns": 1, "max_episode_tokens": LONGEST}
+OF_ROLLOUTS: dict[str, Any] = {
+    "algorithm__aggregation": "sequence_mean",
+    "algorithm__policy_loss": {"kind": "gspo"},
+    "algorithm__mismatch": {"correction": "clip", "level": "geometric", "cap": 1.2},
+}
+MAX_PROMPT = 4 + LONGEST - 2  # a later segment has all before it as its prompt
+# One sequence alone fills a micro-batch, and the sequences of a mini-batch do not divide over two ranks or stages.
+TIGHT: dict[str, Any] = {"phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": MAX_PROMPT + LONGEST}}}
+PAIRS: dict[str, Any] = {"phases__actor_update": {"mini_batch": 8, "micro_batch": {"sequences": 2}}}
 
 
 def group_of(samples: Sequence[Sequence[Sample]], number: int) -> GroupResult:
@@ -39,23 +48,24 @@ def played(count: int, step: int) -> EpisodeFacts:
     return EpisodeFacts(rewards, ones, 0 * ones, ones > 0, none, none, notes)
 
 
-def spans_of(rollout: int, length: int) -> list[Span]:
-    """Every third rollout is whole, the others fall into two or three segments of unlike histories."""
-    if rollout % 3 == 0 or length < 4:
+def spans_of(rollout: int, length: int, first: int) -> list[Span]:
+    """Every third rollout is whole, the others fall into two or three segments of unlike histories, after `first` tokens."""
+    if rollout % 3 == 0 or length < first + 2:
         return [(0, 0, length)]
     if rollout % 3 == 1:
-        return [(0, 0, length // 2), (length // 2, length // 2, length)]
-    return [(0, 0, 1), (0, 1, 3), (2, 3, length)]
+        return [(0, 0, first), (first, first, length)]
+    return [(0, 0, first), (0, first, first + 1), (first, first + 1, length)]
 
 
-def dump_in_groups(source: Path, into: Path, split: bool) -> int:
-    """Dump the rollouts of `source` as an environment's, split or not. Returns how many sequences the last step has."""
+def dump_in_groups(source: Path, into: Path, first: int | None) -> int:
+    """Dump the rollouts of `source` as an environment's, split after `first` tokens or whole. Returns how many sequences the
+    last step has."""
     for step in range(1, STEPS + 1):
         samples = FilePayload(str(source / f"step-{step:06d}.npz")).fetch(range(PROMPTS * SIZE))
-        pieces = [
-            cut(sample, spans_of(number, len(sample.completion.own)) if split else [(0, 0, len(sample.completion.own))])
-            for number, sample in sorted(samples.items())
-        ]
+        pieces = []
+        for number, sample in sorted(samples.items()):
+            length = len(sample.completion.own)
+            pieces.append(cut(sample, spans_of(number, length, length if first is None else first)))
         results = [group_of(pieces[first : first + SIZE], samples[first].group) for first in range(0, len(pieces), SIZE)]
         batch = batch_of(results, played(len(pieces), step))
         dump_rollout(into, step, batch)
@@ -63,34 +73,50 @@ def dump_in_groups(source: Path, into: Path, split: bool) -> int:
 
 
 @pytest.mark.layout
-@pytest.mark.parametrize("ppo", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["grpo", "ppo"])
-def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Path, ppo: bool) -> None:
-    """On two ranks, with shared prompts, several mini-batches, and micro-batches whose number does not divide."""
-    tiny_run(tmp_path)
-    source = fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST)
+@pytest.mark.parametrize(
+    ("layout", "data", "ppo", "family", "more"),
+    [
+        ({}, 2, False, "qwen3", OF_ROLLOUTS),
+        ({}, 2, False, "qwen3", TIGHT),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 1, False, "qwen3", TIGHT),
+        pytest.param({}, 2, True, "qwen3", {}, marks=pytest.mark.nightly),
+        pytest.param({"context": 2}, 2, False, "qwen3", PAIRS, marks=pytest.mark.nightly),
+        pytest.param({"expert": 2}, 2, False, "qwen3_moe", TIGHT, marks=pytest.mark.nightly),
+    ],
+    ids=["together", "data", "virtual pipeline", "ppo", "context", "experts"],
+)
+def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(
+    tmp_path: Path, layout: dict[str, int], data: int, ppo: bool, family: str, more: dict[str, Any]
+) -> None:
+    """Whose prompts are shared, or which run alone, in several mini-batches."""
+    tiny_run(tmp_path, family)
+    ranks = data * layout.get("pipeline", 1) * layout.get("context", 1)
+    first, draw = (LONGEST - 2, lambda _: LONGEST) if more is TIGHT else (2, None)
+    source = fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST, draw)
     changes: dict[str, Any] = {
+        "actor__layout": layout,
         "environment": AGENT | {"max_segments": 3},
         "reward": [],
-        "data__max_prompt_tokens": 8 + LONGEST,  # a later segment has all before it as its prompt
+        "data__max_prompt_tokens": MAX_PROMPT,
         "telemetry__samples_per_step": PROMPTS * SIZE,
         "phases__actor_update": {"mini_batch": 8, "micro_batch": {"max_tokens": 96}, "share_prompts": True},
         "phases__actor_logprob": {"micro_batch": {"sequences": 3}},
-    }  # fmt: skip
-    if not ppo:
-        changes |= {"algorithm__aggregation": "sequence_mean", "algorithm__policy_loss": {"kind": "gspo"}}
+    } | more  # fmt: skip
     for name in ("whole", "split"):
-        num_sequences = dump_in_groups(source, tmp_path / name, split=name == "split")
+        num_sequences = dump_in_groups(source, tmp_path / name, first if name == "split" else None)
         train_on_ranks(
-            tiny_recipe(tmp_path, f"of-{name}", ppo, 2, 1, 1, STEPS, **changes, rollout__replay=str(tmp_path / name))
+            tiny_recipe(tmp_path, f"of-{name}", ppo, ranks, 1, 1, STEPS, **changes, rollout__replay=str(tmp_path / name))
         )
     assert num_sequences > PROMPTS * SIZE
+    num_passes = data * metrics_of(tmp_path, "of-split")[-1]["schedule/actor_update/micro_batches"]
+    assert (num_passes > num_sequences) == (more is TIGHT), "some passes are empty"
     for whole, split in zip(*(metrics_of(tmp_path, f"of-{name}") for name in ("whole", "split")), strict=True):
         assert whole["rollout/segments_max"] == 1 and whole["rollout/num_sealed"] == 0
         assert split["rollout/segments_max"] == 3 and split["rollout/num_sealed"] > 0
         for key in ("reward/mean", "reward/deviation", "rollout/own_length_mean", "rollout/turns_mean"):
             assert split[key] == whole[key], key
         for key in ("actor/grad_norm", "actor/loss", "actor/entropy", "mismatch/logprob_mean"):
-            assert split[key] == pytest.approx(whole[key], rel=2e-3, abs=1e-6), key
+            assert split[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
         assert whole["actor/grad_norm"] > 0
         if ppo:
             assert split["critic/grad_norm"] == pytest.approx(whole["critic/grad_norm"], rel=2e-3)
@@ -102,7 +128,7 @@ def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(tmp_path: Pa
 
 def test_rollouts_of_more_segments_than_the_recipe_has_memory_for_are_refused(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    dump_in_groups(fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST), tmp_path / "split", split=True)
+    dump_in_groups(fake_rollouts(tmp_path, STEPS, PROMPTS, SIZE, LONGEST), tmp_path / "split", 2)
     changes = {"environment": AGENT | {"max_segments": 2}, "reward": []}
     recipe = load_recipe(tiny_recipe(tmp_path, "few", False, 1, 1, 1, STEPS, **changes))
     with np.load(tmp_path / "split" / "step-000001.npz") as dump:

@@ -4,7 +4,6 @@ on with the groups that were under way."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from megarl.data.tokenizer import load_tokenizer
-from tests.runs import metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.runs import forget_after, metrics_of, tiny_recipe, tiny_run, train_on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.stream]
 
@@ -63,7 +62,7 @@ def test_a_stale_run_keeps_its_bound_and_a_resume_goes_on_with_the_groups_under_
     saved = torch.load(run / "checkpoints" / f"step-{SAVED:06d}" / "rollouts.pt", weights_only=True)
     under_way = {group["index"]: group["parts"][0] for group in saved["groups"]}
     assert under_way and not set(under_way) & {group for step in first[:SAVED] for group in step}
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:06d}")
+    forget_after(run, SAVED)
     train_on_ranks(recipe, resume=True)
     assert check(tmp_path)[:SAVED] == first[:SAVED]
 

@@ -13,7 +13,7 @@ from megarl.models import ModelShape
 from megarl.models.stored_weights import check_weights
 from megarl.telemetry.report import run_page, subtitle
 from megarl.telemetry.report_run import read_run
-from tests.runs import evaluations_of, metrics_of, train_on_ranks
+from tests.runs import copy_until, evaluations_of, metrics_of, train_on_ranks
 from tests.supervised_cases import LR, STEPS, batches_of, dpo_loss, score_loss, sft_loss, supervised_recipe, supervised_run
 
 pytestmark = pytest.mark.layout
@@ -120,8 +120,7 @@ def test_a_resumed_run_goes_on_exactly_and_adapters_lower_the_held_out_loss(tmp_
     }
     whole = supervised_recipe(tmp_path, "whole", run__steps=12, **changes)
     train_on_ranks(whole)
-    short = supervised_recipe(tmp_path, "cut", run__steps=4, **changes)
-    train_on_ranks(short)
+    copy_until(tmp_path, "whole", 4, "cut")
     train_on_ranks(supervised_recipe(tmp_path, "cut", run__steps=12, **changes), resume=True)
     assert metrics_of(tmp_path, "cut") == metrics_of(tmp_path, "whole")
     losses = [line["evaluation/loss"] for line in evaluations_of(tmp_path, "whole")]

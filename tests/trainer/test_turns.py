@@ -1,5 +1,6 @@
 """Whole runs with an environment, an agent or a command: every number of an episode follows from its tokens, failures count
-for nothing, each rollout has its reward or its mask, and a resume plays the groups that are left."""
+for nothing, each rollout has its reward or its mask, and a resume plays the groups that are left. The run with an
+environment is that of test_faults.py, whose engine dies."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def questions(folder: Path) -> None:
 
 def evaluated(folder: Path) -> dict[str, Any]:
     prompts = {"kind": "jsonl", "path": str(folder / "others.jsonl"), "prompt_field": "question", "answer_field": "answer"}
-    return {"evaluation": {"prompts": prompts, "completions": 2}}
+    return {"evaluation": {"prompts": prompts, "completions": 2, "every": 2}}
 
 
 def check_episode(tokenizer: Any, sample: Sample, row: dict[str, Any]) -> float:
@@ -64,13 +65,11 @@ def check_episode(tokenizer: Any, sample: Sample, row: dict[str, Any]) -> float:
     return reward
 
 
-def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    questions(tmp_path)
-    train_on_ranks(tiny_recipe(tmp_path, "live", False, 1, 1, 1, 2, **CHANGES, **evaluated(tmp_path)))
-    run, tokenizer = tmp_path / "runs" / "live", load_tokenizer(str(tmp_path / "model"))
-    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    for line in metrics_of(tmp_path, "live"):
+def check_run(folder: Path, name: str) -> None:
+    """The run trained on what the policy said in its episodes, and was evaluated twice."""
+    run, tokenizer = folder / "runs" / name, load_tokenizer(str(folder / "model"))
+    rows = read_lines(folder / "prompts.jsonl")
+    for line in metrics_of(folder, name):
         file = run / "rollouts" / f"step-{line['step']:06d}.npz"
         samples = FilePayload(str(file)).fetch(range(PROMPTS * SIZE))
         table = read_lines(run / "samples" / f"step-{line['step']:06d}.jsonl")
@@ -94,7 +93,7 @@ def test_a_run_plays_episodes_and_trains_on_what_the_policy_said(tmp_path: Path)
         assert line["reward/mean"] == pytest.approx(np.mean(rewards)) and line["actor/grad_norm"] > 0
         # What the trainer says of the policy's tokens is what the engine said when it sampled them, turn by turn.
         assert line["mismatch/logprob_max"] <= 1e-4 and line["rollout/version"] == line["step"] - 1
-    evaluations = evaluations_of(tmp_path, "live")
+    evaluations = evaluations_of(folder, name)
     assert len(evaluations) == 2 and all(evaluation["evaluation/num_masked"] == 0 for evaluation in evaluations)
     assert all(evaluation["evaluation/completion_length_mean"] > LONGEST for evaluation in evaluations), (
         "of more than one turn"
@@ -149,7 +148,8 @@ KINDS = {"agent": {"kind": "agent", "target": "tests.agents:talk"}, "command": {
 
 # In CI a command's rewards and faults: tests/rollout/test_agent.py.
 @pytest.mark.parametrize("kind", ["agent", pytest.param("command", marks=pytest.mark.nightly)])
-def test_a_run_trains_on_what_an_agent_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_run_trains_on_what_an_agent_asked(tmp_path: Path, kind: str) -> None:
+    """On two data-parallel ranks."""
     (tmp_path / "program.py").write_text(PROGRAM)
     tiny_run(tmp_path)
     rows = [{"question": f"{a}+{a}", "answer": str(a + a)} for a in range(PROMPTS)]
@@ -161,7 +161,7 @@ def test_a_run_trains_on_what_an_agent_asked(tmp_path: Path, monkeypatch: pytest
         "algorithm__group_size": MEMBERS,
         "phases__actor_update": {"mini_batch": PROMPTS * MEMBERS, "micro_batch": {"max_tokens": 128}},
     }  # fmt: skip
-    train_on_ranks(tiny_recipe(tmp_path, kind, False, 1, 1, 1, 2, **changes))
+    train_on_ranks(tiny_recipe(tmp_path, kind, False, 2, 1, 1, 2, **changes))
     for line in metrics_of(tmp_path, kind):
         table = read_lines(tmp_path / "runs" / kind / "samples" / f"step-{line['step']:06d}.jsonl")
         assert line["reward/num_masked_environment"] == MEMBERS == sum(not row["valid"] for row in table), "it never asked"

@@ -15,7 +15,7 @@ from megarl.megatron.export import export
 from megarl.telemetry.report import run_page
 from megarl.telemetry.report_run import read_run
 from tests.learning_cases import CHANCE, GOAL, LAST, learning_recipe, rewards_of
-from tests.runs import evaluations_of, fake_rollouts, metrics_of, train_on_ranks
+from tests.runs import evaluations_of, fake_rollouts, forget_after, metrics_of, train_on_ranks
 from tests.supervised_cases import STEPS, supervised_recipe, supervised_run
 from tests.warmup_cases import RL_STEPS, SCHEDULE, rl_recipe, warm_recipe
 
@@ -82,9 +82,7 @@ def test_a_resume_goes_on_exactly_at_the_end_of_the_warmup_and_before(folder: Pa
     train_on_ranks(recipe)
     whole, run = metrics_of(saved, "whole"), saved / "runs" / "whole"
     for done in (STEPS, STEPS - 1):
-        for checkpoint in (run / "checkpoints").glob("step-*"):
-            if int(checkpoint.name[5:]) > done:
-                shutil.rmtree(checkpoint)
+        forget_after(run, done)
         train_on_ranks(recipe, resume=True)
         assert metrics_of(saved, "whole") == whole, f"resumed after step {done}"
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
