@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from megarl.cluster.node import main
 from megarl.cluster.node_settings import address_towards, network_environment, read_node_settings
 from megarl.telemetry.exit_status import BAD_INPUT
 from tests.ports import unused_port
+from tests.sink_cases import wait_for
 
 DEADLINE_S = 600
 ROOT = Path(__file__).parents[2]
@@ -115,20 +115,10 @@ time.sleep(600)
 def test_the_processes_of_a_killed_node_end() -> None:
     node = subprocess.Popen([sys.executable, "-c", TIED], stdout=subprocess.PIPE, text=True)
     assert node.stdout is not None
-    child = psutil.Process(int(node.stdout.readline()))
+    child = int(node.stdout.readline())
     node.kill()
     node.communicate()
-    end = time.monotonic() + 60
-    while lives(child):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_engines_get_no_signal_of_a_preemption_and_leave_nothing_when_they_are_killed() -> None:
