@@ -56,6 +56,7 @@ PROGRAMS = {
         "import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
         "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path",
         f"assert not __import__('os').path.exists({__file__!r})",
+        "import ctypes, os\nassert all(ctypes.CDLL(None).unshare(flag) < 0 for flag in (0x20000, 0x10000000, 0x40000000))",
         "import os; assert os.getuid() != 0 and 'MEGARL_SECRET' not in os.environ and len(os.listdir('/proc/self/fd')) < 7",
     ],
 }  # fmt: skip
