@@ -59,12 +59,8 @@ class Fault:
     @property
     def name(self) -> str:
         who = f"rank{self.rank}" if self.process is None else self.process.replace(" ", "-")
-        return (
-            f"{self.kind}-{who}-{self.phase}"
-            + (f"-{self.span}" if self.span else "")
-            + (f"-{self.nodes}nodes" if self.nodes > 1 else "")
-            + ("-norestart" if not self.restarts else "")
-        )
+        others = [self.span, f"{self.nodes}nodes" if self.nodes > 1 else "", "" if self.restarts else "norestart"]
+        return "-".join([self.kind, who, self.phase, *filter(None, others)])
 
     @property
     def recovers(self) -> bool:
