@@ -11,7 +11,6 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from email.message import Message
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -54,9 +53,9 @@ def judge(text, prompt):
             os._exit(3)
     if text == "down":
         raise ConnectionRefusedError("no judge")
-    if text.endswith("once more") and not os.path.exists(__file__ + text[0]):
-        open(__file__ + text[0], "w").close()
-        raise (RuntimeError if text[0] == "e" else TimeoutError)("no judge")
+    if text.endswith("once more") and not os.path.exists(__file__ + text):
+        open(__file__ + text, "w").close()
+        raise (RuntimeError if text.startswith("error") else TimeoutError)("no judge")
     if text == "error, and hang once more":
         time.sleep(999)
     if text == "fill":
@@ -176,12 +175,7 @@ def test_an_outage_of_a_service_that_a_function_asks_is_no_0(own_rewards, monkey
 
     monkeypatch.setattr(VerifierProcess, "_ask", in_no_time)
     texts = ["error once more", "timeout once more", "down", "error, and hang once more", "raise"]
-    # Each text leaves a mark by its first letter: what it says depends on whether it was asked before.
-    first, later = texts[:3], texts[3:]
-    scores = score_tasks(VerifierProcess(own_rewards), (first, prompts(*first), 60))[0]
-    for mark in Path(sys.path[0]).glob("own_rewards.py?"):
-        mark.unlink()
-    scores += score_tasks(VerifierProcess(own_rewards), (later, prompts(*later), 60))[0]
+    (scores,) = score_tasks(VerifierProcess(own_rewards), (texts, prompts(*texts), 60))
     assert [score.parts and score.parts["judge"] for score in scores] == [1.0, 1.0, None, None, 0.0]
     assert [score.cause for score in scores] == ["", "", "verifier", "verifier", "error"]
     assert "no judge" in scores[0].failure and "ConnectionRefusedError: no judge" in scores[2].failure
