@@ -137,33 +137,29 @@ def score_tasks(verifiers, *tasks):
     return asyncio.run(play())
 
 
-def test_a_raising_and_a_dying_verifier_fail_alone(own_rewards):
-    texts = ["a", "raise", "b", "die once", "die", "a"]
-    (scores,) = score_tasks(VerifierProcess(own_rewards), (texts, prompts("a", "a", "a", "die once", "a", "a"), 60))
-    assert [score.parts for score in scores] == [{"judge": value} for value in (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)]
-    assert [score.cause for score in scores] == ["", "error", "", "", "crash", ""], "the text is no cause of `die once`"
-    assert "KeyError: 'what'" in scores[1].failure
-    assert "exit status 3 on prompt 3" in scores[3].failure and "exit status 3 on prompt 4" in scores[4].failure
-    assert not any(score.timed_out for score in scores)
-
-
-def test_the_server_of_the_verifiers_is_started_again(own_rewards):
+def test_a_verifier_that_raises_dies_or_is_lost_with_its_server_fails_alone(own_rewards):
     verifiers = VerifierProcess(own_rewards)
 
     async def play():
         try:
             await verifiers.load()
+            texts = ["a", "raise", "b", "die once", "die", "a"]
+            scores = await verifiers.score_task(texts, prompts("a", "a", "a", "die once", "a", "a"), 60)
             killed = verifiers._server.process
             os.kill(killed, signal.SIGKILL)
             os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT)  # its child is killed with it
-            (score,) = await verifiers.score_task(["a"], prompts("a"), 60)
+            scores += await verifiers.score_task(["a"], prompts("a"), 60)
             assert verifiers._server.process != killed
-            return score
+            return scores
         finally:
             verifiers.close()
 
-    score = asyncio.run(play())
-    assert score.parts == {"judge": 1.0} and not score.cause and "gone" in score.failure
+    scores = asyncio.run(play())
+    assert [score.parts for score in scores] == [{"judge": value} for value in (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0)]
+    assert [score.cause for score in scores] == ["", "error", "", "", "crash", "", ""], "the text is no cause of `die once`"
+    assert "KeyError: 'what'" in scores[1].failure
+    assert "exit status 3 on prompt 3" in scores[3].failure and "exit status 3 on prompt 4" in scores[4].failure
+    assert "gone" in scores[6].failure and not any(score.timed_out for score in scores)
 
 
 def test_an_outage_of_a_service_that_a_function_asks_is_no_0(own_rewards, monkeypatch):
