@@ -1,7 +1,6 @@
 """The Ray of one node, as `megarl.cluster.node` starts it, with an actor that has a child, as engines have. Sends all
-of them the signals of a preemption, then kills the actor alone; prints who was left each time."""
+of them the signals of a preemption, which none may get, then kills the actor alone, which may leave nothing."""
 
-import json
 import os
 import signal
 import sys
@@ -44,24 +43,25 @@ def main(port: str) -> None:
             actor = ray.remote(WithChild).options(num_cpus=0).remote()
             engine = psutil.Process(ray.get(actor.start.remote(), timeout=DEADLINE_S))
             of_engine = engine.children()
+            assert len(of_engine) == 2, "its child and the tracker of resources"
             everybody = [daemons, *daemons.children(recursive=True)]
             for number in SIGNALS:
                 for process in everybody:
                     process.send_signal(number)
-            child_lives = ray.get(actor.child_lives.remote(), timeout=DEADLINE_S)
+            assert ray.get(actor.child_lives.remote(), timeout=DEADLINE_S)
             gone = [process.name() for process in everybody if process.status() == psutil.STATUS_ZOMBIE]
+            assert gone == []
 
             engine.send_signal(signal.SIGKILL)
             end = time.monotonic() + DEADLINE_S
             while any(process.is_running() for process in of_engine) and time.monotonic() < end:
                 descendants.tend((daemons.pid,))
                 time.sleep(0.1)
-            left = [process.cmdline() for process in of_engine if process.is_running()]
+            assert [process.cmdline() for process in of_engine if process.is_running()] == []
             stop_cluster()
         finally:
             descendants.end()
-    print(json.dumps({"num_of_engine": len(of_engine), "child_lives": child_lives, "gone": gone, "left": left,
-                      "at_the_end": len(psutil.Process().children())}))  # fmt: skip
+    assert psutil.Process().children() == []
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
                 yield record
 
 
-def wait_for(is_so: Callable[..., bool]) -> None:
+def wait_for(is_so: Callable[..., object]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if is_so():

@@ -7,7 +7,6 @@ ends with the test.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -42,14 +41,8 @@ class SlurmCluster:
     def run(
         self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env={**self.environment, **(environment or {})},
-            check=False,
-        )
+        settings = {**self.environment, **(environment or {})}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=settings, check=False)
         assert not check or done.returncode == 0, f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
@@ -62,50 +55,47 @@ class SlurmCluster:
         words = self.run("scontrol", "--oneliner", "show", "job", number).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, timeout_s: float, *states: str, said: Path | None = None) -> dict[str, str]:
-        """Until a job is in one of some states, or has ended; raises AssertionError with its output when that takes long."""
+    def wait(self, number: str, timeout_s: float, output: Path) -> dict[str, str]:
+        """Wait for the end of a job and return how it stands. Raises AssertionError with its output if that takes long."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        self.until(lambda: self.job(number)["JobState"] in (*states, *ends), timeout_s, said)
+        self.until(lambda: self.job(number)["JobState"] in ends, timeout_s, output)
         return self.job(number)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float, said: Path | None = None) -> None:
-        """Poll; raises AssertionError with the end of what `said` holds when it takes long."""
+    def until(self, condition: Callable[[], bool], timeout_s: float, *files: Path) -> None:
+        """Wait for a condition. Raises AssertionError with the ends of `files` if that takes long."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() >= deadline:
-                text = said.read_text()[-4000:] if said is not None and said.is_file() else ""
-                raise AssertionError(f"not after {timeout_s:g} s\n{self.run('squeue', check=False).stdout}\n{text}")
+                texts = [f"{file.name}: {file.read_text()[-4000:]}" for file in files if file.is_file()]
+                queue = self.run("squeue", check=False).stdout
+                raise AssertionError("\n".join([f"not after {timeout_s:g} s", queue, *texts]))
             time.sleep(0.2)
-
-
-def why_not_here() -> str | None:
-    """Why no Slurm can be started on this machine; None where one can."""
-    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=_path()) is None]
-    if absent:
-        return f"no {', '.join(absent)}: Debian packages slurm-wlm and munge, which `make setup` installs as root"
-    return None if os.geteuid() == 0 else "slurmd starts jobs as other users, which only root may"
 
 
 @contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
     """Two nodes that take jobs; when it ends, no daemon and no job of it is left."""
-    why = why_not_here()
-    if why is not None:
-        pytest.skip(why)
+    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=_path()) is None]
+    if absent:
+        pytest.skip(f"no {', '.join(absent)}: Debian packages slurm-wlm and munge, which `make setup` installs as root")
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts jobs as other users, which only root may")
     # Not the test's own folder: a UNIX socket's path may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="megarl-slurm-"))
     cluster = SlurmCluster(folder)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        logs = [folder / f"{name}.out" for name in ("munged", "slurmctld", *NODES)]
         _start_munge(folder, stack)
+        cluster.until((folder / "munge.socket").exists, DEADLINE_S, *logs)
         _write_configuration(folder)
         _spawn(folder, stack, cluster.environment, "slurmctld", "slurmctld", "-D")
-        _until(folder, "slurmctld", lambda: cluster.run("scontrol", "ping", check=False).returncode == 0)
+        cluster.until(lambda: cluster.run("scontrol", "ping", check=False).returncode == 0, DEADLINE_S, *logs)
         for node in NODES:
             _spawn(folder, stack, cluster.environment, node, "slurmd", "-D", "-N", node)
         stack.callback(_cancel_all, cluster)
         states = ("sinfo", "--noheader", "--Node", "--format=%T")
-        _until(folder, "slurmd", lambda: cluster.run(*states).stdout.split() == ["idle"] * len(NODES))
+        cluster.until(lambda: cluster.run(*states).stdout.split() == ["idle"] * len(NODES), DEADLINE_S, *logs)
         yield cluster
 
 
@@ -115,15 +105,14 @@ def _path() -> str:
 
 
 def _start_munge(folder: Path, stack: ExitStack) -> None:
-    key, munge_socket = folder / "munge.key", folder / "munge.socket"
+    key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    files = {"key-file": key, "socket": munge_socket, "pid-file": folder / "munged.pid", "seed-file": folder / "munged.seed",
-             "log-file": folder / "munged.log"}  # fmt: skip
+    files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid",
+             "seed-file": folder / "munged.seed", "log-file": folder / "munged.log"}  # fmt: skip
     # --force: a folder that others cannot enter is an error of munged otherwise; nobody else has to reach this one.
     options = [f"--{name}={path}" for name, path in files.items()]
     _spawn(folder, stack, dict(os.environ), "munged", "munged", "--foreground", "--force", *options)
-    _until(folder, "munged", munge_socket.exists)
 
 
 def _write_configuration(folder: Path) -> None:
@@ -186,15 +175,4 @@ def _cancel_all(cluster: SlurmCluster) -> None:
     numbers = cluster.run("squeue", "--noheader", "--format=%A").stdout.split()
     if numbers:
         cluster.run("scancel", *numbers)
-    deadline = time.monotonic() + DEADLINE_S
-    while cluster.run("squeue", "--noheader").stdout.strip() and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
-def _until(folder: Path, name: str, condition: Callable[[], bool]) -> None:
-    """Poll; raises AssertionError with what every daemon said when it takes long."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        logs = "\n".join(re.sub(r"^", f"{log.name}: ", log.read_text()[-2000:], flags=re.M) for log in folder.glob("*.out"))
-        assert time.monotonic() < deadline, f"{name} is not up after {DEADLINE_S:g} s\n{logs}"
-        time.sleep(0.1)
+    cluster.until(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), DEADLINE_S)

@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from megarl.telemetry.clock import UNACCOUNTED
 from megarl.telemetry.trace import FOLDER, SCALE
 
 MOST_SHARE = 0.01
 READING_S = 2e-3  # two clocks are read one after the other, and events are rounded to microseconds
 
 
-class Sums(NamedTuple):
-    """Of one rank, over all its steps but the last; in seconds."""
-
-    wall: float  # by time.time: from the start of the first of them to the start of the last one
-    spans: dict[str, float]  # by name, what no span inside has; what is left of a phase is `unaccounted` there
-    outside: float  # in no phase
-
-
-def sums_of(run: Path) -> list[Sums]:
-    """The ranks' sums from their files alone."""
-    sums = []
-    for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
-        lines = [line for line in map(json.loads, path.read_text().splitlines()) if "step" in line]
-        assert len(lines) > 1, f"{path}: of the last step no other clock says how long it was"
-        spans: dict[str, float] = {}
-        outside = 0.0
-        for line in lines[:-1]:
-            outside += _add(line, spans)
-        sums.append(Sums(lines[-1]["start"] - lines[0]["start"], spans, outside))
-    return sums
-
-
-def _add(line: dict, spans: dict[str, float]) -> float:
-    """Add a step's spans to the sums; its seconds in no phase. An event lies in the next one that is one level less deep."""
-    inside: list[float] = []  # by depth: seconds of closed events whose parent is still open
-    outside = line["seconds"]
-    for name, depth, _, lasted in line["events"]:  # in the order of their ends
-        inside += [0.0] * (depth + 2 - len(inside))
-        self_time = lasted - inside[depth + 1]
-        assert self_time >= -SCALE * READING_S, f"{name}: its spans are longer than it is"
-        inside[depth + 1] = 0.0
-        inside[depth] += lasted
-        key = name if depth else UNACCOUNTED
-        spans[key] = spans.get(key, 0.0) + self_time / SCALE
-        if depth == 0:
-            outside -= lasted / SCALE
-    return outside
-
-
 def check_spans(run: Path, ranks: int) -> None:
-    """The spans of each rank sum to its wall time within one part in a hundred, with what lies outside of phases, and that
-    alone is no more than as much."""
-    by_rank = sums_of(run)
-    assert len(by_rank) == ranks
-    for rank, sums in enumerate(by_rank):
-        total = sum(sums.spans.values()) + sums.outside
-        assert abs(total - sums.wall) <= MOST_SHARE * sums.wall + READING_S, f"rank {rank}: {total} s of {sums.wall} s"
-        assert -READING_S <= sums.outside <= MOST_SHARE * sums.wall, f"rank {rank}: {sums.outside} s are in no phase"
+    """Check each rank's steps except the last, whose length no other clock measures. They sum to the rank's wall time within
+    one part in a hundred, and all but as little of that time is in phases."""
+    files = sorted((run / FOLDER).glob("rank-*.jsonl"))
+    assert len(files) == ranks
+    for file in files:
+        *lines, last = [line for line in map(json.loads, file.read_text().splitlines()) if "step" in line]
+        assert lines, f"{file} has one step"
+        wall_s = last["start"] - lines[0]["start"]  # by time.time
+        total_s = sum(line["seconds"] for line in lines)
+        assert abs(total_s - wall_s) <= MOST_SHARE * wall_s + READING_S, f"{file}: {total_s} s of {wall_s} s"
+        outside_s = total_s - sum(_phase_seconds(line["events"]) for line in lines)
+        assert -READING_S <= outside_s <= MOST_SHARE * wall_s, f"{file}: {outside_s} s are in no phase"
+
+
+def _phase_seconds(events: list[Any]) -> float:
+    """Return the seconds of a step in phases, and check that each phase and span is as long as the spans inside it, which
+    have ended before it."""
+    inside = Counter[int]()  # by depth: length of the events whose parent is still open
+    for name, depth, _, length in events:
+        assert inside[depth + 1] <= length + SCALE * READING_S, f"{name}: its spans are longer than it is"
+        inside[depth + 1] = 0
+        inside[depth] += length
+    assert not any(inside[depth] for depth in inside if depth), "a span is in no phase"
+    return inside[0] / SCALE

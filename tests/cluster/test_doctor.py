@@ -23,11 +23,11 @@ from megarl.cluster.doctor import (
     Severity,
     check_machine,
     check_network,
+    check_node,
     check_packages,
     check_precision,
     check_slurm,
     compare_nodes,
-    examine,
 )
 from tests.ports import unused_port
 
@@ -44,12 +44,6 @@ def assert_fails(findings: Iterator[CheckResult] | list[CheckResult], check: str
     finding = finding_of(findings, check)
     assert finding.severity == Severity.FAIL and finding.fix
     assert all(text in f"{finding.message} {finding.fix}" for text in texts), finding
-
-
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server
 
 
 def doctor(*arguments: str, path: Path | None = None, before: str = "") -> tuple[int, list[CheckResult]]:
@@ -72,7 +66,7 @@ def test_a_node_without_faults_is_fit() -> None:
     }
 
 
-def test_packages_that_do_not_fit(tmp_path: Path) -> None:
+def test_a_node_with_unfit_packages_few_open_files_and_ports_in_use(tmp_path: Path) -> None:
     """A torch for CUDA without a GPU, a torchvision for another torch, and another Ray."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
@@ -81,18 +75,18 @@ def test_packages_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     (tmp_path / "ray-1.0.dist-info").mkdir()
     (tmp_path / "ray-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.0\n")
-    code, findings = doctor(path=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as torchrun, socket.create_server(("127.0.0.1", 0)) as head:
+        ports = {"torchrun": torchrun.getsockname()[1], "Ray": head.getsockname()[1]}
+        options = ["--master", f"127.0.0.1:{ports['torchrun']}", "--ray-port", str(ports["Ray"])]
+        code, findings = doctor(*options, path=tmp_path, before="ulimit -n 512; ")
     assert code == 1
     assert_fails(findings, "torch build", "CUDA 12.8", "CPU build")
     assert_fails(findings, "torchvision", "nms does not exist", "pip uninstall torchvision")
     ray = finding_of(findings, "package ray")
     assert ray.severity == Severity.WARN and ray.message == "1.0" and "==2.60.0" in ray.fix
-
-
-def test_a_low_limit_of_open_files() -> None:
-    code, findings = doctor(before="ulimit -n 512; ")
-    assert code == 1
     assert_fails(findings, "open files", "512", "ulimit -n 65536")
+    for program, port in ports.items():
+        assert_fails(findings, f"port {port}", f"for {program}", "already in use", "ss -ltnp")
 
 
 @pytest.mark.parametrize(("flags", "precision", "slow"), [
@@ -109,7 +103,7 @@ def test_a_precision_that_the_cpu_must_emulate(flags: str, precision: str, slow:
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["nowhere-to-be-found==1.0"])
-    assert_fails(check_packages(), "package nowhere-to-be-found", "not installed", "==1.0")
+    assert_fails([next(check_packages())], "package nowhere-to-be-found", "not installed", "==1.0")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small tmpfs")
@@ -136,11 +130,6 @@ def test_missing_shared_memory_and_a_run_directory_that_cannot_be_written(tmp_pa
     assert_fails(check_machine(Path("/proc/runs")), "run directory", "/proc takes no file")
 
 
-def test_a_port_in_use(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    assert_fails(check_network({"torchrun": port}), f"port {port}", "for torchrun", "already in use", "ss -ltnp")
-
-
 def test_a_missing_interface() -> None:
     assert_fails(check_network({}, {"GLOO_SOCKET_IFNAME": "ib7"}), "GLOO_SOCKET_IFNAME", "ib7", "lo", "export")
     findings = list(check_network({}, {"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
@@ -160,13 +149,10 @@ def test_a_silent_controller_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert_fails(check_slurm({"SLURM_JOB_ID": "1"}), "slurm controller", "node0 is DOWN", "slurmctld")
 
 
-def test_a_model_that_this_node_lacks_and_a_port_of_ray_in_use(tmp_path: Path, listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    master = ("127.0.0.1", unused_port())
-    options = DoctorOptions(run_dir=tmp_path, model=str(tmp_path / "model"), master=master, ray_port=port)
-    findings = list(examine(options))
-    assert_fails(findings, "model", "no config.json", "copy it to each")
-    assert_fails(findings, f"port {port}", "for Ray", "already in use")
+def test_a_model_that_this_node_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("megarl.cluster.doctor.check_packages", list)  # its imports take seconds
+    options = DoctorOptions(run_dir=tmp_path, model=str(tmp_path / "model"))
+    assert_fails(check_node(options), "model", "no config.json", "copy it to each")
 
 
 def compare(
@@ -247,9 +233,10 @@ def test_a_node_whose_report_stalls_is_sent_away_and_may_come_again(monkeypatch:
     assert others == findings and {finding.severity for finding in findings} == {Severity.OK}
 
 
-def test_node_0_reports_that_its_port_is_taken(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    findings = compare_nodes(A, 2, ("127.0.0.1", port), 5.0)
+def test_node_0_reports_that_its_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        findings = compare_nodes(A, 2, ("127.0.0.1", port), 5.0)
     assert_fails(findings, "node 0", f"port {port}: Address already in use", "MASTER_PORT")
 
 

@@ -154,9 +154,9 @@ def test_two_machines_train_to_the_end_and_leave_nothing(folder: Path) -> None:
     assert [line["step"] for line in metrics_of(folder, "whole")] == [1, 2, 3]
 
 
-def until_rollout(folder: Path, sides: list[Side]) -> None:
-    """Wait until the middle of the second rollout."""
-    metrics = folder / "runs" / "rollout" / "metrics.jsonl"
+def until_rollout(folder: Path, sides: list[Side], name: str = "rollout") -> None:
+    """Wait until the middle of the second rollout of a run."""
+    metrics = folder / "runs" / name / "metrics.jsonl"
     wait_until(sides, lambda: metrics.exists() and metrics.read_text().endswith("\n"))
     before = sides[1].engine_seconds()
     wait_until(sides, lambda: sides[1].engine_seconds() > before + ROLLOUT_S)
@@ -211,10 +211,7 @@ def test_a_stopped_engine_on_a_machine_without_ranks_is_named(folder: Path) -> N
         phases__actor_update__micro_batch={"max_tokens": 256},
     )  # fmt: skip
     with job(folder, recipe, TRAINER_NODES="1") as sides:
-        metrics = folder / "runs" / "beside" / "metrics.jsonl"
-        wait_until(sides, lambda: metrics.exists() and metrics.read_text().endswith("\n"))
-        before = sides[1].engine_seconds()
-        wait_until(sides, lambda: sides[1].engine_seconds() > before + ROLLOUT_S)
+        until_rollout(folder, sides, "beside")
         (core,) = [item for item in map(psutil.Process, sides[1].network.processes()) if "EngineCore" in item.name()]
         core.suspend()
         assert_ended(sides, HUNG, 0)

@@ -67,37 +67,35 @@ class Job:
         self.cluster.until(lambda: all("holding" in self.node(number) for number in (0, 1)), JOB_S, self.output)
 
     def ended(self) -> dict[str, str]:
-        return self.cluster.wait(self.number, JOB_S, said=self.output)
+        return self.cluster.wait(self.number, JOB_S, self.output)
+
+
+# A shipped file, its variables, the status of its nodes, and what each node prints.
+JOBS: dict[str, tuple[dict[str, str], str, list[str]]] = {
+    "one_node": ({"MASTER_ADDRESS": "10.0.0.7"}, "0", ["node 0 of 1, 8 ranks on the first 1, master 10.0.0.7"]),
+    "colocated": (
+        {"RANKS_PER_NODE": "2", "MASTER_ADDRESS": "10.0.0.7"},
+        "2",
+        [f"node {number} of 2, 2 ranks on the first 2, master 10.0.0.7" for number in (0, 1)],
+    ),
+    "separate": ({}, "0", [f"node {number} of 2, 8 ranks on the first 1, master node0" for number in (0, 1)]),
+}
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_slurm_accepts_the_file(cluster: SlurmCluster, file: Path) -> None:
-    done = cluster.run(
-        "sbatch", "--test-only", str(file), "recipes/ppo-tiny.yaml", environment={"SBATCH_GPUS_PER_NODE": "0"}
-    )
-    assert "to start at" in done.stderr
-
-
-@pytest.mark.parametrize(("status", "state"), [("0", "COMPLETED"), ("2", "FAILED")])
-def test_a_job_ends_with_the_status_of_its_nodes(cluster: SlurmCluster, tmp_path: Path, status: str, state: str) -> None:
-    job = Job(cluster, tmp_path, MULTI_NODE, status, "run.steps=3", RANKS_PER_NODE="2", MASTER_ADDRESS="10.0.0.7")
+def test_a_shipped_file_runs_its_nodes_and_ends_with_their_status(cluster: SlurmCluster, tmp_path: Path, file: Path) -> None:
+    variables, status, nodes = JOBS[file.stem]
+    job = Job(cluster, tmp_path, str(file), status, "run.steps=3", **variables)
     ended = job.ended()
+    state = "FAILED" if int(status) else "COMPLETED"
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == (state, f"{status}:0", "0")
-    for number in (0, 1):
-        expected = f"node {number} of 2, 2 ranks on the first 2, master 10.0.0.7: {status} run.steps=3\n"
-        assert job.node(number) == expected
+    assert [job.node(number) for number in range(len(nodes))] == [f"{node}: {status} run.steps=3\n" for node in nodes]
 
 
 def test_a_nodes_request_for_a_start_does_not_hide_another_nodes_failure(cluster: SlurmCluster, tmp_path: Path) -> None:
     """srun returns the highest status, and 75 is higher than 1."""
     ended = Job(cluster, tmp_path, MULTI_NODE, "says", "75", "1").ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
-
-
-def test_rollout_nodes_and_the_first_host(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "launch/slurm/separate.sbatch", "0")
-    assert job.ended()["JobState"] == "COMPLETED"
-    assert job.node(1) == "node 1 of 2, 8 ranks on the first 1, master node0: 0\n"
 
 
 def test_jobs_that_have_to_leave_are_queued_again_until_starts_save_nothing(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -139,24 +137,9 @@ def test_a_cancelled_job_has_time_to_save_and_stays_cancelled(cluster: SlurmClus
     assert all("TERM with the child" in job.node(number) for number in (0, 1))
 
 
-def test_apptainer_runs_each_node(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """A stand-in for apptainer prints its arguments."""
-    stand_in = tmp_path / "bin" / "apptainer"
-    stand_in.parent.mkdir()
-    stand_in.write_text('#!/bin/bash\necho "$*"\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"\n')
-    stand_in.chmod(0o755)
-    environment = {"CONTAINER": "apptainer:/images/megarl.sif", "CONTAINER_MOUNTS": "/models", "MASTER_ADDRESS": "a"}
-    path = f"{stand_in.parent}:{os.environ['PATH']}"
-    job = Job(cluster, tmp_path, MULTI_NODE, "0", PATH=path, **environment)
-    assert job.ended()["JobState"] == "COMPLETED"
-    request, *_, last_line = job.node(1).splitlines()
-    assert request.startswith(f"exec --nv --pwd {tmp_path} --bind {tmp_path},{job.logs},/models /images/megarl.sif bash -c")
-    assert last_line.startswith("node 1 of 2")
-
-
 def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the sbatch file as a plain script, with stand-ins for Slurm's commands; `srun` prints its arguments."""
-    for name, text in {"srun": 'printf "%s\\n" "$@"', "scontrol": "echo node0"}.items():
+    for name, text in {"srun": 'echo "$*"', "scontrol": "echo node0"}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[0-1]",
@@ -167,19 +150,24 @@ def run_alone(folder: Path, *arguments: str, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("more", ["", "/models:/models"])
-def test_pyxis_gets_the_container(tmp_path: Path, more: str) -> None:
-    done = run_alone(tmp_path, "x.yaml", CONTAINER="pyxis:/images/megarl.sqsh", CONTAINER_MOUNTS=more)
-    assert done.returncode == 0
-    mounts = f"--container-mounts={ROOT}:{ROOT},{tmp_path}/7:{tmp_path}/7" + (f",{more}" if more else "")
-    assert {"--container-image=/images/megarl.sqsh", f"--container-workdir={ROOT}", mounts} <= set(done.stdout.splitlines())
+@pytest.mark.parametrize(
+    ("container", "more", "words"),
+    [
+        ("pyxis:/image", "", "--container-image=/image --container-workdir={0} --container-mounts={0}:{0},{1}:{1} bash -c"),
+        ("pyxis:/image", "/models:/models", "--container-mounts={0}:{0},{1}:{1},/models:/models bash -c"),
+        ("apptainer:/image", "/models", "apptainer exec --nv --pwd {0} --bind {0},{1},/models /image bash -c"),
+    ],
+)
+def test_each_node_runs_in_the_container(tmp_path: Path, container: str, more: str, words: str) -> None:
+    done = run_alone(tmp_path, "x.yaml", CONTAINER=container, CONTAINER_MOUNTS=more)
+    assert done.returncode == 0 and words.format(ROOT, tmp_path / "7") in done.stdout
 
 
-@pytest.mark.parametrize(("arguments", "environment", "said"),
+@pytest.mark.parametrize(("arguments", "environment", "words"),
                          [([], {}, "no recipe"), (["x.yaml"], {"CONTAINER": "docker:x"}, "CONTAINER = docker:x: must be"),
                           (["x.yaml"], {"MODULES": "cuda"}, "module")])  # fmt: skip
 def test_bad_settings_end_the_job_before_it_starts(
-    tmp_path: Path, arguments: list[str], environment: dict[str, str], said: str
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], words: str
 ) -> None:
     done = run_alone(tmp_path, *arguments, **environment)
-    assert done.returncode == 2 and said in done.stderr and "--ntasks-per-node" not in done.stdout
+    assert done.returncode == 2 and words in done.stderr and "--ntasks-per-node" not in done.stdout

@@ -97,7 +97,7 @@ def test_a_preempted_run_is_queued_again_and_ends_like_an_uninterrupted_run(
         cluster.run("scancel", "--signal=USR1", "--batch", job)
         cluster.until(lambda: "every node has been warned" in output.read_text(), JOB_S, output)
         gate.unlink()
-        ended = cluster.wait(job, JOB_S, said=output)
+        ended = cluster.wait(job, JOB_S, output)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), message(tmp_path, "preempted", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": ranks // 2, "node1": ranks // 2}
     assert without_sync(metrics_of(tmp_path, "preempted")) == without_sync(whole)
@@ -111,7 +111,7 @@ def test_a_run_with_engines_on_a_separate_node_ends_like_a_run_on_one_node(tmp_p
     whole = run_through(tmp_path, 4)
     with slurm_cluster() as cluster:
         job = submit(cluster, tmp_path, "separate", SEPARATE, 4, 4)
-        ended = cluster.wait(job, JOB_S, said=tmp_path / "separate.out")
+        ended = cluster.wait(job, JOB_S, tmp_path / "separate.out")
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), message(tmp_path, "separate", job)
         assert ranks_of_nodes(tmp_path, job) == {"node0": 4}
     assert without_sync(metrics_of(tmp_path, "separate")) == without_sync(whole)

@@ -1,7 +1,10 @@
-"""A run that must leave saves and leaves on all ranks, and resumes bit for bit; the rules of preemption on their own."""
+"""A run that must leave saves and leaves on all ranks, and resumes bit for bit, with each step once in its sinks and sample
+tables; the rules of preemption on their own. The uninterrupted run is also profiled."""
 
+import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +19,14 @@ import yaml
 from megarl.cluster import preemption
 from megarl.cluster.node import ForwardedSignals
 from megarl.cluster.preemption import SIGNALS, Abandoned, Asked, LeaveNow, Preemption, handle_signals
+from megarl.telemetry.disk import read_lines
 from megarl.telemetry.exit_status import FAILED, REQUEUE, Preempted, record_end, record_start, starts_summary
 from megarl.telemetry.run_directory import Resume, RunDirectory, RunDirectoryError
 from tests.ranks import run_ranks
 from tests.runs import RUN_DEADLINE_S, fake_rollouts, metrics_of, tiny_recipe, tiny_run, train_on_ranks
+from tests.sink_cases import tensorboard_points
 
-STEPS, RANKS = 6, 2
+STEPS, RANKS, SAMPLES, PROFILED = 6, 2, 3, 2
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
@@ -126,12 +131,8 @@ def test_a_new_start_keeps_metrics_without_a_checkpoint_and_refuses_another_reci
     with pytest.raises(RunDirectoryError, match="no complete checkpoint"):
         run.check(recipe, Resume.ALWAYS)
     old_metrics = run.prepare(recipe, None)
-    assert (
-        old_metrics is not None
-        and old_metrics.name == "metrics.1.jsonl"
-        and old_metrics.read_text() == '{"step": 1}\n'
-        and not run.metrics.exists()
-    )
+    assert old_metrics == run.path / "metrics.1.jsonl" and old_metrics.read_text() == '{"step": 1}\n'
+    assert not run.metrics.exists()
     (run.checkpoints / "step-000002").mkdir(parents=True)
     assert run.check(recipe, Resume.IF_SAVED) == run.checkpoints / "step-000002" and run.can_go_on
     other = load_recipe(tiny_recipe(tmp_path, "anew", False, 1, 1, 1, 2, run__seed=7))
@@ -180,12 +181,13 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("preempted")
     tiny_run(path, layers=2)
     fake_rollouts(path, STEPS)
-    train_on_ranks(_recipe(path, "whole", "finish"))
+    train_on_ranks(_recipe(path, "whole", "finish", profile={"steps": [PROFILED], "ranks": [1]}))
     return path
 
 
-def _recipe(folder, name, mode):
-    changes = {"rollout__replay": str(folder / "rollouts"), "run__preemption": mode}
+def _recipe(folder, name, mode, **telemetry):
+    telemetry |= {"sinks": [{"kind": "tensorboard"}], "samples_per_step": SAMPLES}
+    changes = {"rollout__replay": str(folder / "rollouts"), "run__preemption": mode, "telemetry": telemetry}
     return tiny_recipe(folder, name, True, RANKS, 1, 2, STEPS, **changes)
 
 
@@ -243,9 +245,34 @@ def test_a_repeatedly_preempted_run_equals_an_uninterrupted_run(folder):
         assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == checkpoints
         if step:
             assert f"step {checkpoints[-1]} is saved" in messages[0]
-    assert metrics_of(folder, "again") == metrics_of(folder, "whole")
+    lines = metrics_of(folder, "again")
+    assert lines == metrics_of(folder, "whole")
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [line["from_step"] for line in starts] == [0, 2, 3, 3]
+    assert [line["telemetry/sink_failures"] for line in lines] == [0] * STEPS
+    expected = [(line["step"], pytest.approx(line["actor/grad_norm"], abs=1e-3)) for line in lines]
+    assert tensorboard_points(run / "tensorboard", "actor/grad_norm") == expected
+    tables = sorted((run / "samples").iterdir())
+    assert [table.name for table in tables] == [f"step-{step:06d}.jsonl" for step in range(1, STEPS + 1)]
+    rows = read_lines(tables[-1])
+    assert [(row["step"], row["sample"]) for row in rows] == [(STEPS, 0), (STEPS, 5), (STEPS, 10)]
+    for row in rows:
+        assert re.search(r"\d\+\d", row["prompt"]) and row["prompt_tokens"] == 4 and 1 <= row["completion_tokens"] <= 12
+        assert row["valid"] and row["reward"] == row["parts"]["digits"] >= 0 and isinstance(row["advantage"], float)
+
+
+def test_the_profile_of_a_step_shows_its_phases_on_the_rank_that_was_asked_for(folder):
+    (file,) = (folder / "runs" / "whole" / "profile").iterdir()
+    assert file.name == f"step-{PROFILED:06d}-rank-00001.json.gz"
+    with gzip.open(file, "rt") as text:
+        events = json.load(text)["traceEvents"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    names = {event["name"] for event in ranges}
+    assert {"rollout", "reward", "plan", "advantage", "actor_update", "weight_sync", "forward", "backward"} <= names
+    (update,) = [event for event in ranges if event["name"] == "actor_update"]
+    inside = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::mm"
+              and update["ts"] <= event["ts"] <= update["ts"] + update["dur"]]  # fmt: skip
+    assert inside, "the products of the update are shown in its range"
 
 
 @pytest.mark.parametrize("stage", ["SigCgt", "SigBlk"], ids=["checks the recipe", "imports the agent"])

@@ -51,8 +51,6 @@ def test_a_run_hangs_when_a_rank_that_waits_for_no_rank_is_silent_for_too_long(t
 @pytest.mark.parametrize(
     ("table", "ranks"),
     [
-        # By span: one rank computes, the other ranks wait.
-        ([at(0, "wait_pipeline", 11), at(1, "forward", 11), at(2, "wait_gradients", 11)], [1]),
         # A stopped or dead process is at fault in every place, also in a wait, and before ranks that compute.
         ([at(0, "forward", 11), at(1, "wait_ranks", 11, state=STOPPED)], [1]),
         ([at(0, "forward", 11), at(1, "wait_ranks", 11, state=STOPPED), at(2, "forward", state=GONE)], [2]),

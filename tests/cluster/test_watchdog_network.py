@@ -26,6 +26,7 @@ from megarl.cluster.watched import Watch
 from megarl.telemetry.exit_status import FAILED
 from megarl.telemetry.stacks import MARK, marked_processes
 from tests.networks import Network, two_networks
+from tests.sink_cases import wait_for
 
 WAIT_S = 60.0
 COLLECTIVE_S = 8.0  # with this deadline the kernels probe each second
@@ -40,13 +41,6 @@ def nap():
     time.sleep(600)
 nap()
 """
-
-
-def poll(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def master_settings(ranks: tuple[WatchedRank, ...] = (), host: str = "127.0.0.1") -> tuple[WatcherSettings, Any]:
@@ -76,7 +70,7 @@ def test_a_node_without_ranks_sends_its_stacks_and_ends_its_processes_on_node_0s
     follower = Watcher(replace(settings, node=3, master=address, listener=None))
     watching = threading.Thread(target=follower.watch, daemon=True)
     watching.start()
-    poll(lambda: 3 in master._watchers)
+    wait_for(lambda: 3 in master._watchers)
     assert master.tables() == [] and watching.is_alive(), "a node without ranks is never late"
     master.send("dump")
     _, (process,) = master.stacks(WAIT_S)
@@ -129,7 +123,7 @@ def test_a_cut_cable_ends_the_ranks_of_both_nodes_and_each_names_phase_and_peer(
             follower = in_network(far, lambda: Watcher(follower_settings))
             for watcher in (master, follower):
                 threading.Thread(target=watcher.watch, daemon=True).start()
-            poll(lambda: master._network.tables() and follower._network._watchers)
+            wait_for(lambda: master._network.tables() and follower._network._watchers)
             far.switch("down")
             for process in processes:
                 process.join(WAIT_S)

@@ -17,8 +17,8 @@ from megarl.rollout import EngineSilent
 from megarl.telemetry import exit_status
 from megarl.telemetry.clock import ClockPlace
 from megarl.weight_sync.manifest import SyncError, SyncLate
-from tests.cluster.test_watchdog_network import poll
 from tests.recipe_cases import edited, make_folder, write
+from tests.sink_cases import wait_for
 
 DEADLINE_S = 60.0
 
@@ -84,11 +84,11 @@ def test_a_watcher_that_ends_too_early_is_reported(capfd, watch):
 
     watcher = WatcherProcess(settings)
     watcher._process.kill()
-    poll(lambda: says("watchdog: its process on node 0 was killed by SIGKILL: nobody watches"))
+    wait_for(lambda: says("watchdog: its process on node 0 was killed by SIGKILL: nobody watches"))
     watcher = WatcherProcess(settings)
     watcher.may_end = True
     watch._write(ended=True)
-    poll(lambda: watcher._process.poll() == 0)
+    wait_for(lambda: watcher._process.poll() == 0)
 
 
 def place_of(error):
@@ -126,7 +126,7 @@ def test_a_rank_that_lost_a_peer_waits_for_the_verdict_on_a_hang(watch, monkeypa
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    poll(lambda: rank.standing(0.0).phase == "actor_update")
+    wait_for(lambda: rank.standing(0.0).phase == "actor_update")
     assert leaving.is_alive()
     watch._is_ending.set()  # as at the watcher's order, which would end this process
     leaving.join()

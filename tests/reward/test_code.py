@@ -32,6 +32,34 @@ BELOW_TMP = {parts[2] for parts in PREFIXES if parts[1] == "tmp"}
 EMPTY = Program(
     f"import os; assert os.listdir('.') == ['program.py'] and set(os.listdir('/tmp')) == {BELOW_TMP or {'program.py'}}"
 )
+# Programs by their outcomes.
+PROGRAMS = {
+    "failed": ["assert 0", "def f(:", "import os; os._exit(0)", "import sys; sys.exit()"],
+    # Many processes die: when the first ends, another has written half of its traceback.
+    "processes": ["import sys, traceback\ntry: raise BlockingIOError(11, '')\nexcept OSError: traceback.print_exc()\n"
+                  "sys.exit('Traceback (most recent call last):\\n  File \"x\", line 1\\n    ^^^^')"],
+    "passed": [
+        "1",
+        "import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()",
+        # An error that a program prints and survives is not a limit.
+        "import sys\nfor number in (11, 12, 27, 28): print(f'OSError: [Errno {number}]', file=sys.stderr)",
+        # Ordinary programs still work.
+        "import asyncio\nasync def main():\n    child = await asyncio.create_subprocess_exec('true')\n"
+        "    await child.wait()\nasyncio.run(main())",
+        "import sqlite3, subprocess, tempfile\ndb = sqlite3.connect('x.db')\ndb.execute('create table t(a)')\ndb.commit()\n"
+        "assert subprocess.run(['echo', '3'], capture_output=True).stdout == b'3\\n'\ntempfile.TemporaryFile()\n"
+        "import multiprocessing as m\na, b = m.Pipe()\np = m.Process(target=b.send, args=(4,))\np.start()\n"
+        "assert a.recv() == 4\np.join()",
+        # Pages that forked processes share count once.
+        "import os, time\nx = bytearray(100 << 20)\nx[::4096] = b'1' * len(x[::4096])\nfor i in range(3):\n"
+        "    if os.fork() == 0: time.sleep(0.2); os._exit(0)\nfor i in range(3): os.wait()",
+        "import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
+        "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path",
+        f"assert not __import__('os').path.exists({__file__!r})",
+        "import ctypes, os\nassert all(ctypes.CDLL(None).unshare(flag) < 0 for flag in (0x20000, 0x10000000, 0x40000000))",
+        "import os; assert os.getuid() != 0 and 'MEGARL_SECRET' not in os.environ and len(os.listdir('/proc/self/fd')) < 7",
+    ],
+}  # fmt: skip
 SQUARES = "def square(x):\n    return x * x\n"
 ANSWER = json.dumps(["assert square(2) == 4", "assert square(3) == 9", "assert square(0.5) == 0.5"])
 
@@ -45,43 +73,13 @@ def named(name):
     return f"import ctypes, os, time; ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\n"
 
 
-@pytest.mark.parametrize(
-    ("attack", "reason"),
-    [
-        ("1", "passed"),
-        ("assert 0", "failed"),
-        ("def f(:", "failed"),
-        ("import os; os._exit(0)", "failed"),
-        ("import sys; sys.exit()", "failed"),
-        # Many processes die: when the first ends, another has written half of its traceback.
-        ("import sys, traceback\ntry: raise BlockingIOError(11, '')\nexcept OSError: traceback.print_exc()\n"
-         "sys.exit('Traceback (most recent call last):\\n  File \"x\", line 1\\n    ^^^^')", "processes"),
-        ("import threading, time\nfor i in range(4): threading.Thread(target=time.sleep, args=(0.1,)).start()", "passed"),
-        # An error that a program prints and survives is not a limit.
-        ("import sys\nfor number in (11, 12, 27, 28): print(f'OSError: [Errno {number}]', file=sys.stderr)", "passed"),
-        # Ordinary programs still work.
-        ("import asyncio\nasync def main():\n    one = await asyncio.create_subprocess_exec('true')\n    await one.wait()\n"
-         "asyncio.run(main())", "passed"),
-        ("import sqlite3, subprocess, tempfile\ndb = sqlite3.connect('x.db')\ndb.execute('create table t(a)')\ndb.commit()\n"
-         "assert subprocess.run(['echo', '3'], capture_output=True).stdout == b'3\\n'\ntempfile.TemporaryFile()\n"
-         "import multiprocessing as m\na, b = m.Pipe()\np = m.Process(target=b.send, args=(4,))\np.start()\n"
-         "assert a.recv() == 4\np.join()", "passed"),
-        # Pages that forked processes share count once.
-        ("import os, time\nx = bytearray(100 << 20)\nx[::4096] = b'1' * len(x[::4096])\nfor i in range(3):\n"
-         "    if os.fork() == 0: time.sleep(0.2); os._exit(0)\nfor i in range(3): os.wait()", "passed"),
-        ("import os, sys\nfor path in ('/', '/usr', sys.prefix, sys.base_prefix, '/proc/..'):\n"
-         "    assert os.statvfs(path).f_flag & os.ST_RDONLY and os.statvfs(path).f_flag & os.ST_NOSUID, path", "passed"),
-        (f"assert not __import__('os').path.exists({__file__!r})", "passed"),
-        ("import ctypes, os\nassert all(ctypes.CDLL(None).unshare(flag) < 0 for flag in (0x20000, 0x10000000, 0x40000000))",
-         "passed"),
-        ("import os; assert os.getuid() != 0 and 'MEGARL_SECRET' not in os.environ and len(os.listdir('/proc/self/fd')) < 7",
-         "passed"),
-    ],
-)  # fmt: skip
-def test_the_outcome_of_a_program_has_a_name_and_other_programs_are_unaffected(attack, reason, monkeypatch):
+def test_the_outcome_of_a_program_has_a_name_and_other_programs_are_unaffected(monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "1")
-    limits = SandboxLimits(**(vars(LIMITS) | {"cpu_s": 1}))
-    assert run_programs([Program(attack), EMPTY], limits) == [reason, "passed"]
+    expected = {code: reason for reason, codes in PROGRAMS.items() for code in codes}
+    programs = [program for code in expected for program in (Program(code), EMPTY)]
+    reasons = run_programs(programs, SandboxLimits(**(vars(LIMITS) | {"cpu_s": 1, "wall_s": 300.0})))
+    assert dict(zip(expected, reasons[::2], strict=True)) == expected
+    assert set(reasons[1::2]) == {"passed"}
 
 
 def test_wall_time_counts_for_all_programs_together():

@@ -169,23 +169,14 @@ def test_a_request_without_an_answer_is_abandoned_and_sent_again(judge, monkeypa
         gate.set()
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 301])
-def test_a_refusal_is_final(judge, status):
-    judge.replies = [status]
+@pytest.mark.parametrize("reply", [400, 401, 404, 301, (307, "/score/")])
+def test_a_refusal_is_final_and_names_the_place_to_which_the_service_has_moved(judge, reply):
+    status, place = reply if isinstance(reply, tuple) else (reply, None)
+    judge.replies = [reply]
     (masked,) = scores_of(judge, ["a"])
     assert masked.reasons == {"http": "refused"} and f"status {status}" in masked.failure and judge.url in masked.failure
+    assert ("moved to /score/; give that as the part's url" in masked.failure) == (place is not None)
     assert len(judge.requests) == 1
-
-
-def test_a_redirection_is_named_with_its_location(judge):
-    judge.replies = [(307, "/score/")]
-    (masked,) = scores_of(judge, ["a"])
-    assert "moved to /score/; give that as the part's url" in masked.failure
-
-
-def test_a_missing_service_masks(judge):
-    judged = Service("http", HttpRewardSection(kind="http", url=f"http://127.0.0.1:{unused_port()}/", retries=1))
-    assert outcomes(score(judged, ["a"], prompts(1))) == [(None, "unreachable")]
 
 
 @pytest.mark.parametrize("body", ["", "[1, 2]", "{}", '{"rewards": 1}', '{"rewards": [1]}', '{"rewards": [1, 2, 3]}', "1e"])

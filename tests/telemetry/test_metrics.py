@@ -20,7 +20,7 @@ from rich.console import Console
 from megarl.recipe.telemetry_section import ProfileSection
 from megarl.telemetry.clock import PhaseClock
 from megarl.telemetry.disk import read_lines
-from megarl.telemetry.metrics_file import MetricsWriter, read_metrics
+from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.progress import ProgressLine, advance_work, begin_work, watching_work
 from megarl.telemetry.run_directory import RunDirectory
 from megarl.telemetry.run_writer import Profiler, RunWriter, snapshot_on_out_of_memory
@@ -45,31 +45,6 @@ def test_a_step_is_one_line_readable_at_once(tmp_path):
         writer.write(2, {"reward": 1.0})
     with pytest.raises(ValueError, match="'reward/all' is a dict"):
         writer.write(2, {"reward/all": [{}]})
-
-
-def test_a_resumed_file_equals_an_uninterrupted_file(tmp_path):
-    whole = MetricsWriter(tmp_path / "whole.jsonl")
-    for step in range(1, 7):
-        whole.write(step, {"reward/mean": step / 7})
-    killed = MetricsWriter(tmp_path / "killed.jsonl")
-    for step in range(1, 6):
-        killed.write(step, {"reward/mean": step / 7})
-    killed.close()
-    with (tmp_path / "killed.jsonl").open("a") as file:
-        file.write('{"step": 6, "rewa')
-    resumed = MetricsWriter(tmp_path / "killed.jsonl")
-    resumed.truncate_after(3)
-    for step in range(4, 7):
-        resumed.write(step, {"reward/mean": step / 7})
-    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"]
-
-
-def test_a_missing_metrics_file_is_named_and_a_torn_line_left_out(tmp_path):
-    with pytest.raises(ValueError, match="metrics.jsonl is no file"):
-        read_metrics(tmp_path / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 2}\n{"step": ')
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 def test_without_a_terminal_each_step_is_one_plain_line():

@@ -17,7 +17,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.telemetry.metrics_file import MetricsWriter
 from megarl.telemetry.progress import step_line
 from megarl.telemetry.report import (
     PageSection,
@@ -258,23 +257,15 @@ def test_recipes_differ_by_dotted_key():
     assert "What did I change?" in text and "2 keys" in text and "<code>rollout.engines</code>" in text
 
 
-def test_texts_of_a_run_are_escaped(tmp_path):
+def test_no_text_of_a_run_becomes_part_of_the_page_and_the_page_needs_no_network(tmp_path):
     html = run_page(read_run(make_run(tmp_path / "<b>bold", [metrics_of(1)])))
-    local = html.split('<script type="application/json"')[0]
+    local = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL).split('<script type="application/json"')[0]
     assert "<script" not in local and "<img" not in local and "<b>bold" not in html and "&lt;script&gt;" in local
+    assert not re.search(r"""<[^>]*(src|href)\s*=|url\(|@import|https?:""", local) and "default-src 'none'" in local
     assert coded("a `b` <i>") == "a <code>b</code> &lt;i&gt;"
-
-
-def test_nothing_in_a_chart_ends_the_script_that_holds_it():
-    html = page("t", "s", [], [PageSection("h", [Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])])])
+    chart = Chart("c", "t", [{"name": "</script><script>alert(1)</script>"}])
+    html = page("t", "s", [], [PageSection("h", [chart])])
     assert html.count("</script>") == 3 and "alert(1)<" not in html
-
-
-def test_a_page_needs_no_network(tmp_path):
-    html = run_page(read_run(make_run(tmp_path / "run", [metrics_of(1)], sampled=False)))
-    local = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
-    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?:""", local)
-    assert "default-src 'none'" in local
 
 
 def test_samples_show_the_best_and_the_worst_of_the_last_step(tmp_path):
@@ -349,15 +340,6 @@ def test_a_run_that_has_made_no_step_is_refused(tmp_path):
     assert result.exit_code == 2 and "OTHER_DIR" in result.output
 
 
-def test_a_missing_plotly_is_named_after_the_curve_was_shown(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 9)], sampled=False)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    shown = io.StringIO()
-    with pytest.raises(ValueError, match="plotly, which is not installed"):
-        report(run, console=Console(file=shown))
-    assert "█" in shown.getvalue() and not (run / "report.html").exists()
-
-
 def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tmp_path):
     directory = make_run(tmp_path / "run", [metrics_of(step) for step in range(1, 5)])
     assert evaluation(read_run(directory)) == []
@@ -373,19 +355,21 @@ def test_what_a_run_is_worth_on_held_out_prompts_begins_before_its_first_step(tm
     assert "Held-out prompts" in run_page(read_run(directory))
 
 
-def test_a_report_shows_the_curve_and_writes_a_page(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    for step in range(1, 9):
-        writer.write(step, {"reward/mean": 0.1 * step, "time/step": 2.0, "time/rollout": 0.5})
+def test_a_report_shows_the_curve_and_writes_a_page_unless_plotly_is_missing(tmp_path, monkeypatch):
+    lines = [{"reward/mean": 0.1 * step, "time/step": 2.0, "time/rollout": 0.5} for step in range(1, 9)]
+    run = make_run(tmp_path / "run", lines, sampled=False)
     output = io.StringIO()
-    console = Console(file=output, width=100)
-    page = report(tmp_path, console=console)
-    assert page == tmp_path / "report.html" and page.is_file()
+    path = report(run, console=Console(file=output, width=100))
     text = output.getvalue()
     assert "first 3 steps 0.200, last 3 steps 0.700, change +0.500" in text and "█" in text
     assert "8 steps in 16.0 s" in text and "rollout 25%" in text
-    with pytest.raises(ValueError, match="metrics.jsonl is no file"):
-        report(tmp_path / "elsewhere")
+    assert path == run / "report.html" and path.is_file()
+    path.unlink()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    shown = io.StringIO()
+    with pytest.raises(ValueError, match="plotly, which is not installed"):
+        report(run, console=Console(file=shown))
+    assert "█" in shown.getvalue() and not path.exists()
 
 
 def test_a_report_says_how_weights_travel_and_why(tmp_path: Path) -> None:
