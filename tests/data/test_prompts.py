@@ -370,8 +370,8 @@ def test_each_part_has_its_own_epochs_with_every_row_once(files, sizes):
         epochs = [tuple(questions[first : first + size]) for first in range(0, len(questions), size)]
         assert all(sorted(epoch) == [f"{size}:{row}" for row in range(size)] for epoch in epochs)
         assert len(set(epochs)) > 1, "every epoch has its own order"
-    epochs = {"data/part_0_epochs": 10, "data/part_1_epochs": 4} if len(sizes) > 1 else {"data/epochs": 8}
-    assert epochs.items() <= taken.metrics().items()
+    counts = {"data/part_0_epochs": 10, "data/part_1_epochs": 4} if len(sizes) > 1 else {"data/epochs": 8}
+    assert counts.items() <= taken.metrics().items()
     assert as_tuples(stream(files, parts, seed=4).take(40)) != as_tuples(prompts)
     assert [prompt.index for prompt in prompts] == list(range(40))
 

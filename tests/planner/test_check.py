@@ -98,7 +98,7 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--json", "--lengths", "normal"], ["--lengths = 'normal'"]),
         (["--plan", "--tflops", "0"], ["--tflops = 0", "above 0"]),
@@ -110,12 +110,12 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
         (["--suggest"], ["--suggest", "add device: {memory_gib: 80}"]),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], said: list[str], folder: Path) -> None:
+def test_bad_input_is_named(arguments: list[str], words: list[str], folder: Path) -> None:
     result = check(write_small(folder), *arguments)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
     flat = " ".join(result.output.split())
-    assert all(part in flat for part in said), result.output
+    assert all(part in flat for part in words), result.output
 
 
 def test_json_is_one_document_and_nothing_else(folder: Path) -> None:

@@ -71,12 +71,12 @@ def count(directory: str) -> tuple[list[tuple[int, int]], int]:
             with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
                 trained.update(batch, mini_batch, objective_of(role, 1))
         counts.append((forward.get_total_flops(), update.get_total_flops()))
-    role = engine(directory, place, max_sequence_tokens=200)
-    tables = type(role.models[0].rotary_pos_emb).forward
+    actor = engine(directory, place, max_sequence_tokens=200)
+    tables = type(actor.models[0].rotary_pos_emb).forward
     num_before = tables.cache_info().currsize
     for longest in range(20, 24):
-        batch = random_batch(role.shape.vocab, [(3, longest - 3)])
-        role.forward(batch, planned(batch, Layout(), sequences=1))
+        batch = random_batch(actor.shape.vocab, [(3, longest - 3)])
+        actor.forward(batch, planned(batch, Layout(), sequences=1))
     return counts, tables.cache_info().currsize - num_before
 
 

@@ -59,8 +59,8 @@ def test_a_step_s_parts_and_overhead_sum_to_it(tmp_path):
 
 
 def test_parts_are_merged_only_if_made_alike():
-    made = {"commit": "a", "device": "d", "config": {"steps": 4}}
-    parts = [made | {"runs": [{"side": side, "seed": 1}]} for side in (MEGARL, "trl-hf")]
+    origin = {"commit": "a", "device": "d", "config": {"steps": 4}}
+    parts = [origin | {"runs": [{"side": side, "seed": 1}]} for side in (MEGARL, "trl-hf")]
     assert [run["side"] for run in merged(parts)] == [MEGARL, "trl-hf"]
     with pytest.raises(ValueError, match="two files"):
         merged([parts[0], parts[0]])

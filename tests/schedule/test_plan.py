@@ -385,15 +385,15 @@ def test_groups_that_cannot_stay_whole_are_drawn_as_samples(groups: list[int]) -
 
 @given(
     groups=st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=6)), min_size=1),
-    beside=st.tuples(st.integers(0, 3), st.integers(0, 9)),
+    slack=st.tuples(st.integers(0, 3), st.integers(0, 9)),
 )
-def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], beside: tuple[int, int]) -> None:
+def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], slack: tuple[int, int]) -> None:
     """Whatever completions, of a token or more, a micro-batch has behind whatever prompts."""
     sizes, lengths = [len(held) for _, held in groups], [prompt + length for prompt, held in groups for length in held]
     slots = sum(prompt + sum(held) for prompt, held in groups)
     rows = MicroBatch(tuple(range(len(lengths))), slots, slots, tuple(sizes)).rows_behind_prompts(lengths)
     assert rows == sum(lengths)
-    longest_prompt, (more, longer) = max(prompt for prompt, _ in groups), beside
+    longest_prompt, (more, longer) = max(prompt for prompt, _ in groups), slack
     limits = (len(lengths) + more, max(lengths) + longer, max(sizes) + more, longest_prompt + longer)
     assert rows <= most_rows_behind_prompts(slots, *limits)
     assert MicroBatch((0,), 3, 3).rows_behind_prompts([3]) == 0
