@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +57,8 @@ UPDATES = (
 )
 
 
-def count(directory: str) -> tuple[list[tuple[int, int]], int]:
-    """Operations of a forward phase and of an update by torch's counter, under each of UPDATES; and the rotary tables that
-    Megatron keeps after forward passes of many lengths."""
+def count(directory: str) -> list[tuple[int, int]]:
+    """Operations of a forward phase and of an update by torch's counter, under each of UPDATES."""
     place, counts = start(Layout()), []
     for role, savings, frozen, lora, _ in UPDATES:
         trained = engine(directory, place, role, lr=1e-3, memory=savings, frozen=frozen, lora=lora)
@@ -71,28 +71,16 @@ def count(directory: str) -> tuple[list[tuple[int, int]], int]:
             with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as update:
                 trained.update(batch, mini_batch, objective_of(role, 1))
         counts.append((forward.get_total_flops(), update.get_total_flops()))
-    actor = engine(directory, place, max_sequence_tokens=200)
-    tables = type(actor.models[0].rotary_pos_emb).forward
-    num_before = tables.cache_info().currsize
-    for longest in range(20, 24):
-        batch = random_batch(actor.shape.vocab, [(3, longest - 3)])
-        actor.forward(batch, planned(batch, Layout(), sequences=1))
-    return counts, tables.cache_info().currsize - num_before
+    return counts
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, int]], int]:
-    directory = tmp_path_factory.mktemp("model")
-    write_model({**MODELS["qwen3"], **HEADS}, directory)
-    (result,) = run_ranks(count, 1, str(directory))
-    return result
-
-
-def test_operations_are_those_of_the_engine(counted: tuple[list[tuple[int, int]], int]) -> None:
+def test_operations_are_those_of_the_engine(tmp_path: Path) -> None:
     """Also what recompute, adapters and frozen layers make of an update."""
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    (counted,) = run_ranks(count, 1, str(tmp_path))
     queries = SHAPE.heads * SHAPE.head_dim
     masked = sum(2 * queries * total * (total - 1) for total in map(sum, LENGTHS))  # of a layer's forward pass, in torch
-    for (name, savings, frozen, lora, times), (forward, update) in zip(UPDATES, counted[0], strict=True):
+    for (name, savings, frozen, lora, times), (forward, update) in zip(UPDATES, counted, strict=True):
         if lora is None:
             needed = sum(forward_flops(SHAPE, sum(pair), pair[1], name == "critic") for pair in LENGTHS)
             assert forward == pytest.approx(needed + LAYERS * masked, rel=0.01), name
@@ -101,8 +89,19 @@ def test_operations_are_those_of_the_engine(counted: tuple[list[tuple[int, int]]
         assert update == pytest.approx(expected, rel=0.01), (name, savings, frozen, lora)
 
 
-def test_one_rotary_table_is_kept_for_sequences_of_every_length(counted: tuple[list[tuple[int, int]], int]) -> None:
-    assert counted[1] == 1
+def rotary_tables(directory: str) -> int:
+    """Tables that Megatron keeps after forward passes of many lengths."""
+    role = engine(directory, start(Layout()), max_sequence_tokens=200)
+    for longest in range(20, 24):
+        batch = random_batch(role.shape.vocab, [(3, longest - 3)])
+        role.forward(batch, planned(batch, Layout(), sequences=1))
+    tables: int = type(role.models[0].rotary_pos_emb).forward.cache_info().currsize
+    return tables
+
+
+def test_one_rotary_table_is_kept_for_sequences_of_every_length(tmp_path: Path) -> None:
+    write_model({**MODELS["qwen3"], **HEADS}, tmp_path)
+    assert run_ranks(rotary_tables, 1, str(tmp_path)) == [1]
 
 
 def test_experts_that_a_token_does_not_take_cost_nothing() -> None:
