@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typer.testing import CliRunner
 
-from megarl.planner.check import CheckRequest, check_recipes
+from megarl.cli import app
 from megarl.planner.forecast import Forecast, forecast, job_of
 from megarl.planner.roles import PlannedRole
 from megarl.recipe import load_recipe
@@ -69,16 +70,9 @@ def forecast_of(file: Path, overrides: list[str] | None = None, lengths: str = "
     return forecast(job_of(load_recipe(file, overrides or []), lengths, seed, read_metrics=read_metrics))
 
 
-def document_of(
-    file: Path, overrides: list[str] | None = None, suggest: bool = False, devices_per_node: int | None = None
-) -> dict[str, Any]:
-    """What `megarl check --json` says of one legal recipe."""
-    from rich.console import Console
-
-    request = CheckRequest(plan=True, suggest=suggest, as_json=True, lengths=None, seed=1, tflops=None,
-                        read_metrics=read_metrics, devices_per_node=devices_per_node)  # fmt: skip
-    status, document = check_recipes([str(file)], overrides or [], request, Console(), lambda path, error: None)
-    assert status in (0, 1), document
-    (entry,) = document["recipes"]
-    assert isinstance(entry, dict)
+def document_of(file: Path, *arguments: str) -> dict[str, Any]:
+    """What `megarl check --json` says of one legal recipe, with further arguments."""
+    result = CliRunner().invoke(app, ["check", str(file), "--json", *arguments])
+    (entry,) = json.loads(result.stdout)["recipes"]
+    assert isinstance(entry, dict) and entry["legal"], entry
     return entry

@@ -90,11 +90,16 @@ def refusals(*edits: tuple[str, Any], overrides: Sequence[str] = ()) -> dict[str
 
 def refusals_of(content: str | Callable[[], dict], overrides: Sequence[str] = ()) -> dict[str, str]:
     """As `refusals`, of what stands in the recipe's file."""
+    faults = faults_in(write(Path(), content), overrides)
+    assert len(dict(faults)) == len(faults), "a key is refused twice"
+    return dict(faults)
+
+
+def faults_in(file: Path, overrides: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Of each violation in a recipe's file: the key, and the rule with the way out."""
     with pytest.raises(RecipeError) as caught:
-        load_recipe(write(Path(), content), list(overrides))
-    refused = {violation.key: f"{violation.rule} {violation.nearest}" for violation in caught.value.violations}
-    assert len(refused) == len(caught.value.violations), "a key is refused twice"
-    return refused
+        load_recipe(file, list(overrides))
+    return [(violation.key, f"{violation.rule} {violation.nearest}") for violation in caught.value.violations]
 
 
 def write(folder: Path, content: str | Callable[[], dict]) -> Path:

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.data.prompts import PromptStream
-from megarl.data.sources import BadRows, load_rows
+from megarl.data.sources import BadRows
 from megarl.recipe.data_section import HuggingFacePromptsSection
 from megarl.recipe.reward_section import CodeRewardSection, VerifierSection
 from megarl.reward.verifiers import check_answer, load_terms
@@ -34,16 +34,12 @@ def good(number, answer="1"):
     return {"prompt": f"q{number}", "answer": answer}
 
 
-@pytest.fixture
-def mixed(tmp_path):
+def test_bad_rows_are_left_out_and_counted_if_the_recipe_says_so(tmp_path, caplog):
     """Three good rows, and a row with each kind of fault."""
     bad = ['{"prompt": ', ["no fields"], {"prompt": "x"}, {"prompt": None, "answer": "1"}, {"prompt": "y", "answer": [1]}]
-    return lines(tmp_path, good(0), *bad, good(1), {"prompt": "judge", "answer": "seven"}, good(2))
-
-
-def test_bad_rows_are_left_out_and_counted_if_the_recipe_says_so(mixed, caplog):
+    source = lines(tmp_path, good(0), *bad, good(1), {"prompt": "judge", "answer": "seven"}, good(2))
     judge = partial(check_answer, load_terms([VerifierSection(kind="last_number")]))
-    stream = PromptStream(section(mixed, on_bad_row="skip"), 0, byte_tokenizer(), 300, judge)
+    stream = PromptStream(section(source, on_bad_row="skip"), 0, byte_tokenizer(), 300, judge)
     assert {prompt.question for prompt in stream.take(3)} == {"q0", "q1", "q2"}
     assert stream.metrics() == {"data/num_rows": 3, "data/num_dropped": 0, "data/num_bad_rows": 6, "data/epochs": 1.0}
     assert "line 2: not JSON" in caplog.text and "(more are only counted)" in caplog.text
@@ -178,27 +174,22 @@ def test_a_table_row_with_a_text_that_is_not_utf_8_is_a_bad_row(tmp_path):
         assert [row.question for row in rows_of(source, seed=0, bad=BadRows("skip"))] == ["good"]
 
 
-def test_answers_may_be_decimals_or_fields_of_an_object(tmp_path):
-    rows = [{"prompt": "x", "reward_model": {"ground_truth": Decimal(number)}} for number in ("1.50", "1000", "0.00")]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    source = jsonl(tmp_path / "rows.parquet", "parquet").model_copy(update={"answer_field": "reward_model.ground_truth"})
-    assert [row.answer for row in rows_of(source, seed=0)] == ["1.5", "1000", "0"]
-    nearly = source.model_copy(update={"answer_field": "reward_model.ground_trut"})
-    with pytest.raises(ValueError, match="row 0: no field 'reward_model.ground_trut' .*did you mean 'ground_truth'"):
-        rows_of(nearly, seed=0)
-
-
-def test_no_digit_of_a_decimal_is_lost(tmp_path):
+def test_no_digit_of_a_decimal_is_lost_also_in_a_field_of_an_object(tmp_path):
     """Otherwise a correct answer of the policy would score 0."""
-    numbers = ["12345678901234567890123456789012.345600", "98765432109876543210987654321098.000000", "0.500000"]
-    texts = ["12345678901234567890123456789012.3456", "98765432109876543210987654321098", "0.5"]
-    rows = [{"prompt": "x", "answer": Decimal(number), "all": [Decimal(number)]} for number in numbers]
+    numbers = ["12345678901234567890123456789012.345600", "98765432109876543210987654321098.000000"]
+    numbers += ["0.500000", "1000.000000", "0.000000"]
+    texts = ["12345678901234567890123456789012.3456", "98765432109876543210987654321098", "0.5", "1000", "0"]
+    rows = [{"prompt": "x", "reward_model": {"ground_truth": Decimal(text), "all": [Decimal(text)]}} for text in numbers]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    source = jsonl(tmp_path / "rows.parquet", "parquet")
-    assert [row.answer for row in rows_of(source, seed=0)] == texts
-    data = section(source.model_copy(update={"answer_field": "all"}), answer_format="json")
-    answers = [row.answer for row in load_rows(data.prompts, 0, data, "data.prompts", BadRows("stop"))]
-    assert answers == [f'["{texts[0]}"]', f"[{texts[1]}]", "[0.5]"]
+
+    def answers(field, **changes):
+        source = jsonl(tmp_path / "rows.parquet", "parquet").model_copy(update={"answer_field": f"reward_model.{field}"})
+        return [row.answer for row in rows_of(source, seed=0, **changes)]
+
+    assert answers("ground_truth") == texts
+    assert answers("all", answer_format="json") == [f'["{texts[0]}"]', f"[{texts[1]}]", "[0.5]", "[1000.0]", "[0.0]"]
+    with pytest.raises(ValueError, match="row 0: no field 'reward_model.ground_trut' .*did you mean 'ground_truth'"):
+        answers("ground_trut")
 
 
 def test_a_file_may_be_lines_or_an_array_in_gzip_or_utf_16(tmp_path):

@@ -98,7 +98,7 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--json", "--lengths", "normal"], ["--lengths = 'normal'"]),
         (["--plan", "--tflops", "0"], ["--tflops = 0", "above 0"]),
@@ -110,12 +110,12 @@ def test_arguments_are_recipes_or_overrides(folder: Path) -> None:
         (["--suggest"], ["--suggest", "add device: {memory_gib: 80}"]),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], said: list[str], folder: Path) -> None:
+def test_bad_input_is_named(arguments: list[str], words: list[str], folder: Path) -> None:
     result = check(write_small(folder), *arguments)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
     flat = " ".join(result.output.split())
-    assert all(part in flat for part in said), result.output
+    assert all(part in flat for part in words), result.output
 
 
 def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
@@ -153,8 +153,8 @@ def test_what_fits_nowhere_is_an_answer_of_its_own(folder: Path) -> None:
     result = check(file, "--suggest", "device.memory_gib=16")
     assert result.exit_code == 1
     assert "no suggestion: nothing fits 14.4 GiB usable" in result.output
-    assert document_of(file, ["device.memory_gib=16"], suggest=True)["nothing_fits"].startswith("nothing fits 14.4 GiB")
-    assert document_of(file, suggest=True)["nothing_fits"] is None
+    assert document_of(file, "--suggest", "device.memory_gib=16")["nothing_fits"].startswith("nothing fits 14.4 GiB")
+    assert document_of(file, "--suggest")["nothing_fits"] is None
 
 
 def test_a_way_out_is_suggested_where_an_automatic_cap_does_not_fit(folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_recipe_for_a_cluster_fits_it(file: Path) -> None:
     recipe = yaml.safe_load(file.read_text())
     named = re.search(r"-(\d+)gpus$", file.stem)
     assert named is not None and int(named[1]) == recipe["trainer"]["ranks"]
-    document = document_of(file, devices_per_node=GPUS_OF_A_NODE)
+    document = document_of(file, "--devices-per-node", str(GPUS_OF_A_NODE))
     assert document["device"]["fits"] is True, document["device"]
     assert 0 < document["device"]["engine_share"] <= document["device"]["safe_memory_utilization"]
     assert document["placement"]["trainer_nodes"] == recipe["trainer"]["ranks"] // GPUS_OF_A_NODE, document["placement"]
@@ -224,7 +224,7 @@ def test_a_recipe_for_cpus_fits_a_laptop(file: Path, monkeypatch: pytest.MonkeyP
     # The policy that a teacher is exported from stands for it.
     teachers = yaml.safe_load(file.read_text()).get("teachers", {})
     changes = [f"teachers.{name}.path=models/tiny-qwen3" for name in teachers]
-    document = document_of(file, ["device={memory_gib: 8, kind: cpu}", *changes])
+    document = document_of(file, "device={memory_gib: 8, kind: cpu}", *changes)
     assert document["device"]["fits"] is True, document["device"]
 
 

@@ -57,7 +57,7 @@ TRAINER = {"actor_update": DeviceMemory(weights=60_000)}
 
 
 @pytest.mark.parametrize(
-    ("one", "offload", "totals", "room"),
+    ("planned", "offload", "totals", "room"),
     [
         # Of 100,000 bytes 90,000 are usable.
         (engines("colocated", False), "none",
@@ -74,8 +74,8 @@ TRAINER = {"actor_update": DeviceMemory(weights=60_000)}
             "weight_sync": 4 * WEIGHTS + 2 * ENGINE}, 15_000),
     ],
 )  # fmt: skip
-def test_the_fullest_device_of_each_phase(one: PlannedEngines, offload: str, totals: dict[str, int], room: int) -> None:
-    job = Job(roles(offload), (), Lengths((), (), ""), BatchLimits(1, 1, 1, 1), 1, one, device_bytes=100_000)
+def test_the_fullest_device_of_each_phase(planned: PlannedEngines, offload: str, totals: dict[str, int], room: int) -> None:
+    job = Job(roles(offload), (), Lengths((), (), ""), BatchLimits(1, 1, 1, 1), 1, planned, device_bytes=100_000)
     assert {phase: held.total for phase, held in on_devices(job, TRAINER).items()} == totals
     assert engine_room(job, list(TRAINER.values())) == room
 

@@ -123,8 +123,8 @@ def test_weights_are_those_a_rank_loads(role: PlannedRole, data: st.DataObject) 
 
 @given(roles())
 def test_more_data_ranks_share_the_optimizer_and_nothing_else(role: PlannedRole) -> None:
-    one, three = (replace(role, layout=replace(role.layout, data=data)) for data in (1, 3))
-    whole, third = resident(one, 0), resident(three, 0)
+    alone, shared = (replace(role, layout=replace(role.layout, data=data)) for data in (1, 3))
+    whole, third = resident(alone, 0), resident(shared, 0)
     assert (third.weights, third.gradients) == (whole.weights, whole.gradients)
     assert 0 <= 3 * third.optimizer - whole.optimizer < 3 * 12
     assert resident(replace(role, trained=False), 0) == DeviceMemory(weights=whole.weights)

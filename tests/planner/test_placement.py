@@ -46,9 +46,7 @@ def places(*engines: tuple[int, Sequence[int]]) -> tuple[EnginePlace, ...]:
 
 
 PLACED: dict[str, tuple[Recipe, Cluster, tuple[EnginePlace, ...]]] = {
-    "one engine over the trainer's devices": (of(4, tensor=4), Cluster(1, 4, 4), places((0, range(4)))),
     "two engines side by side": (of(4, engines=2, tensor=2), Cluster(1, 4, 4), places((0, range(2)), (0, range(2, 4)))),
-    "an engine on each node": (of(4, engines=2), Cluster(2, 2, 2), places((0, range(1)), (1, range(1)))),
     "three engines over two nodes": (of(16, engines=3, tensor=2, pipeline=2), Cluster(2, 8, 8),
                                      places((0, range(4)), (1, range(4)), (0, range(4, 8)))),
     "not on a node without trainer ranks": (of(4, engines=2), Cluster(3, 4, 4), places((0, range(1)), (0, range(1, 2)))),
@@ -160,8 +158,6 @@ def test_what_is_needed_is_enough_and_nobody_shares_a_device() -> None:
 SEPARATE = "rollout.placement=separate"
 # Recipe: 8 trainer ranks, 2 engines of 4 workers. GPUs of a node and ranks on it, and what is printed.
 IN_WORDS: dict[str, tuple[list[str], int, int | None, list[str]]] = {
-    "one node": ([], 8, None, ["1 node of 8 GPUs", "8 trainer ranks: node 0", "engine 0: node 0, devices 0, 1, 2, 3",
-                               "engine 1: node 0, devices 4, 5, 6, 7"]),
     "nodes of their own": ([SEPARATE, "rollout.engines=3"], 8, None, ["3 nodes of 8 GPUs", "8 trainer ranks: node 0",
                            "engine 0: node 1, devices 0, 1, 2, 3", "engine 1: node 2, devices 0, 1, 2, 3",
                            "engine 2: node 1, devices 4, 5, 6, 7"]),

@@ -57,13 +57,9 @@ def test_lock_pins_every_line_by_name_and_version_alone(lock: str) -> None:
     assert len(requirements(locked_lines(lock))) == len(locked_lines(lock))
 
 
-@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
-def test_lock_leaves_out_what_breaks_transformers_beside_a_cpu_torch(name: str) -> None:
-    assert name not in requirements(locked_lines())
-
-
-def test_lock_holds_no_cuda() -> None:
+def test_lock_holds_no_cuda_and_nothing_that_breaks_transformers_beside_a_cpu_torch() -> None:
     locked = requirements(locked_lines())
+    assert not {"torchvision", "torchaudio", "torchcodec"} & locked.keys()
     cuda = ("nvidia", "cuda", "cupy", "flashinfer", "flash-attn")
     assert [name for name in locked if name.startswith(cuda)] == []
     # A plain 2.13.0 would be answered with the CUDA build by an ordinary index.
@@ -265,17 +261,6 @@ def test_torchrun_script_names_the_variable_that_is_missing() -> None:
     done = run("bash", "launch/torchrun.sh", "recipes/quickstart.yaml", env=environment)
     assert done.returncode == BAD_INPUT
     assert "NODE_RANK = nothing: Field required" in done.stderr
-
-
-def test_shell_commands_of_the_install_page_parse_and_name_what_is_there() -> None:
-    page = (ROOT / "docs/install.md").read_text()
-    blocks = re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL)
-    commands = "\n".join(line.removeprefix("$ ") for block in blocks for line in block.splitlines())
-    subprocess.run(["bash", "-n"], input=commands, text=True, timeout=300, check=True)
-    named = set(re.findall(r"(?:locks|launch|recipes)/[\w./-]+|Dockerfile(?:\.cpu)?", page))
-    assert len(named) > 5
-    assert [name for name in sorted(named) if not (ROOT / name.rstrip(".")).exists()] == []
-    assert "MEGARL_WHEELS" in (ROOT / "launch/setup.sh").read_text()
 
 
 def prepare(directory: Path) -> subprocess.CompletedProcess[str]:

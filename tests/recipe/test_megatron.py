@@ -23,23 +23,20 @@ SELECTIVE = {"recompute": "selective"}
 
 # (edits, {key: a text of its rule or way out})
 BROKEN: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
-    "options of no TransformerConfig": (
-        [("trainer.megatron", {"attention_softmax_in_fp31": True, "kv_lora_rank": 64})],
-        {"trainer.megatron.attention_softmax_in_fp31": "trainer.megatron.attention_softmax_in_fp32",
-         "trainer.megatron.kv_lora_rank": "config.json"}),
-    "options that other keys own": (
-        [("trainer.megatron", {"num_layers": 2, "context_parallel_size": 2, "recompute_modules": ["mlp"],
-                               "bf16": True, "moe_router_dtype": "fp64"})],
+    "options that other keys own, misspelt ones, and options of no TransformerConfig": (
+        [("trainer.megatron", {"num_layers": 2, "context_parallel_size": 2, "recompute_modules": ["mlp"], "bf16": True,
+                               "moe_router_dtype": "fp64", "kv_lora_rank": 64, "moe_router_topkk": 2,
+                               "tensor_model_parallel_sizes": 2, "moe_router_dtypes": "fp64", "kv_lora_ranks": 64,
+                               "attention_softmax_in_fp31": True, "_cpu_offloading_context": None})],
         {"trainer.megatron.num_layers": "config.json", "trainer.megatron.context_parallel_size": "ROLE.layout",
          "trainer.megatron.recompute_modules": "ROLE.memory.recompute_modules", "trainer.megatron.bf16": "trainer.precision",
-         "trainer.megatron.moe_router_dtype": "needs it as it is"}),
-    "misspelt options that other keys own": (
-        [("trainer.megatron", {"moe_router_topkk": 2, "tensor_model_parallel_sizes": 2,
-                               "moe_router_dtypes": "fp64", "kv_lora_ranks": 64, "_cpu_offloading_context": None})],
-        {"trainer.megatron.moe_router_topkk": "no such field model.path, whose config.json says it",
+         "trainer.megatron.moe_router_dtype": "needs it as it is", "trainer.megatron.kv_lora_rank": "config.json",
+         "trainer.megatron.moe_router_topkk": "no such field model.path, whose config.json says it",
          "trainer.megatron.tensor_model_parallel_sizes": "ROLE.layout",
          "trainer.megatron.moe_router_dtypes": "remove trainer.megatron.moe_router_dtypes",
-         "trainer.megatron.kv_lora_ranks": "remove", "trainer.megatron._cpu_offloading_context": "no such field"}),
+         "trainer.megatron.kv_lora_ranks": "remove",
+         "trainer.megatron.attention_softmax_in_fp31": "trainer.megatron.attention_softmax_in_fp32",
+         "trainer.megatron._cpu_offloading_context": "no such field"}),
     "settings of a recompute that is not taken": (
         [("actor.memory", {"recompute_modules": ["mlp"]})],
         {"actor.memory.recompute_modules": "memory.recompute: selective"}),

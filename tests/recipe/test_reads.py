@@ -7,7 +7,6 @@ count. A property or method of a section passes its own reads on only if somethi
 from __future__ import annotations
 
 import ast
-import functools
 import typing
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def _module(file: Path) -> str:
 
 
 def _accesses(files: dict[str, Path], of_recipe: set[str]) -> dict[str, list[Access]]:
-    """For each module, the attribute accesses on instances of classes of `of_recipe`; assignments are none."""
+    """For each module, the attribute accesses on instances of classes of `of_recipe`, which are frozen: all are reads."""
     options = Options()
     options.export_types = options.preserve_asts = options.check_untyped_defs = True
     options.ignore_missing_imports = options.ignore_errors = True
@@ -65,19 +64,16 @@ def _accesses(files: dict[str, Path], of_recipe: set[str]) -> dict[str, list[Acc
         offsets[name], end = end, end + text.count("\n") + 1
     sources = [BuildSource(str(files[name]), name, "\n" * offsets[name] + text) for name, text in texts.items()]
     type_map = build.build(sources, options=options).types
-    by_line: dict[int, list[tuple[int, Member]]] = {}
+    by_line: dict[int, list[Member]] = {}
     for access in type_map:
         if isinstance(access, nodes.MemberExpr):
             for owner in _instances(type_map.get(access.expr)):
                 if owner.type.module_name in of_recipe:
-                    by_line.setdefault(access.line, []).append((access.column, (owner.type.name, access.name)))
+                    by_line.setdefault(access.line, []).append((owner.type.name, access.name))
     accesses: dict[str, list[Access]] = {}
     for name, text in texts.items():
         accesses[name] = [
-            (line, member)
-            for line in range(1, text.count("\n") + 2)
-            for column, member in by_line.get(offsets[name] + line, [])
-            if (line, column, member[1]) not in _written(text)
+            (line, member) for line in range(1, text.count("\n") + 2) for member in by_line.get(offsets[name] + line, [])
         ]
     return accesses
 
@@ -90,16 +86,6 @@ def _instances(expression_type: types.Type | None) -> list[types.Instance]:
     if isinstance(proper, types.TypeVarType):
         return _instances(proper.upper_bound)
     return [proper] if isinstance(proper, types.Instance) else []
-
-
-@functools.cache
-def _written(text: str) -> set[tuple[int, int, str]]:
-    """Line, column and name of attributes that are assigned or deleted."""
-    return {
-        (node.lineno, node.col_offset, node.attr)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
-    }
 
 
 def _methods(file: Path) -> list[tuple[Member, int, int]]:
@@ -144,7 +130,6 @@ RECIPE = """
 class Inner:
     read: int = 0
     only_in_text: int = 0
-    only_written: int = 0
     only_shown: int = 0
 
 
@@ -167,7 +152,6 @@ from synthetic.recipe import Outer
 
 def work(outer: Outer) -> int:
     alias = outer.inner
-    alias.only_written = 3
     return alias.read + outer.derived + len("inner.only_in_text")
 """
 SHOWER = """

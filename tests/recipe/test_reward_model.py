@@ -1,4 +1,4 @@
-"""A reward model is read by one part of the reward, has one label, and the actor's tokenizer."""
+"""A reward model is read by one part of the reward and has one label."""
 
 import copy
 import json
@@ -23,21 +23,12 @@ RLOO, REMAX = ("algorithm.advantage", "rloo"), ("algorithm.advantage", "remax")
 
 
 @pytest.fixture(autouse=True)
-def judge(folder: Path) -> None:
-    _judge(folder, JUDGE, {"a": 0, "b": 1})
-    (folder / "tiny" / "tokenizer.json").write_text(_tokenizer({"a": 0, "b": 1}))
-
-
-def _tokenizer(ids: dict[str, int]) -> str:
-    return json.dumps({"model": {"vocab": ids}, "added_tokens": [{"content": "<end>", "id": 2}]})
-
-
-def _judge(folder: Path, config: dict, ids: dict[str, int] | None) -> None:
-    (folder / "judge").mkdir(exist_ok=True)
-    (folder / "judge" / "config.json").write_text(json.dumps(config))
-    (folder / "judge" / "tokenizer.json").unlink(missing_ok=True)
-    if ids is not None:
-        (folder / "judge" / "tokenizer.json").write_text(_tokenizer(ids))
+def judge(folder: Path) -> Path:
+    """The config of a reward model that fits."""
+    (folder / "judge").mkdir()
+    config = folder / "judge" / "config.json"
+    config.write_text(json.dumps(JUDGE))
+    return config
 
 
 def test_a_reward_model_that_fits_is_legal(folder):
@@ -76,13 +67,12 @@ def test_what_does_not_go_together_is_named(edits, key, text):
 
 
 @pytest.mark.parametrize(
-    "config,ids,text",
+    "changes,text",
     [
-        ({**JUDGE, "id2label": {"0": "a", "1": "b"}}, {"a": 0, "b": 1}, "has 2 labels"),
-        ({**JUDGE, "architectures": ["Qwen3ForCausalLM"]}, {"a": 0, "b": 1}, "is a Qwen3ForCausalLM"),
-        (JUDGE, {"a": 1, "b": 0}, "gives 'a' the number 1, that of model.path gives it 0"),
+        ({"id2label": {"0": "a", "1": "b"}}, "has 2 labels"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM"),
     ],
 )
-def test_files_that_do_not_fit_are_named(folder, config, ids, text):
-    _judge(folder, config, ids)
+def test_files_that_do_not_fit_are_named(judge, changes, text):
+    judge.write_text(json.dumps(JUDGE | changes))
     assert text in refusals(MODEL, PHASE, PART)["reward_model.path"]

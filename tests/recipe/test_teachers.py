@@ -12,20 +12,23 @@ import pytest
 
 from megarl.data.routing import takes_answer, teachers_of
 from megarl.data.sample import Prompt
-from megarl.recipe import RecipeError, load_recipe
-from tests.recipe_cases import CONFIG, edited, make_folder, refusals, write
+from megarl.recipe import load_recipe
+from tests.recipe_cases import CONFIG, edited, faults_in, refusals, write
 
 TEACHERS = {"math": {"path": "deep"}, "code": {"path": "tiny", "layout": {"tensor": 1}}}
+SERVED = ("teachers", {"math": {"path": "deep", "engine": {"tensor": 2}}, "code": {"path": "tiny"}})
 SECTION = {"micro_batch": {"max_tokens": 128}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_folder(tmp_path, monkeypatch)
-    for name, vocab in (("wide", 300), ("narrow", 200)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab}))
-    return tmp_path
+@pytest.fixture(autouse=True)
+def other_models(folder: Path) -> None:
+    for name, sizes in (
+        ("wide", {"vocab_size": 300}),
+        ("narrow", {"vocab_size": 200}),
+        ("sixty-four", {"max_position_embeddings": 64}),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(CONFIG | sizes))
 
 
 def changes(*more: tuple[str, Any], **distillation: Any) -> list[tuple[str, Any]]:
@@ -62,57 +65,33 @@ def test_each_teacher_has_a_phase_and_a_layout(folder: Path) -> None:
         ([("algorithm.policy_loss", {"kind": "gmpo"}), ("algorithm.advantage", "none"), ("algorithm.gae", None),
           ("algorithm.value_loss", None), ("critic", None), ("phases.critic_value", None), ("phases.critic_update", None)],
          "algorithm.policy_loss.kind", "one advantage a sequence"),
+        # What an engine cannot give.
+        ([SERVED, ("algorithm.distillation", {"place": "loss", "over": "top_k", "top_k": 4})], "teachers.math.engine",
+         "over = top_k compares more tokens remove teachers.math.engine, or over: sampled"),
+        ([SERVED, ("rollout.temperature", 0.7)], "rollout.temperature", "temperature 1 1.0, or remove"),
+        ([SERVED, ("rollout.replay", ".")], "teachers.math.engine", "no engines are started remove"),
+        ([SERVED, ("teachers.math.engine.tensor", 3)], "teachers.math.engine.tensor", "divide"),
+        ([SERVED, ("teachers.math.layout", {"tensor": 2})], "teachers.math.engine", "its layout and its memory remove"),
+        ([SERVED, ("teachers.math.memory", {"offload": "all"})], "teachers.math.engine", "its layout and its memory remove"),
+        ([SERVED, ("teachers.code", ...)], "phases.teacher_logprob", "never runs"),
+        ([SERVED, ("teachers.math.path", "sixty-four")], "teachers.math.engine", "64 positions a shorter rollout"),
+        ([SERVED, ("device", {"memory_gib": 0.05})], "teachers.math.engine.tensor", "a worker needs"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(folder: Path, edits: list[tuple[str, Any]], key: str, rule: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(write(folder, edited(*changes(*edits))))
-    assert (key, True) in [(fault.key, rule in fault.rule) for fault in caught.value.violations]
-
-
-SERVED = {"math": {"path": "deep", "engine": {"tensor": 2}}, "code": {"path": "tiny"}}
+    faults = faults_in(write(folder, edited(*changes(*edits))))
+    assert any(fault == key and rule in text for fault, text in faults), faults
 
 
 def test_a_served_teacher_has_a_phase_and_no_rank(folder: Path) -> None:
-    recipe = load_recipe(write(folder, edited(*changes(("teachers", SERVED)))))
+    recipe = load_recipe(write(folder, edited(*changes(SERVED))))
     assert {"teacher_logprob.code", "teacher_logprob.math"} <= set(recipe.running_phases)
     assert "teachers.code" in recipe.roles and "teachers.math" not in recipe.roles
     assert "teacher_logprob.math" not in recipe.engine_phases and list(recipe.served) == ["math"]
-    alone = (("teachers", {"math": SERVED["math"]}), ("phases.teacher_logprob", ...))
+    alone = (("teachers", {"math": SERVED[1]["math"]}), ("phases.teacher_logprob", ...))
     assert load_recipe(write(folder, edited(*changes(*alone)))).roles == tuple(
         role for role in recipe.roles if role != "teachers.code"
     )
-
-
-@pytest.mark.parametrize(
-    ("edits", "key", "rule"),
-    [
-        (
-            [("algorithm.distillation", {"place": "loss", "over": "vocabulary"})],
-            "teachers.math.engine",
-            "sampled token alone",
-        ),
-        (
-            [("algorithm.distillation", {"place": "loss", "over": "top_k", "top_k": 4})],
-            "teachers.math.engine",
-            "over = top_k",
-        ),
-        ([("rollout.temperature", 0.7)], "rollout.temperature", "temperature 1"),
-        ([("rollout.replay", ".")], "teachers.math.engine", "no engines are started"),
-        ([("teachers.math.engine.tensor", 3)], "teachers.math.engine.tensor", "divide"),
-        ([("teachers.math.layout", {"tensor": 2})], "teachers.math.engine", "nothing reads its layout and"),
-        ([("teachers.math.memory", {"offload": "all"})], "teachers.math.engine", "nothing reads its layout and its memory"),
-        ([("teachers.code", ...)], "phases.teacher_logprob", "never runs"),
-        ([("teachers.math.path", "sixty-four")], "teachers.math.engine", "at most 63 tokens"),
-        ([("device", {"memory_gib": 0.05})], "teachers.math.engine.tensor", "a worker needs"),
-    ],
-)
-def test_what_an_engine_cannot_give_is_refused(folder: Path, edits: list[tuple[str, Any]], key: str, rule: str) -> None:
-    (folder / "sixty-four").mkdir()
-    (folder / "sixty-four" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(write(folder, edited(*changes(("teachers", SERVED), *edits))))
-    assert (key, True) in [(fault.key, rule in fault.rule and bool(fault.nearest)) for fault in caught.value.violations]
 
 
 @pytest.mark.parametrize("distillation", [{"over": "vocabulary"}, {"over": "top_k", "top_k": 4}])
@@ -159,10 +138,8 @@ FROM_DATA = {"place": "loss", "over": "vocabulary", "data_share": 0.3}
     ],
 )  # fmt: skip
 def test_answers_of_the_data_teach_by_the_divergence_alone(folder: Path, edits: list[tuple[str, Any]], rule: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(write(folder, edited(*changes(*edits, **FROM_DATA))))
-    key = "algorithm.distillation.data_share"
-    assert (key, True) in [(fault.key, rule in fault.rule) for fault in caught.value.violations]
+    faults = faults_in(write(folder, edited(*changes(*edits, **FROM_DATA))))
+    assert any(fault == "algorithm.distillation.data_share" and rule in text for fault, text in faults), faults
 
 
 @pytest.mark.parametrize(
@@ -217,11 +194,3 @@ def test_rows_or_weights_choose_the_teacher(folder: Path) -> None:
     assert teachers_of(routed, [prompt(7, kind="code"), prompt(9, kind="math")]) == {7: "code", 9: "math"}
     with pytest.raises(ValueError, match=r"qa.jsonl, row 3: kind = 'art' names no teacher .* code, math"):
         teachers_of(routed, [prompt(3, kind="art")])
-
-
-def test_a_teacher_with_another_tokenizer_is_refused_with_the_token(folder: Path) -> None:
-    for name, order in (("tiny", "ab"), ("deep", "ba")):
-        content = {"model": {"vocab": {token: number for number, token in enumerate(order)}}, "added_tokens": []}
-        (folder / name / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(RecipeError, match=r"teachers.math.path.*gives 'a' the number 1, that of model.path gives it 0"):
-        load_recipe(write(folder, edited(*changes())))

@@ -39,7 +39,7 @@ def test_a_merge_of_a_merge_is_read_as_other_tools_read_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "said"),
+    ("text", "place", "words"),
     [
         ("a: {b: 1, b: 2}", "line 1, column 11", "'b' is given twice"),
         ("a: &a {b: 1}\nc: {<<: *a, d: 1, d: 2}", "line 2, column 19", "'d' is given twice"),
@@ -49,11 +49,11 @@ def test_a_merge_of_a_merge_is_read_as_other_tools_read_it() -> None:
         ("a: {<<: 3}", "line 1, column 9", "for merging"),
     ],
 )
-def test_what_no_tool_should_read_is_refused_with_its_place(tmp_path: Path, text: str, place: str, said: str) -> None:
+def test_what_no_tool_should_read_is_refused_with_its_place(tmp_path: Path, text: str, place: str, words: str) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     data, (violation,) = read_yaml(file)
-    assert data is None and f"{place}: " in violation.rule and said in violation.rule
+    assert data is None and f"{place}: " in violation.rule and words in violation.rule
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.models.layout import Layout
@@ -29,24 +29,70 @@ from megarl.schedule import (
     worst_case_micro_batches,
 )
 from megarl.schedule.phase_plan import most_rows_behind_prompts
-from megarl.schedule.schedule import in_micro_batch, padded
+from megarl.schedule.schedule import in_micro_batch
+
+MOST_SEGMENTS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch and what it is planned for; `longest` is what the recipe would promise about its lengths."""
+    """A batch and what it is planned for. Each rollout has segments of some lengths, a group, and the prompt of its first
+    segment; `longest` is what the recipe would promise about the lengths, `most_segments` about their number."""
 
     schedule: Schedule
-    lengths: Sequence[int]
+    segments: Sequence[Sequence[int]]
     layout: Layout
     seed: int
     longest: int
     cost: Cost
-    groups: list[int] | None
-    prompts: list[int] | None = None
+    groups: Sequence[int] | None
+    first_prompts: Sequence[int] | None = None
+    most_segments: int = 1
 
-    def plan(self) -> Plan:
-        return plan_phase(self.schedule, self.lengths, self.layout, self.seed, self.cost, self.groups, self.prompts)
+    @cached_property
+    def rollouts(self) -> list[int]:
+        return [rollout for rollout, lengths in enumerate(self.segments) for _ in lengths]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [length for lengths in self.segments for length in lengths]
+
+    @cached_property
+    def prefixes(self) -> list[int]:
+        """First segments have the prompts of their groups, later ones their own."""
+        groups = self.groups or range(len(self.segments))
+        later_prefixes = iter(range(10_000, 20_000))
+        return [
+            groups[rollout] if number == 0 else next(later_prefixes)
+            for rollout, lengths in enumerate(self.segments)
+            for number, _ in enumerate(lengths)
+        ]
+
+    @cached_property
+    def prompts(self) -> list[int] | None:
+        """A later segment's prompt is all but its last token."""
+        if self.first_prompts is None:
+            return None
+        return [
+            prompt if number == 0 else max(1, length - 1)
+            for prompt, lengths in zip(self.first_prompts, self.segments, strict=True)
+            for number, length in enumerate(lengths)
+        ]
+
+    @property
+    def has_segments(self) -> bool:
+        return len(self.lengths) > len(self.segments)
+
+    @property
+    def size(self) -> int:
+        """Rollouts of a mini-batch."""
+        return self.schedule.mini_batch or len(self.segments)
+
+    def plan(self, lengths: Sequence[int] | None = None, name_rollouts: bool = True) -> Plan:
+        lengths = self.lengths if lengths is None else lengths
+        groups = None if self.groups is None else [self.groups[rollout] for rollout in self.rollouts]
+        columns = (groups, self.prompts, *((self.rollouts, self.prefixes) if name_rollouts else ()))
+        return plan_phase(self.schedule, lengths, self.layout, self.seed, self.cost, *columns)
 
 
 @st.composite
@@ -85,31 +131,60 @@ def cases(draw: st.DrawFn, capped: bool) -> Case:
     )
     cost = Cost(draw(st.sampled_from([0.0, 1e-3, 0.1])), draw(st.sampled_from([0.0, 1.0, 30.0])))
     known = groups if shared or draw(st.booleans()) else None
-    return Case(schedule, lengths, layout, draw(st.integers(0, 2**31)), longest, cost, known, prompts if shared else None)
+    seed, segments = draw(st.integers(0, 2**31)), [[length] for length in lengths]
+    return Case(schedule, segments, layout, seed, longest, cost, known, prompts if shared else None)
+
+
+@st.composite
+def segmented(draw: st.DrawFn) -> Case:
+    """A case whose rollouts may have several segments, which may have to run together."""
+    case = draw(cases(capped=draw(st.booleans())))
+    together = draw(st.sampled_from([1, MOST_SEGMENTS]))
+    if case.schedule.max_tokens is not None and draw(st.booleans()):  # one sequence of the longest alone
+        tight = in_micro_batch(case.longest, case.layout)
+        case = replace(case, schedule=replace(case.schedule, max_tokens=tight))
+    if together > 1:
+        cap, sequences = case.schedule.max_tokens, case.schedule.sequences
+        cap = None if cap is None else max(cap, in_micro_batch(case.longest, case.layout, together))
+        sequences = None if sequences is None else max(sequences, together)
+        case = replace(case, schedule=replace(case.schedule, together=together, max_tokens=cap, sequences=sequences))
+    generator, often = random.Random(draw(st.integers(0, 2**32))), draw(st.sampled_from([0.0, 0.1, 0.5]))
+    segments = [list(lengths) for lengths in case.segments]
+    for held in segments:
+        while len(held) < MOST_SEGMENTS and generator.random() < often:
+            held.append(generator.randint(1, case.longest))
+    return replace(case, segments=segments, most_segments=MOST_SEGMENTS)
 
 
 def check_plan(case: Case, plan: Plan) -> None:
     """All laws of one plan."""
     assert plan.phase == case.schedule.phase and plan.layout == case.layout
-    per_epoch = len(case.lengths) // (case.schedule.mini_batch or len(case.lengths))
+    per_epoch = len(case.segments) // case.size
     assert [mini_batch.epoch for mini_batch in plan.mini_batches] == [
         e for e in range(case.schedule.epochs) for _ in range(per_epoch)
     ]
     for epoch in range(case.schedule.epochs):
         samples = [sample for mini_batch in plan.mini_batches if mini_batch.epoch == epoch for sample in mini_batch.samples]
-        assert sorted(samples) == list(range(len(case.lengths)))  # every sample once
+        assert sorted(samples) == list(range(len(case.lengths))), "every sample once"
     for mini_batch in plan.mini_batches:
         check_order(case, mini_batch)
         check_counts(case, mini_batch)
-        check_slots(case, mini_batch)
+        for micro_batch in (micro_batch for rank in mini_batch.micro_batches for micro_batch in rank):
+            check_micro_batch(case, micro_batch)
         check_groups(case, mini_batch)
 
 
+def check_whole_rollouts(case: Case, samples: Sequence[int]) -> set[int]:
+    """Return the rollouts of samples, which have all segments of them."""
+    rollouts = {case.rollouts[sample] for sample in samples}
+    assert sum(len(case.segments[rollout]) for rollout in rollouts) == len(samples)
+    return rollouts
+
+
 def check_order(case: Case, mini_batch: MiniBatch) -> None:
-    size = case.schedule.mini_batch or len(case.lengths)
-    assert len(mini_batch.samples) == size
-    if size == len(case.lengths):
-        assert mini_batch.samples == tuple(range(size))  # a single mini-batch keeps batch order
+    assert len(check_whole_rollouts(case, mini_batch.samples)) == case.size
+    if case.size == len(case.segments):
+        assert mini_batch.samples == tuple(range(len(case.lengths)))  # a single mini-batch keeps batch order
     ran = tuple(sample for rank in mini_batch.micro_batches for micro_batch in rank for sample in micro_batch.samples)
     assert mini_batch.order == ran and sorted(ran) == sorted(mini_batch.samples)
     if case.schedule.sequences is not None and not case.schedule.share_prompts:
@@ -118,39 +193,46 @@ def check_order(case: Case, mini_batch: MiniBatch) -> None:
 
 def check_counts(case: Case, mini_batch: MiniBatch) -> None:
     count = mini_batch.num_micro_batches
-    assert [len(rank) for rank in mini_batch.micro_batches] == [count] * case.layout.data
-    assert all(micro_batch.samples for rank in mini_batch.micro_batches for micro_batch in rank)
+    sizes = [[len(micro_batch.samples) for micro_batch in rank] for rank in mini_batch.micro_batches]
+    assert [len(rank) for rank in sizes] == [count] * case.layout.data
+    assert all(map(any, sizes)), "no rank runs padding alone"
+    assert case.has_segments or all(map(all, sizes)), "no micro-batch is empty"
     if case.layout.virtual_pipeline > 1:
         assert count % case.layout.pipeline == 0  # what the interleaved schedule runs
-    assert count <= worst_case_micro_batches(case.schedule, len(case.lengths), case.layout, case.longest)
-    sizes = [[len(micro_batch.samples) for micro_batch in rank] for rank in mini_batch.micro_batches]
+    assert count <= worst_case_micro_batches(
+        case.schedule, len(case.segments), case.layout, case.longest, case.most_segments
+    )
     if case.schedule.sequences is not None:
-        assert all(size == case.schedule.sequences for rank in sizes for size in rank[:-1])
-        assert all(rank[-1] <= case.schedule.sequences for rank in sizes)
+        assert all(size <= case.schedule.sequences for rank in sizes for size in rank)
+        assert case.has_segments or all(size == case.schedule.sequences for rank in sizes for size in rank[:-1])
 
 
-def check_slots(case: Case, mini_batch: MiniBatch) -> None:
+def check_micro_batch(case: Case, micro_batch: MicroBatch) -> None:
     """Tokens and slots are counted right, and slots stay under the cap."""
     layout = case.layout
     chunks = 2 * layout.context * (layout.tensor if layout.sequence_parallel else 1) if layout.context > 1 else 1
     shares = layout.tensor * layout.context if layout.sequence_parallel else 1
-    for micro_batch in (micro_batch for rank in mini_batch.micro_batches for micro_batch in rank):
-        spared = check_sharing(case, micro_batch)
-        assert micro_batch.tokens == sum(case.lengths[sample] for sample in micro_batch.samples) - spared
-        filled = sum(case.lengths[sample] + -case.lengths[sample] % chunks for sample in micro_batch.samples)
-        filled -= spared
-        assert micro_batch.slots == filled + -filled % shares
-        if case.schedule.max_tokens is not None:
-            assert micro_batch.slots <= case.schedule.max_tokens
+    if not micro_batch.samples:
+        assert micro_batch == MicroBatch((), 0, in_micro_batch(1, layout))
+        return
+    if case.schedule.together > 1:
+        check_whole_rollouts(case, micro_batch.samples)
+    spared = check_sharing(case, micro_batch)
+    assert micro_batch.tokens == sum(case.lengths[sample] for sample in micro_batch.samples) - spared
+    filled = sum(case.lengths[sample] + -case.lengths[sample] % chunks for sample in micro_batch.samples)
+    filled -= spared
+    assert micro_batch.slots == filled + -filled % shares
+    if case.schedule.max_tokens is not None:
+        assert micro_batch.slots <= case.schedule.max_tokens
 
 
 def check_sharing(case: Case, micro_batch: MicroBatch) -> int:
-    """The samples of a group lie side by side and share their prompt. Returns the tokens that this leaves out."""
+    """Samples with one prompt lie side by side and share it. Returns the tokens that this leaves out."""
     if not case.schedule.share_prompts:
         assert micro_batch.sharing == ()
         return 0
-    assert case.groups is not None and case.prompts is not None
-    held = [case.groups[sample] for sample in micro_batch.samples]
+    assert case.prompts is not None
+    held = [case.prefixes[sample] for sample in micro_batch.samples]
     firsts = [number for number in range(len(held)) if number == 0 or held[number - 1] != held[number]]
     assert len(firsts) == len(set(held))
     assert micro_batch.sharing == tuple(held.count(held[first]) for first in firsts)
@@ -164,14 +246,14 @@ def check_groups(case: Case, mini_batch: MiniBatch) -> None:
     if case.groups is None:
         return
     group_size = case.groups.count(0)
-    if len(mini_batch.samples) % group_size == 0:
-        held = [case.groups[sample] for sample in mini_batch.samples]
+    if case.size % group_size == 0:
+        held = [case.groups[rollout] for rollout in {case.rollouts[sample] for sample in mini_batch.samples}]
         assert all(held.count(group) == group_size for group in held)
 
 
 def check_case(case: Case) -> None:
     """Legal cases get a lawful plan, the same one each time; cases that no plan can serve are refused."""
-    illegal = violations(case.schedule, len(case.lengths), case.layout, case.longest)
+    illegal = violations(case.schedule, len(case.segments), case.layout, case.longest)
     before = tuple(case.lengths)
     try:
         plan = case.plan()
@@ -184,13 +266,15 @@ def check_case(case: Case) -> None:
     check_plan(case, plan)
     random.random()  # Python's own generator is not what orders are drawn from
     as_array: Any = np.array(case.lengths)
-    assert replace(case, lengths=as_array).plan() == plan
+    assert case.plan(as_array) == plan
+    if not case.has_segments:
+        assert case.plan(name_rollouts=False) == plan
 
 
-ANY_CASE = st.booleans().flatmap(lambda capped: cases(capped))
+ANY_CASE = st.booleans().flatmap(lambda capped: cases(capped)) | segmented()
 
 
-@settings(max_examples=800)
+@settings(max_examples=1200)
 @given(ANY_CASE)
 def test_every_law_holds(case: Case) -> None:
     check_case(case)
@@ -210,7 +294,8 @@ def test_a_large_batch_keeps_every_law() -> None:
     lengths = [generator.randint(1, 4000) for _ in range(48 * 64)]
     for layout in (Layout(data=48), Layout(tensor=2, pipeline=4, data=48, sequence_parallel=True, virtual_pipeline=2)):
         schedule = Schedule("actor_update", max_tokens=8192, mini_batch=48 * 32)
-        check_case(Case(schedule, lengths, layout, 1, 4000, Cost(1e-4), [sample // 8 for sample in range(len(lengths))]))
+        groups = [sample // 8 for sample in range(len(lengths))]
+        check_case(Case(schedule, [[length] for length in lengths], layout, 1, 4000, Cost(1e-4), groups))
 
 
 @settings(max_examples=300)
@@ -300,144 +385,18 @@ def test_groups_that_cannot_stay_whole_are_drawn_as_samples(groups: list[int]) -
 
 @given(
     groups=st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=6)), min_size=1),
-    beside=st.tuples(st.integers(0, 3), st.integers(0, 9)),
+    slack=st.tuples(st.integers(0, 3), st.integers(0, 9)),
 )
-def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], beside: tuple[int, int]) -> None:
+def test_rows_behind_prompts_have_a_bound(groups: list[tuple[int, list[int]]], slack: tuple[int, int]) -> None:
     """Whatever completions, of a token or more, a micro-batch has behind whatever prompts."""
     sizes, lengths = [len(held) for _, held in groups], [prompt + length for prompt, held in groups for length in held]
     slots = sum(prompt + sum(held) for prompt, held in groups)
     rows = MicroBatch(tuple(range(len(lengths))), slots, slots, tuple(sizes)).rows_behind_prompts(lengths)
     assert rows == sum(lengths)
-    longest_prompt, (more, longer) = max(prompt for prompt, _ in groups), beside
+    longest_prompt, (more, longer) = max(prompt for prompt, _ in groups), slack
     limits = (len(lengths) + more, max(lengths) + longer, max(sizes) + more, longest_prompt + longer)
     assert rows <= most_rows_behind_prompts(slots, *limits)
     assert MicroBatch((0,), 3, 3).rows_behind_prompts([3]) == 0
-
-
-MOST = 4
-SETTINGS = settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-
-
-@dataclass(frozen=True)
-class Segmented:
-    """A batch of `case`, one rollout for each of its sequences, and the lengths of each rollout's segments."""
-
-    case: Case
-    segments: Sequence[Sequence[int]]
-
-    @property
-    def rollouts(self) -> list[int]:
-        return [rollout for rollout, lengths in enumerate(self.segments) for _ in lengths]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [length for lengths in self.segments for length in lengths]
-
-    @property
-    def prefixes(self) -> list[int]:
-        """First segments have the prompts of their groups, later ones their own."""
-        groups = self.case.groups or range(len(self.segments))
-        later_prefixes = iter(range(10_000, 20_000))
-        return [
-            groups[rollout] if number == 0 else next(later_prefixes)
-            for rollout, lengths in enumerate(self.segments)
-            for number, _ in enumerate(lengths)
-        ]
-
-    @property
-    def prompts(self) -> list[int] | None:
-        """A later segment's prompt is all but its last token."""
-        if self.case.prompts is None:
-            return None
-        return [
-            prompt if number == 0 else max(1, length - 1)
-            for prompt, lengths in zip(self.case.prompts, self.segments, strict=True)
-            for number, length in enumerate(lengths)
-        ]
-
-    def plan(self) -> Plan:
-        case, groups = self.case, None
-        if case.groups is not None:
-            groups = [case.groups[rollout] for rollout in self.rollouts]
-        columns = groups, self.prompts, self.rollouts, self.prefixes
-        return plan_phase(case.schedule, self.lengths, case.layout, case.seed, case.cost, *columns)
-
-
-@st.composite
-def segmented(draw: st.DrawFn) -> Segmented:
-    case = draw(cases(capped=draw(st.booleans())))
-    together = draw(st.sampled_from([1, MOST]))
-    if case.schedule.max_tokens is not None and draw(st.booleans()):  # one sequence of the longest alone
-        tight = in_micro_batch(case.longest, case.layout)
-        case = replace(case, schedule=replace(case.schedule, max_tokens=tight))
-    if together > 1:
-        cap, sequences = case.schedule.max_tokens, case.schedule.sequences
-        cap = None if cap is None else max(cap, in_micro_batch(case.longest, case.layout, together))
-        sequences = None if sequences is None else max(sequences, together)
-        case = replace(case, schedule=replace(case.schedule, together=together, max_tokens=cap, sequences=sequences))
-    generator, often = random.Random(draw(st.integers(0, 2**32))), draw(st.sampled_from([0.0, 0.1, 0.5]))
-    segments = [[length] for length in case.lengths]
-    for held in segments:
-        while len(held) < MOST and generator.random() < often:
-            held.append(generator.randint(1, case.longest))
-    return Segmented(case, segments)
-
-
-@SETTINGS
-@given(segmented())
-def test_every_law_holds_with_segments(batch: Segmented) -> None:
-    case = batch.case
-    if violations(case.schedule, len(batch.segments), case.layout, case.longest):
-        return
-    plan = batch.plan()  # whatever the number of segments: a recipe that was checked never fails here
-    size = case.schedule.mini_batch or len(batch.segments)
-    for epoch in range(case.schedule.epochs):
-        samples = [sample for mini_batch in plan.mini_batches if mini_batch.epoch == epoch for sample in mini_batch.samples]
-        assert sorted(samples) == list(range(len(batch.lengths))), "every sequence once"
-    for mini_batch in plan.mini_batches:
-        held = {batch.rollouts[sample] for sample in mini_batch.samples}
-        assert len(held) == size, "a mini-batch counts rollouts"
-        assert sum(len(batch.segments[rollout]) for rollout in held) == len(mini_batch.samples), "and has them whole"
-        check_micro_batches(batch, mini_batch)
-    if len(batch.segments) == len(batch.lengths):
-        assert plan == case.plan(), "one segment each: the plan of before"
-
-
-def check_micro_batches(batch: Segmented, mini_batch: MiniBatch) -> None:
-    case, rollouts = batch.case, batch.rollouts
-    has_segments = len(rollouts) > len(batch.segments)
-    count = mini_batch.num_micro_batches
-    assert [len(rank) for rank in mini_batch.micro_batches] == [count] * case.layout.data
-    assert count % case.layout.micro_batch_step == 0
-    assert count <= worst_case_micro_batches(case.schedule, len(batch.segments), case.layout, case.longest, MOST)
-    assert sorted(mini_batch.order) == sorted(mini_batch.samples)
-    for rank in mini_batch.micro_batches:
-        assert any(micro_batch.samples for micro_batch in rank), "no rank runs padding alone"
-        for micro_batch in rank:
-            check_micro_batch(batch, micro_batch, has_segments)
-            if case.schedule.together > 1:
-                inside = {rollouts[sample] for sample in micro_batch.samples}
-                assert sum(len(batch.segments[rollout]) for rollout in inside) == len(micro_batch.samples)
-
-
-def check_micro_batch(batch: Segmented, micro_batch: MicroBatch, has_segments: bool) -> None:
-    schedule, layout = batch.case.schedule, batch.case.layout
-    if not micro_batch.samples:
-        assert has_segments and micro_batch == MicroBatch((), 0, in_micro_batch(1, layout))
-        return
-    spared = 0
-    if schedule.share_prompts:
-        runs = list(accumulate(micro_batch.sharing, initial=0))
-        prefixes = [batch.prefixes[sample] for sample in micro_batch.samples]
-        assert all(len(set(prefixes[start:stop])) == 1 for start, stop in zip(runs, runs[1:], strict=False))
-        assert runs[-1] == len(micro_batch.samples) and batch.prompts is not None
-        spared = sum(micro_batch.spared(batch.prompts))
-    lengths = [batch.lengths[sample] for sample in micro_batch.samples]
-    assert micro_batch.tokens == sum(lengths) - spared
-    filled, multiple = sum(padded(lengths, layout)) - spared, layout.micro_batch_multiple
-    assert micro_batch.slots == filled + -filled % multiple
-    assert schedule.max_tokens is None or micro_batch.slots <= schedule.max_tokens
-    assert schedule.sequences is None or len(micro_batch.samples) <= schedule.sequences
 
 
 def test_ranks_without_a_sequence_left_run_padding() -> None:
@@ -490,11 +449,6 @@ def test_an_impossible_plan_is_refused_with_its_numbers(
         plan_phase(schedule, lengths, layout, 0)
 
 
-def test_several_violations_are_said_at_once() -> None:
-    faults = violations(Schedule("actor_update", 1, None, 5), 8, Layout(data=2), 9)
-    assert [fault.field for fault in faults] == ["mini_batch"]
-
-
 def test_a_mini_batch_of_a_huge_batch_has_a_nearest_one_at_once() -> None:
     (fault,) = violations(Schedule("actor_update", 1, None, 7), 8 * 10**12, Layout(data=4), 9)
     assert fault.nearest == "8"
@@ -519,12 +473,6 @@ def test_the_nearest_legal_value_is_legal(case: Case) -> None:
     if faults:
         counts = [-(-share // number) for number in range(1, share + 1)]
         assert narrow.sequences and all(count % case.layout.pipeline for count in counts)
-
-
-@pytest.mark.parametrize(("sequences", "max_tokens"), [(None, None), (1, 1)])
-def test_a_schedule_has_exactly_one_rule(sequences: int | None, max_tokens: int | None) -> None:
-    with pytest.raises(AssertionError, match=r"phases\.critic_value"):
-        Schedule("critic_value", sequences, max_tokens)
 
 
 def executed(mini_batch: MiniBatch, rank: int) -> Executed:
