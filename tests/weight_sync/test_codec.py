@@ -124,8 +124,8 @@ def test_one_flipped_bit_anywhere_is_detected(check: Check, size: int, step: int
 @on_both
 @pytest.mark.parametrize("width", [2, 4, 8, 64])
 def test_elements_and_words_that_changed_places_are_detected(check: Check, width: int) -> None:
-    content = content_of(3008)
-    for first, second in ((0, 1), (0, 7), (2, 6)):
+    content = content_of(8 * (CHUNK_WORDS + 8))
+    for first, second in ((0, 1), (0, 7), (2, 6), (0, 8 * CHUNK_WORDS // width)):
         moved = content.view(-1, width).clone()
         moved[[first, second]] = moved[[second, first]]
         assert value(check, moved.view(-1)) != value(check, content)

@@ -12,9 +12,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from megarl.cluster.engine_nodes import servers_of
 from megarl.models import ModelShape
 from megarl.models.layout import RolloutLayout
-from megarl.planner.placement import PlacementError, choose_transport
+from megarl.planner.placement import EnginePlace, PlacementError, choose_transport
 from megarl.platform import Platform
 from megarl.recipe.weight_sync_section import WeightSyncSection
 from megarl.weight_sync.buckets import LocalBox
@@ -74,6 +75,20 @@ def test_a_run_takes_the_transport_that_fits_or_says_why_it_cannot(
         transport = choose_transport(wanted, one_host, obstacle, no_peer_access)
         assert transport.name == name and re.search(reason, transport.reason)
         assert transport.is_final == (wanted != "auto" or name == "group")
+
+
+@pytest.mark.parametrize(
+    ("engines", "ranks", "servers"),
+    [
+        ([(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))], 8, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ([(1, (3,)), (0, (2,))], 8, ((7,), (2,))),
+        ([(0, (0,)), (2, (0,))], 8, ()),  # no trainer rank is on node 2
+    ],
+)
+def test_a_worker_is_served_by_the_trainer_rank_on_its_device(
+    engines: list[tuple[int, tuple[int, ...]]], ranks: int, servers: tuple[tuple[int, ...], ...]
+) -> None:
+    assert servers_of([EnginePlace(*engine) for engine in engines], ranks, ranks_per_node=4) == servers
 
 
 class UnthreadedWriter(BoxWriter):
