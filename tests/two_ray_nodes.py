@@ -45,13 +45,6 @@ def two_nodes() -> Iterator[tuple[RayCluster, Any]]:
         cluster.shutdown()
 
 
-class Engine:
-    """In place of vLLM: says on which Ray node it is."""
-
-    def start(self, version: int | None) -> str:
-        return ray.get_runtime_context().get_node_id()
-
-
 def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, second = two_nodes
     with monkeypatch.context() as patch:
@@ -61,9 +54,14 @@ def test_a_ray_cluster_over_two_nodes(two_nodes: tuple[RayCluster, Any], monkeyp
     cluster_nodes = nodes.ray_nodes(cluster.address)
     assert [node["Resources"].get(f"megarl_node_{number}") for number, node in enumerate(cluster_nodes)] == [1, 1]
 
-    class Placed(Engine):  # a class of this function, which Ray sends along
+    class Placed:
+        """In place of vLLM: says on which Ray node it is. A class of this function, which Ray sends along."""
+
         def __init__(self, settings: Any) -> None:
             self.settings = settings
+
+        def start(self, version: int | None) -> str:
+            return ray.get_runtime_context().get_node_id()
 
     monkeypatch.setattr(handle_module, "RolloutEngine", Placed)
     for node in (0, 1):

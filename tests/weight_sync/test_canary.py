@@ -200,7 +200,8 @@ class Parts:
     def judge(self) -> dict[str, Verdict]:
         """By a canary that has engine 1 alone, and by one that has both."""
         for canary in self.canaries.values():
-            canary.score_actor(self.actor, self.version)
+            if canary._version != self.version:
+                canary.score_actor(self.actor, self.version)
         sequences = self.canaries["pair"].sequences
         scored = {number: engine_scores(engine, sequences) for number, engine in enumerate(self.engines)}
         alone = {0: scored[1]}

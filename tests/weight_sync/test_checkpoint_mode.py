@@ -1,4 +1,5 @@
-"""Checkpoint mode: every worker gets all of every tensor. `test_families.py` loads these into vLLM engines."""
+"""Checkpoint mode: every worker gets all of every tensor. `test_families.py` loads these into vLLM engines, and
+`test_plan.py` has trainers of many layouts."""
 
 from __future__ import annotations
 
@@ -12,14 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.models import ModelShape
-from megarl.models.layout import Layout, RolloutLayout
-from megarl.models.megatron_weights import checkpoint_sizes
+from megarl.models.layout import RolloutLayout
 from megarl.models.vllm_weights import fixed_tensors
-from megarl.weight_sync.buckets import LocalBox
-from megarl.weight_sync.plan import ReshardPlan, sync_plan
-from megarl.weight_sync.read import WholeTensors
+from megarl.weight_sync.boxes import shard_bytes
 from tests.in_process_engine import answers
-from tests.rollout_cases import Publisher, megatron_shards, save_model
+from tests.rollout_cases import Publisher, save_model
 from tests.sync_cases import ThreadEngines
 
 if TYPE_CHECKING:
@@ -95,73 +93,17 @@ def loads_in_turn(engine: LLM, old: Path, new: Path) -> None:
 
 def test_workers_receive_the_whole_model_and_the_bound_is_their_shards(tmp_path: Path) -> None:
     """A report uses the ratio to say what `mode: reshard` would save."""
-    model, rollout, bounds = save_model(tmp_path, "llama", False, seed=0), RolloutLayout(2), []
-    whole = dict(checkpoint(model))
-    for mode in ("reshard", "checkpoint"):
-        publisher = Publisher(model, rollout, engines=2, mode=mode)
-        engines = ThreadEngines(ModelShape.from_directory(model), rollout, engines=2)
-        metrics = publisher.publish(1, model, engines)
-        engines.close()
-        publisher.close()
-        received, bound = metrics["sync/received_bytes"], metrics["sync/bound_bytes"]
-        bounds.append(bound)
-        assert bound == bounds[0] > 0, "it depends on the engines alone"
-        if mode == "reshard":
-            assert received == bound
-            continue
-        assert received == 4 * sum(4 * tensor.numel() for tensor in whole.values()) > 1.9 * bound
-        for taken in engines.taken.values():
-            assert taken.keys() == whole.keys()
-            for name, tensor in whole.items():
-                matrix = tensor.view(len(tensor), -1)
-                assert torch.equal(taken[name][: matrix.shape[0], : matrix.shape[1]], matrix), name
-
-
-def write(
-    writer: WholeTensors, plan: ReshardPlan, shards: dict[int, dict[str, torch.Tensor]], worker: int
-) -> Iterator[LocalBox]:
-    """Write the boxes of a worker, each in two pieces, the later rows first."""
-    for copy in plan.to_destination(worker):
-        source = shards[int(plan.source_rank[copy])][plan.source_parameters[plan.source_parameter[copy]]]
-        row, col = int(plan.source_row[copy]), int(plan.source_col[copy])
-        content = source[row : row + int(plan.rows[copy]), col : col + int(plan.cols[copy])]
-        parameter = plan.destination_parameters[plan.destination_parameter[copy]]
-        row, col, half = int(plan.destination_row[copy]), int(plan.destination_col[copy]), len(content) // 2
-        for first, last in ((half, len(content)), (0, half)):
-            if last > first:
-                box = LocalBox(parameter, row + first, col, last - first, content.shape[1], content.dtype)
-                writer.place(box).copy_(content[first:last])
-                yield box
-
-
-@pytest.mark.parametrize(
-    ("family", "tied", "layout"),
-    [
-        ("llama", True, Layout(2, 2, 2)),
-        ("qwen2", False, Layout(4)),  # more tensor ranks than key-value heads
-        ("qwen3_moe", False, Layout(tensor=2, data=2, expert=4, expert_tensor=1)),
-        ("deepseek_v3", False, Layout(2, 2)),
-        ("gemma3", True, Layout(1, 2)),
-    ],
-)
-def test_every_worker_gets_the_checkpoint_that_the_trainer_ranks_hold(
-    tmp_path: Path, family: str, tied: bool, layout: Layout
-) -> None:
-    model = save_model(tmp_path, family, tied, seed=0)
-    shape, rollout = ModelShape.from_directory(model), RolloutLayout(tensor=2)
-    plan, expected = sync_plan(shape, layout, rollout, "checkpoint"), dict(checkpoint(model))
-    assert plan.hash == sync_plan.__wrapped__(shape, layout, rollout, "checkpoint").hash
-    for worker in range(rollout.workers):
-        writer = WholeTensors(checkpoint_sizes(shape), torch.device("cpu"))
-        got = list(writer.complete(write(writer, plan, megatron_shards(model, layout), worker)))
-        assert len(got) == len(expected) and dict(got).keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in got)
-
-
-def test_a_tensor_with_a_gap_is_not_given() -> None:
-    writer = WholeTensors({"whole": (2, 3), "gap": (2, 3)}, torch.device("cpu"))
-    boxes = [LocalBox("whole", 0, 0, 2, 3, torch.float32), LocalBox("gap", 0, 0, 1, 3, torch.float32)]
-    for box in boxes:
-        writer.place(box).fill_(1)
-    [(name, tensor)] = writer.complete(iter(boxes))
-    assert name == "whole" and torch.equal(tensor, torch.ones(2, 3))
+    model, rollout = save_model(tmp_path, "llama", False, seed=0), RolloutLayout(2)
+    shape, whole = ModelShape.from_directory(model), dict(checkpoint(model))
+    publisher, engines = Publisher(model, rollout, engines=2, mode="checkpoint"), ThreadEngines(shape, rollout, engines=2)
+    metrics = publisher.publish(1, model, engines)
+    engines.close()
+    publisher.close()
+    assert metrics["sync/received_bytes"] == 4 * sum(4 * tensor.numel() for tensor in whole.values())
+    assert metrics["sync/received_bytes"] > 1.9 * metrics["sync/bound_bytes"]
+    assert metrics["sync/bound_bytes"] == 2 * shard_bytes(shape, rollout, 4), "it depends on the engines alone"
+    for taken in engines.taken.values():
+        assert taken.keys() == whole.keys()
+        for name, tensor in whole.items():
+            matrix = tensor.view(len(tensor), -1)
+            assert torch.equal(taken[name][: matrix.shape[0], : matrix.shape[1]], matrix), name

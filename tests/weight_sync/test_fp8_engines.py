@@ -21,6 +21,7 @@ from megarl.rollout.engine_settings import QUANTIZATIONS
 from megarl.weight_sync.codec import Blocks, quantise_blocks
 from megarl.weight_sync.manifest import SyncSettings
 from megarl.weight_sync.publish import WeightSync
+from tests.in_process_engine import Receiving, answers, close_engines, open_receiver
 from tests.rollout_cases import checkpoint, megatron_shards
 from tests.rollout_cases import save_model as save_small_model
 from tests.sync_cases import dequantise_blocks
@@ -47,11 +48,8 @@ def reference_kernel() -> type:
 def sampled(old: Path, new: Path) -> dict[str, Any]:
     """Tokens and log-probabilities of the weights that were `loaded`, of the `new` ones and of the first ones, `back` again;
     and the bytes of a version."""
-    from vllm import SamplingParams
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
-
-    from tests.in_process_engine import Receiving, close_engines, open_receiver
 
     with mock.patch.dict(linear._POSSIBLE_FP8_BLOCK_KERNELS, {PlatformEnum.CPU: [reference_kernel()]}):
         engine = open_receiver(old, dtype="bfloat16", quantization=QUANTIZATIONS["fp8"])
@@ -59,23 +57,10 @@ def sampled(old: Path, new: Path) -> dict[str, Any]:
     settings = SyncSettings("bf16", RolloutLayout(), 1, 1 << 17, 60.0, transport="group", quantization="fp8")
     sync = WeightSync(shape, Layout(), settings, 0, None)
 
-    def sample() -> list[Any]:
-        prompts: Any = [{"prompt_token_ids": list(range(3 + n, 9 + 2 * n))} for n in range(4)]
-        outputs = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, detokenize=False))
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        logprobs = [
-            [
-                step[token].logprob
-                for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-            ]
-            for output in outputs
-        ]
-        return [tokens, logprobs]
-
-    receiving, samples = Receiving(engine), {"loaded": sample()}
+    receiving, samples = Receiving(engine), {"loaded": answers(engine)}
     for version, (name, model) in enumerate((("new", new), ("back", old)), start=1):
         metrics = sync.publish(version, megatron_shards(model, Layout())[0], receiving)
-        samples[name] = sample()
+        samples[name] = answers(engine)
     sync.close()
     close_engines()
     return samples | {"bound_bytes": metrics["sync/bound_bytes"]}
@@ -97,8 +82,6 @@ def quantised_by_vllm(model: Path) -> dict[str, tuple[int, ...]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import PlatformEnum
     from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from tests.in_process_engine import close_engines
 
     config = EngineArgs(
         model=str(model), dtype="bfloat16", quantization=QUANTIZATIONS["fp8"], skip_tokenizer_init=True, enforce_eager=True,
@@ -164,9 +147,10 @@ def test_a_synced_engine_in_fp8_equals_one_that_loaded_the_weights(
     samples = engine_process.submit(sampled, old, new).result(timeout=300)
     assert samples["new"] != samples["loaded"]
     assert samples["back"] == samples["loaded"], "tokens or log-probabilities differ from those of the loaded weights"
-    for number, (tokens, logprobs) in enumerate(zip(*samples["new"], strict=True)):
-        expected = logprobs_of_blocks(new, list(range(3 + number, 9 + 2 * number)), tokens)
-        assert float((expected - torch.tensor(logprobs)).abs().max()) < 0.1, "more than bf16 activations explain"
+    for number, completion in enumerate(samples["new"]):
+        expected = logprobs_of_blocks(new, [3, 5, 7, 11 + number], [token for token, _ in completion])
+        logprobs = torch.tensor([likely[token] for token, likely in completion])
+        assert float((expected - logprobs).abs().max()) < 0.1, "more than bf16 activations explain"
     quantised = quantised_tensors(ModelShape.from_directory(new))
     sizes = {name: tensor.numel() for name, tensor in checkpoint(new).items()}
     rest = 2 * sum(size for name, size in sizes.items() if name not in quantised)

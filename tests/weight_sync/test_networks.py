@@ -32,7 +32,7 @@ SOCKET_BYTES = "4096 16384 16384"
 
 
 @dataclass
-class Told:
+class RankReport:
     """What one trainer rank saw: the engine's answers after successful syncs, and error and lost engines after the cut."""
 
     answers: list[Answer | str]
@@ -51,7 +51,7 @@ class OneTry(ProcessEngines):
         return (), {}
 
 
-def publish_over_a_cable(model: Path, near: Network, far: Network) -> Told:
+def publish_over_a_cable(model: Path, near: Network, far: Network) -> RankReport:
     """Publish a version, a version with the cable cut in the middle, and a version after the repair."""
     near.enter()
     for name in ("tcp_wmem", "tcp_rmem"):
@@ -61,7 +61,7 @@ def publish_over_a_cable(model: Path, near: Network, far: Network) -> Told:
     dist.init_process_group("gloo")
     settings = SyncSettings("fp32", RolloutLayout(), 1, BUCKET_BYTES, PATIENT_S, transport="group", host=near.address)
     sync = WeightSync(shape, LAYOUT, settings, rank, dist.group.WORLD)
-    outcome = Told([])
+    outcome = RankReport([])
     try:
         for version in (1, 2, 3):
             if version == 2 and engines is not None:

@@ -74,8 +74,10 @@ def checkpoint(shape: ModelShape) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Parameters:
-    """What the workers hold once every copy is made. No place may be written twice."""
+def assert_received(plan: ReshardPlan, shape: ModelShape, layout: Layout, expected: Parameters) -> None:
+    """Every worker holds the expected parameters once every copy is made, and no place is written twice."""
+    boxes = [box for rank in set(plan.source_rank.tolist()) for box in rank_boxes(shape, layout, rank)]
+    held = cut(boxes, checkpoint(shape))
     written = {rank: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for rank, of in expected.items()}
     source = (plan.source_rank, plan.source_parameter, plan.source_row, plan.source_col)
     target = (plan.destination_rank, plan.destination_parameter, plan.destination_row, plan.destination_col)
@@ -84,7 +86,8 @@ def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Paramet
         box = written[worker][plan.destination_parameters[place]][to_row : to_row + rows, to_col : to_col + cols]
         assert not box.any(), f"written twice: {plan.describe(copy)}"
         box[...] = held[rank][plan.source_parameters[parameter]][row : row + rows, col : col + cols]
-    return written
+    for worker, parameters in written.items():
+        assert all(torch.equal(parameter, expected[worker][name]) for name, parameter in parameters.items()), worker
 
 
 @settings(max_examples=320)
@@ -92,18 +95,21 @@ def replay(plan: ReshardPlan, held: Parameters, expected: Parameters) -> Paramet
 def test_a_worker_receives_its_own_shard_and_not_a_byte_more(data: st.DataObject) -> None:
     shape, layout, rollout = data.draw(cases())
     plan = sync_plan(shape, layout, rollout)
-    fixed, tensors = fixed_tensors(shape), checkpoint(shape)
-    destinations = [box for box in vllm_boxes(shape, rollout) if box.name not in fixed]
-    for worker in range(rollout.workers):
-        worker_boxes = [s for s in destinations if s.rank == worker]
-        bound = sum((s.row1 - s.row0) * (s.col1 - s.col0) for s in worker_boxes)
-        assert int(plan.sizes[plan.to_destination(worker)].sum()) == bound
+    fixed = fixed_tensors(shape)
+    boxes = [box for box in vllm_boxes(shape, rollout) if box.name not in fixed]
+    assert_received(plan, shape, layout, cut(boxes, checkpoint(shape)))
     assert shard_bytes(shape, rollout, 2) == 2 * int(plan.sizes.sum()), "what a sync is measured by"
     assert sync_plan.__wrapped__(shape, layout, rollout).hash == plan.hash, "both ends compute the same plan"
-    sources = [box for rank in set(plan.source_rank.tolist()) for box in rank_boxes(shape, layout, rank)]
-    held, expected = cut(sources, tensors), cut(destinations, tensors)
-    for worker, parameters in replay(plan, held, expected).items():
-        assert all(torch.equal(parameter, expected[worker][name]) for name, parameter in parameters.items()), worker
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_in_checkpoint_mode_a_worker_receives_every_tensor_that_updates_move(data: st.DataObject) -> None:
+    shape, layout, rollout = data.draw(cases())
+    plan = sync_plan(shape, layout, rollout, "checkpoint")
+    fixed = fixed_tensors(shape)
+    whole = {name: tensor for name, tensor in checkpoint(shape).items() if name not in fixed}
+    assert_received(plan, shape, layout, dict.fromkeys(range(rollout.workers), whole))
 
 
 @settings(max_examples=100)
@@ -133,18 +139,6 @@ def test_stages_and_experts_are_split_as_vllm_splits_them(total: int, ranks: int
         held = list(range(total)) if places is None else [e for e in range(total) if places[e] >= 0]
         assert list(held_experts(total, ranks, rank)) == held and len(held) == count
         assert places is None or [int(places[expert]) for expert in held] == list(range(count))
-
-
-@pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(2, 2, virtual_pipeline=2)])
-def test_a_tied_embedding_comes_from_the_stage_that_owns_it(layout: Layout) -> None:
-    shape = shape_of("qwen3", tie_word_embeddings=True)
-    plan = sync_plan(shape, layout, RolloutLayout(2, pipeline=2))
-    embedding = plan.name == plan.names.index("model.embed_tokens.weight")
-    parameters = {plan.source_parameters[number] for number in plan.source_parameter[embedding]}
-    assert len(parameters) == 1 and parameters.pop().endswith("embedding.word_embeddings.weight")
-    assert set(plan.source_rank[embedding].tolist()) == set(range(layout.tensor))
-    # Both of an engine's ends have one.
-    assert set(plan.destination_rank[embedding].tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -141,61 +141,15 @@ def test_a_worker_writes_one_module_after_the_other_into_the_same_memory(threads
         assert [weight.sum().item() for weight in packed] == [32.0, 64.0, 72.0] and (packed[2][3] == 0).all()
 
 
-def test_modules_whose_boxes_take_turns_are_packed_when_they_are_complete() -> None:
-    """Each in memory of its own, which the next module gets."""
-    packed: list[tuple[int, list[float]]] = []
-
-    class Packing:
-        def process_weights_after_loading(self, module: Any) -> None:
-            packed.append((module.weight.data_ptr(), module.weight[:, 0].tolist()))
-            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-
-    names = ["a", "b", "c"]
-    receiver = receiver_of({name: linear(0, Packing()) for name in names}, {f"{name}.weight": 32 for name in names})
-    for number, rows in ((1, 0), (2, 0), (1, 2), (3, 0), (2, 2), (3, 2)):
-        box = LocalBox(f"{names[number - 1]}.weight", rows, 0, 2, 8, torch.float32)
-        receiver.place(box).fill_(10 * number + rows)
-        receiver._arrived(box)
-    receiver.finish()
-    assert [rows for _, rows in packed] == [[10 * number + row for row in (0, 0, 2, 2)] for number in (1, 2, 3)]
-    first, second, third = (place for place, _ in packed)
-    assert first == third != second and not receiver._open
-
-
-class Noting:
-    """Records the modules that are packed, in order, and drops the weights of those named 'packed', as vLLM does."""
-
-    def __init__(self, packed: list[str]) -> None:
-        self.packed, self.modules = packed, dict[str, torch.nn.Module]()
-
-    def process_weights_after_loading(self, module: Any) -> None:
-        name = next(name for name, candidate in self.modules.items() if candidate is module)
-        self.packed.append(f"{name} {float(module.weight.sum()):g}")
-        if "packed" in name:
-            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-
-
-@pytest.mark.parametrize(("tied", "pipeline", "packs_head"), [(True, 1, True), (True, 2, False), (False, 1, False)])
-def test_an_embedding_is_looked_up_alone_and_has_no_packed_form(tied: bool, pipeline: int, packs_head: bool) -> None:
-    """A tied head on the same stage is packed with the embedding."""
+def test_an_embedding_is_looked_up_alone_and_has_no_packed_form() -> None:
+    """A packed form would be as large as the weights; `test_families.py` has heads that share the weights."""
     layers = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
-    packed: list[str] = []
-    method = Noting(packed)
-    for name, kind in (("embed_tokens", layers.VocabParallelEmbedding), ("lm_head", layers.ParallelLMHead)):
-        module = method.modules[name] = kind.__new__(kind)
-        torch.nn.Module.__init__(module)
-        module.weight, module.quant_method = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False), method
-        module.cpu_linear = None
-    receiver = receiver_of(method.modules, {})
-    receiver._shape, receiver._rollout = SimpleNamespace(tied=tied), RolloutLayout(pipeline=pipeline)
-    receiver._worker = lambda: 0
-    receiver._process("embed_tokens")
-    embedding: Any = method.modules["embed_tokens"]
+    embedding = layers.VocabParallelEmbedding.__new__(layers.VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    embedding.weight, embedding.cpu_linear = torch.nn.Parameter(torch.randn(4, 8), requires_grad=False), None
+    receiver_of({"embed_tokens": embedding}, {})._process("embed_tokens")
     hidden = torch.randn(3, 8)
     assert torch.equal(embedding.cpu_linear(hidden, embedding.weight, None), hidden @ embedding.weight.T)
-    assert packed == ["lm_head 32"] * packs_head
-    receiver._process("lm_head")
-    assert packed[-1] == "lm_head 32", "a head's own weights are packed"
 
 
 # oneDNN packs bf16 only where the CPU has units for it.
@@ -213,7 +167,8 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
     columns, gap = 1024 // dtype.itemsize, 64 // dtype.itemsize
 
     class Method:
-        def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+        def process_weights_after_loading(self, module: Any) -> None:
+            strides.append(module.weight.stride())
             dispatch_cpu_unquantized_gemm(module, remove_weight=True)
 
     def loaded() -> Any:
@@ -222,6 +177,7 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
         module.quant_method.process_weights_after_loading(module)
         return module
 
+    strides: list[tuple[int, ...]] = []
     modules: dict[str, Any] = {"a": loaded(), "kept": loaded()}
     other = torch.zeros(1)  # as other kernels hold what they have packed
 
@@ -233,14 +189,6 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
     receiver._sizes = {f"{name}.weight": (40, columns) for name in modules}
     content, hidden = torch.randn(40, columns).to(dtype), torch.randn(3, columns).to(dtype)
     expected = torch.nn.functional.linear(hidden, content)
-    strides: list[tuple[int, ...]] = []
-    process = receiver._process
-
-    def note(owner: str) -> None:
-        strides.append(modules[owner].weight.stride())
-        process(owner)
-
-    receiver._process = note
     dirty = SpareMemory.take
 
     def with_garbage(spare: SpareMemory, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -252,12 +200,12 @@ def test_what_onednn_packs_comes_in_rows_that_lie_apart_and_is_the_same(
     monkeypatch.setattr(SpareMemory, "take", with_garbage)
     for has_avx, stored in ((True, columns + gap), (False, columns)):
         monkeypatch.setattr(Platform, "has_avx", lambda platform, has_avx=has_avx: has_avx)
+        strides.clear()
         take(receiver, {f"{name}.weight": content for name in modules}, threads=1)
         assert strides == [(stored, 1), (columns, 1)] and modules["a"].weight.numel() == 0
         for module in modules.values():
             assert torch.allclose(module.cpu_linear(hidden, None, None), expected, atol=0.2, rtol=0.02)
         modules["kept"].cpu_linear = of_another_kernel
-        strides.clear()
 
 
 PATIENT_S = 60.0
@@ -291,32 +239,20 @@ def test_every_work_is_done_once_with_spare_memory_that_nobody_else_has(threads:
     assert len(spares) <= threads
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_a_failure_ends_all_threads(threads: int) -> None:
-    begun: list[int] = []
-
-    def do(numbers: Sequence[int], spare: SpareMemory) -> None:
-        begun.append(numbers[0])
-        torch.ones(10_000).sum()
-        if numbers[0] == 10:
-            raise MemoryError("no room for a module")
-
-    with pytest.raises(MemoryError, match="no room"):
-        in_threads(works_of(20_000), threads, do)
-    assert len(begun) < 20_000
-
-
 @pytest.mark.parametrize(("before", "threads", "shared"), [(1, 2, 1), (3, 4, 1), (7, 4, 2), (4, 1, 4)])
 def test_threads_share_the_openmp_threads_and_give_them_back(before: int, threads: int, shared: int) -> None:
-    """Also in vLLM's worker, which replaces `torch.set_num_threads`."""
-    barrier, initial = threading.Barrier(threads), torch.get_num_threads()
+    """Also after a failure, which ends all threads, and in vLLM's worker, which replaces `torch.set_num_threads`."""
+    barrier, initial, begun = threading.Barrier(threads), torch.get_num_threads(), list[int]()
 
     def do(numbers: Sequence[int], spare: SpareMemory) -> int:
         barrier.wait(PATIENT_S)
         return torch.get_num_threads()
 
     def fail(numbers: Sequence[int], spare: SpareMemory) -> None:
-        raise MemoryError
+        begun.append(numbers[0])
+        torch.ones(10_000).sum()  # another thread may run meanwhile
+        if numbers[0] == 10:
+            raise MemoryError("no room for a module")
 
     torch.set_num_threads(before)
     try:
@@ -324,9 +260,9 @@ def test_threads_share_the_openmp_threads_and_give_them_back(before: int, thread
             patch.setattr(torch, "set_num_threads", lambda count: None)
             assert in_threads(works_of(threads), threads, do) == [shared] * threads
             assert torch.get_num_threads() == before
-            with pytest.raises(MemoryError):
-                in_threads(works_of(threads), threads, fail)
-            assert torch.get_num_threads() == before
+            with pytest.raises(MemoryError, match="no room"):
+                in_threads(works_of(20_000), threads, fail)
+            assert torch.get_num_threads() == before and len(begun) < 20_000
     finally:
         torch.set_num_threads(initial)
 
@@ -373,17 +309,6 @@ def test_spare_memory_of_all_threads_is_at_most_a_layer_and_two_buckets(
         spare.take_back()
     held = sum(len(block) for block in spare._blocks)
     assert works.most_threads == 1 or works.most_threads * held <= max(layers.values()) + 2 * bucket_bytes
-
-
-def test_small_modules_that_share_a_work_cost_no_thread() -> None:
-    """The largest module comes first in a work, so it shares its spare memory with the large modules of other works."""
-    modules = {"norm": (896, 1), "qkv": (1152, 896), "out": (896, 896), "gate_up": (5376, 896), "down": (896, 2688)}
-    sizes = {f"model.layers.{layer}.{name}.weight": size for layer in (0, 1) for name, size in modules.items()}
-    boxes = [LocalBox(name, 0, 0, *size, torch.bfloat16) for name, size in sizes.items()]
-    works = divide(boxes, sizes, lambda owner: False, 4 << 20)
-    owners = [[boxes[number].owner.rpartition(".")[2] for number in work] for work in works.each]
-    assert owners == [["gate_up"], ["down"], ["qkv", "out", "norm"]] * 2
-    assert works.most_threads == 2
 
 
 def test_memory_that_somebody_kept_is_not_lent_again() -> None:

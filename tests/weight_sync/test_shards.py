@@ -55,18 +55,15 @@ def publish_and_read(models: list[str], layout: Layout, settings: SyncSettings) 
 
 
 def settings_of(
-    rollout: RolloutLayout, engines: int = 1, precision: str = "fp32", transport: str = "mapped", **more: Any
+    rollout: RolloutLayout, engines: int = 1, precision: str = "fp32", transport: str = "mapped", ranks: int = 2, **more: Any
 ) -> SyncSettings:
-    """`two_legs` is the transport `group` where a rank serves each worker; `device` stands for NCCL and the memory of
-    devices: gloo and host memory take their place on a CPU."""
-    form: dict[str, Any] = {"transport": "mapped" if transport == "mapped" else "group"} | more
+    """`two_legs` is the transport `group` where a rank serves each worker."""
+    more = {"bucket_bytes": BUCKET_BYTES} | more
     if transport == "two_legs":
-        ranks = form.pop("ranks", 2)
-        form["servers"] = tuple(
-            tuple((engine + worker) % ranks for worker in range(rollout.workers)) for engine in range(engines)
-        )
-    form.pop("ranks", None)
-    return SyncSettings(precision, rollout, engines, form.pop("bucket_bytes", BUCKET_BYTES), 60.0, **form)
+        workers = range(rollout.workers)
+        more["servers"] = tuple(tuple((engine + worker) % ranks for worker in workers) for engine in range(engines))
+        transport = "group"
+    return SyncSettings(precision, rollout, engines, timeout_s=60.0, transport=transport, **more)
 
 
 def two_models(folder: Path, family: str = "qwen3", tied: bool = True) -> list[str]:
