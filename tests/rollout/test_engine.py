@@ -319,6 +319,9 @@ def test_null_is_what_the_device_leaves_and_enough_for_every_sequence(tmp_path: 
         caches[memory_gib] = cache
     assert list(caches.values()) == sorted(caches.values())
     assert caches[34] < caches[36] and caches[80] == caches[141]
+    apart = ["rollout.placement=separate", "rollout.max_staleness=2", "weight_sync.in_flight=keep"]
+    stale = qwen(tmp_path, "device.memory_gib=141", "algorithm.mismatch={correction: truncate}", *apart)
+    assert stale.phases.rollout.max_concurrent == 3 * 64, "three steps may be under way"
     file = tmp_path / "resolved.yaml"
     file.write_text(recipe_yaml(recipe))
     assert load_recipe(file) == recipe
