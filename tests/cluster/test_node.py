@@ -72,6 +72,7 @@ time.sleep(600)
 NODE = """
 import os, signal, sys, time
 from pathlib import Path
+import psutil
 from megarl.cluster import processes
 descendants = processes.Descendants()
 processes.start_tied([sys.executable, "-c", *sys.argv[1:4]], os.environ, signal.SIGKILL).wait()
@@ -81,12 +82,16 @@ if sys.argv[4] == "killed":
     descendants.tend((int(Path(sys.argv[3]).read_text()),))
     os.kill(int(Path(sys.argv[3]).read_text()), signal.SIGKILL)
     os.waitpid(-1, 0)
+while sys.argv[4] == "tended" and psutil.pid_exists(int(Path(sys.argv[3]).read_text())):
+    descendants.tend(())
+    time.sleep(0.05)
 descendants.end()
 """
 
 
-@pytest.mark.parametrize("before", ["alive", "killed"])
+@pytest.mark.parametrize("before", ["alive", "killed", "tended"])
 def test_a_node_ends_its_processes_by_force_and_removes_their_shared_memory(tmp_path: Path, before: str) -> None:
+    """At its end, or as soon as it has tended a process without a parent for a second."""
     # Without megarl's prefix, because a trainer of another test removes unlocked files with this prefix.
     shared, mark = Path(f"/dev/shm/test-node-{os.getpid()}"), tmp_path / "pid"
     semaphore = shared.with_name(f"sem.{shared.name}")

@@ -112,6 +112,17 @@ def test_thoughts_stay_until_the_next_question() -> None:
     check_trained(session.segments, policy.sampled)
 
 
+def test_thoughts_that_a_template_drops_begin_a_segment_though_no_client_sends_them_back() -> None:
+    chat = renderer("plain")
+    session, policy = Session(chat, LIMITS), Policy(chat)
+    messages, reply = [{"role": "user", "content": "2 + 2?"}], {"role": "assistant", "content": "4"}
+    thoughtful = reply | {"reasoning_content": "two and two"}
+    session.record(session.next_turn(messages), policy.write("<think>two and two</think>4"), thoughtful)
+    session.record(session.next_turn([*messages, reply, *messages]), policy.write("4"), reply)
+    assert session.counts == {"begun": 1, "template": 1}
+    check_trained(session.segments, policy.sampled)
+
+
 class Client:
     """Keeps every turn that it got, and continues any of them, edits histories, or begins anew."""
 
