@@ -56,14 +56,18 @@ class Client:
         return self.take(requests)
 
     def cut_in_the_middle(self, request: GroupRequest) -> tuple[Completion, ...]:
-        """Submit a group and cut it until all its members have tokens; it goes on."""
+        """Submit a group and cut it until all its members have tokens; it goes on. On a busy machine a member may end before
+        that: then the group ends, its report is dropped, and it begins anew."""
         self.call("submit", [request])
         for _ in range(TRIES):
             partials = self.call("cut", [request.position])[request.position]
-            if all(len(partial) for partial in partials):
-                assert not any(partial.finish_reason for partial in partials), "it ended before it was cut"
+            if any(partial.finish_reason for partial in partials):
+                self.take([request])
+                self.call("report")
+                self.call("submit", [request])
+            elif all(len(partial) for partial in partials):
                 return partials
-        raise AssertionError(f"no tokens after {TRIES} cuts")
+        raise AssertionError(f"no group with all members in the middle after {TRIES} cuts")
 
 
 @pytest.fixture(scope="module")
