@@ -153,7 +153,7 @@ def test_groups_are_compared_as_the_recipe_says(deviation: bool, leave_one_out: 
 
 
 def test_returns_are_what_values_should_have_been() -> None:
-    """How near they are: tests/trainer/test_advantages.py."""
+    """tests/trainer/test_advantages.py compares the explained variance with its formula."""
     settings = AlgorithmSection(advantage="gae", group_size=1, gae=GaeSection(discount=0.9, smoothing=0.8, whiten=True))
     given = scored()
     result = estimate(given, COEFFICIENT, settings)

@@ -42,7 +42,7 @@ class Agents:
         self.url = f"http://127.0.0.1:{unused_port()}/s/1"
 
     def ask(self, row: Any, *, ends: bool = False) -> Reply:
-        """Return what comes of a row; with `ends` somebody ends it as soon as it runs. It leaves no process."""
+        """Return what comes of a row; with `ends` the agent is ended as soon as it runs. It must leave no process."""
 
         async def ask() -> Reply:
             task = asyncio.ensure_future(self.worker.ask("one", AgentRun(row, self.url, "key", 7)))
@@ -136,7 +136,7 @@ def rows_of(**tables: Iterable[str]) -> list[tuple[str, str]]:
 def test_an_agent_gives_its_reward_and_may_print_and_write_and_leave_what_it_likes(
     agents: dict[str, Agents], field: str, text: str
 ) -> None:
-    """A command gives it in a file or in its last line."""
+    """A command gives the reward in a file or in its last line."""
     assert agents[field].ask({field: text}) == (HABITS | COMMANDS)[text]
 
 

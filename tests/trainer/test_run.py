@@ -78,7 +78,7 @@ def measured(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """That of a run with a checkpoint in the middle. One of its held-out prompts is a prompt that it trains on."""
+    """The folder of a run with a checkpoint in the middle. One of its held-out prompts is a prompt that it trains on."""
     folder = tmp_path_factory.mktemp("ppo")
     tiny_run(folder)
     rows = [{"question": f"{number}*{number}", "answer": str(number)} for number in range(HELD_OUT)]

@@ -88,7 +88,7 @@ def dump_in_groups(source: Path, into: Path, first: int | None) -> int:
 def test_a_replay_of_split_rollouts_trains_as_one_of_whole_rollouts(
     tmp_path: Path, layout: dict[str, int], data: int, ppo: bool, family: str, more: dict[str, Any]
 ) -> None:
-    """Whose prompts are shared, or which run alone, in several mini-batches."""
+    """The rollouts share their prompts or run alone, in several mini-batches."""
     tiny_run(tmp_path, family)
     ranks = data * layout.get("pipeline", 1) * layout.get("context", 1)
     first, draw = (LONGEST - 2, lambda _: LONGEST) if more is TIGHT else (2, None)

@@ -295,7 +295,7 @@ DEATHS = [
 def test_without_a_trainer_rank_engines_answer_nothing_and_say_who_is_missing(
     model: Path, orphans: ProcessEngines, tmp_path: Path, transport: str, ranks: str, state: str
 ) -> None:
-    """At once, not at a deadline; so does a rank whose neighbour dies."""
+    """At once, not at a deadline. A rank whose neighbour dies ends at once, too."""
     layout, version = LAYOUTS[ranks], 1 + DEATHS.index((transport, ranks, state))
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
